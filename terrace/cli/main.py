@@ -19,7 +19,6 @@ _COMMANDS = (
     "plan",
     "scale",
     "simulate",
-    "explain",
     "train",
     "report",
     "generate",

@@ -1,7 +1,11 @@
-"""`terrace simulate`: simulate the programs that would run, and show a step from several sides; nothing is run."""
+"""`terrace simulate`: simulate the programs that would run, and show a step from several sides; nothing is run.
+
+`terrace explain` is the former name of `terrace simulate --view program`.
+"""
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +30,19 @@ def add_parser(commands: Any) -> None:
         description="PLAN is a plan preset or TOML file, as for --plan.",
         epilog=OVERRIDES_HELP,
     )
-    add_view_options(parser, "step")
+    _add_options(parser, "step")
     parser.set_defaults(run=run)
+    former = commands.add_parser(
+        "explain",
+        help="the same as terrace simulate --view program",
+        description="The former name of terrace simulate --view program, with all of its options.",
+        epilog=OVERRIDES_HELP,
+    )
+    _add_options(former, "program")
+    former.set_defaults(run=_explain)
 
 
-def add_view_options(parser: argparse.ArgumentParser, view: str) -> None:
-    """Add the options of the command and of its aliases; `view` is the default view."""
+def _add_options(parser: argparse.ArgumentParser, view: str) -> None:
     add_run_options(parser)
     parser.add_argument(
         "--view",
@@ -81,6 +92,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if written:
         print("\n".join(written))
     return 0
+
+
+def _explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    code = run(options, rest)
+    print("terrace: explain is now terrace simulate --view program", file=sys.stderr)
+    return code
 
 
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:

@@ -20,13 +20,12 @@ from typing import Any
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
-from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.wire import MessageClass
 from terrace.program.schedules.counts import most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
+from terrace.simulate.changes import crossing
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.states import axis_degree
 from terrace.simulate.step import Step, resolved
@@ -171,20 +170,8 @@ def _further_out(job: Job) -> Iterator[Job]:
     for state in ("optimizer", "grads", "params"):
         for tier in cluster.tiers[cluster.index(getattr(plan, state)) + 1 :]:
             moved: dict[str, Any] = {state: tier.name}
-            plan = _without_idle_formats(cluster, replace(plan, **moved))
+            plan = crossing(cluster, replace(plan, **moved))
             yield replace(job, plan=plan)
-
-
-def _without_idle_formats(cluster: Cluster, plan: Plan) -> Plan:
-    # A plan must not name wire formats for tiers that its messages no longer cross.
-    layout = Layout.of(cluster, plan)
-    wire = {
-        message: {
-            tier: name for tier, name in row.items() if cluster.index(tier) in layout.route(MessageClass(message))
-        }
-        for message, row in plan.wire.items()
-    }
-    return replace(plan, wire={message: row for message, row in wire.items() if row})
 
 
 def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:

@@ -81,12 +81,12 @@ def _plan_changes(step: Step, program: Program) -> Iterator[Change]:
             moved = _moved(program.layout, plan, states, outward)
             if moved is not None:
                 words = ", ".join(f'{state} = "{getattr(moved, state)}"' for state in states)
-                yield change(words, _crossing(cluster, moved))
+                yield change(words, crossing(cluster, moved))
     # A secondary copy belongs on a tier inside the placement of the parameters.
     copy = _next_tier(program.layout, program.layout.params, outward=False)
     if copy is not None and copy != DEVICE and not program.layout.has_secondary:
         tier = program.layout.tiers[copy]
-        yield change(f'params_backward = "{tier}"', _crossing(cluster, replace(plan, params_backward=tier)))
+        yield change(f'params_backward = "{tier}"', crossing(cluster, replace(plan, params_backward=tier)))
     yield change(f"prefetch = {plan.prefetch + 1}", replace(plan, prefetch=plan.prefetch + 1))
     if 2 * plan.unit <= step.num_micros:
         yield change(f"unit = {2 * plan.unit}", replace(plan, unit=2 * plan.unit), "keeps more activations")
@@ -147,8 +147,8 @@ def _moved(layout: Layout, plan: Plan, states: tuple[str, ...], outward: bool) -
     return replace(plan, **names) if len(names) == len(states) else None
 
 
-def _crossing(cluster: Cluster, plan: Plan) -> Plan:
-    # A wire format for a tier that a message no longer crosses would be refused.
+def crossing(cluster: Cluster, plan: Plan) -> Plan:
+    """The plan without wire formats for tiers that a message does not cross: they would be refused."""
     layout = Layout.of(cluster, plan)
     crossed = {message.value: [layout.tiers[tier] for tier in layout.route(message)] for message in PLACEABLE}
     crossed[MessageClass.TENSOR.value] = list(layout.tiers)  # where tensor ranks are does not change
