@@ -119,13 +119,7 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
     """Forward-only programs on the stages of the training programs `programs`, which are all stages.
 
     They end with a CLIP, which adds up losses and tokens; there is no gradient.
-    Raises `PlanError` for a plan with `balance = "cost"`.
     """
-    # Its bytes are declared batch by batch, for a forward and its backward together.
-    if programs[0].plan.balance == "cost":
-        raise PlanError(
-            'balance = "cost": a step of forwards alone cannot declare its bytes; evaluate with balance = "tokens"'
-        )
     stages = [forward_stage(each.stage) for each in programs]
     frames = [each.of_stage(stage, phase=Phase.FORWARD) for each, stage in zip(programs, stages, strict=True)]
     return [frame.of_stage(frame.stage, (*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]

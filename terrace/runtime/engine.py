@@ -188,10 +188,11 @@ class Engine:
         training = [module for module in modules if module.training]
         for module in training:
             module.eval()
+        before = self._declared()
         try:
             return self._run(batches, 0.0, self._forward)
         finally:
-            self._outside.update(self._forward.sent_bytes)
+            self._outside.update(self._declared() - before)
             for module in training:
                 module.train()
 
@@ -213,7 +214,7 @@ class Engine:
 
     def _run(self, batches: Sequence[Batch], lr: float, program: Program) -> StepResult:
         for axis in self.axes:
-            batches = axis.take(batches)
+            batches = axis.take(batches, trains=program.trains)
         check_positions(batches, self.state.modules.values())
         sums = self.runner.run(batches, lr, program)
         # Evaluations do not count: reports are means over training steps.
@@ -250,9 +251,7 @@ class Engine:
         Raises `ProgramError` when a byte was sent that no program declares, or the reverse.
         """
         self.drain()
-        measured, expected = self.comm.ledger.total(), dict(self.runner.declared_bytes)
-        for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
-            expected = {**axis.declared, **expected}
+        measured, expected = self.comm.ledger.total(), self._declared()
         for key in sorted(measured.keys() | expected.keys()):
             sent, declared = measured.get(key, 0), expected.get(key, 0)
             if sent != declared:
@@ -261,6 +260,12 @@ class Engine:
                     f"rank {self.rank} sent {sent} bytes of {message} on tier {tier!r} in {self._num_steps} steps, "
                     f"but the programs declare {declared}"
                 )
+
+    def _declared(self) -> Counter[tuple[MessageClass, str]]:
+        expected = dict(self.runner.declared_bytes)
+        for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
+            expected = {**axis.declared, **expected}
+        return Counter(expected)
 
     def report(self, time_s: dict[str, float]) -> StepReport:
         """The measured report of a step with these times; bytes are the mean of all training steps so far."""

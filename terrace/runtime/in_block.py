@@ -40,8 +40,8 @@ class InBlockAxis:
         """Collectives for the activations that cross stages, if this axis cuts them into parts."""
         return None
 
-    def take(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """This rank's part of the micro-batches of a step."""
+    def take(self, batches: Sequence[Batch], *, trains: bool = True) -> Sequence[Batch]:
+        """This rank's part of the micro-batches of a step, or of its forwards alone."""
         return batches
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:

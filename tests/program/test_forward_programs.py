@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.base.errors import PlanError, ProgramError
+from terrace.base.errors import ProgramError
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
@@ -76,10 +76,3 @@ def test_a_pass_that_is_missing_is_named() -> None:
     left = tuple(now for now in forward.instructions if now != Instruction(Op.FORWARD, 1, 1))
     with pytest.raises(ProgramError, match="it needs `FORWARD b1 m1` before it"):
         verify(replace(forward, instructions=left))
-
-
-def test_batches_that_declare_their_own_bytes_are_refused() -> None:
-    (step,) = trained("zero3", 2)
-    by_cost = replace(step, plan=replace(step.plan, balance="cost"))
-    with pytest.raises(PlanError, match='balance = "cost"'):
-        forward_programs([by_cost])

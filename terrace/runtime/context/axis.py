@@ -53,8 +53,8 @@ class ContextAxis(InBlockAxis):
         for attention, plans in self._replaced:
             attention.plans = plans
 
-    def take(self, batches: Sequence[Batch]) -> list[Batch]:
-        """This rank's part of a step's micro-batches; whole micro-batches are cut here.
+    def take(self, batches: Sequence[Batch], *, trains: bool = True) -> list[Batch]:
+        """This rank's part of the micro-batches of a step, or of its forwards alone; whole micro-batches are cut here.
 
         Raises `PlanError` for a shape other than the plan's, `ModelError` for positions beyond the model's.
         """
@@ -65,13 +65,13 @@ class ContextAxis(InBlockAxis):
         for batch in local:
             token_layout = batch.token_layout
             assert token_layout is not None, "a local batch has a spread"
-            self._declare(token_layout)
+            self._declare(token_layout, trains)
             layout = known.get(id(token_layout)) or DeviceLayout(token_layout, self.comm, self._device)
             known[id(token_layout)] = layout
             self._layouts.append(layout)
         return local
 
-    def _declare(self, token_layout: TokenLayout) -> None:
+    def _declare(self, token_layout: TokenLayout, trains: bool) -> None:
         program, group = self._program, self.comm.group
         again = recomputed(program.plan, program.blocks)
         item_bytes = FORMATS[program.plan.compute].element_bytes
@@ -82,7 +82,7 @@ class ContextAxis(InBlockAxis):
             sent = sent_bytes(token_layout, group, heads, item_bytes)
             for tier, forward, backward in zip(program.layout.tiers, sent.forward, sent.backward, strict=True):
                 # A recomputed layer sends its forward messages twice.
-                num_bytes = forward * (2 if block in again else 1) + backward
+                num_bytes = forward * (2 if block in again else 1) + backward if trains else forward
                 if num_bytes:
                     self._declared[MessageClass.CONTEXT, tier] += num_bytes
 
