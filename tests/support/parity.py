@@ -161,19 +161,18 @@ def assemble(engine: Engine) -> Tensor:
     """All parameters as one row, from the slices of all ranks; replicas must be the same on each."""
     program, specs = engine.program, engine.state.specs
     wholes = [{param.name: torch.full(param.shape, torch.nan).double() for param in spec.params} for spec in specs]
-    held = {
-        block: [(name, p.detach()) for name, p in engine.state.named_parameters(block)] for block in program.stage.held
-    }
-    for rank, states in enumerate(engine.comm.exchange(held)):
-        for block, values in states.items():
-            spec, whole = program.blocks[block], wholes[block]
-            params = {param.name: param for param in spec.params}
-            for name, value in values:
-                target = whole[name][rank_slices(params[name], program.mesh, rank)]
-                own = value[tuple(slice(0, size) for size in target.shape)]
-                assert bool(torch.isnan(target).all()) or torch.equal(target, own), (spec.name, name, rank)
-                assert value.count_nonzero() == own.count_nonzero(), "padding stays zero"
-                target.copy_(own)
+    held = [(block, name, p) for block in program.stage.held for name, p in engine.state.named_parameters(block)]
+    places = engine.comm.exchange([(block, name) for block, name, _ in held])
+    tensors = engine.comm.exchange_tensors([value.detach() for _, _, value in held])
+    for rank, (there, values) in enumerate(zip(places, tensors, strict=True)):
+        for (block, name), value in zip(there, values, strict=True):
+            spec = program.blocks[block]
+            (param,) = (param for param in spec.params if param.name == name)
+            target = wholes[block][name][rank_slices(param, program.mesh, rank)]
+            own = value[tuple(slice(0, size) for size in target.shape)]
+            assert bool(torch.isnan(target).all()) or torch.equal(target, own), (spec.name, name, rank)
+            assert value.count_nonzero() == own.count_nonzero(), "padding stays zero"
+            target.copy_(own)
     tied = program.blocks[-1].borrows
     if tied:
         wholes[-1] = {"weight": wholes[0]["weight"], **wholes[-1]}

@@ -126,8 +126,8 @@ def _at_taking(engine: Engine, change: Callable[[Sequence[Batch]], None]) -> Non
     axis = engine.axes[-1]
     take = axis.take
 
-    def changed(batches: Sequence[Batch]) -> Sequence[Batch]:
-        local = take(batches)
+    def changed(batches: Sequence[Batch], *, trains: bool = True) -> Sequence[Batch]:
+        local = take(batches, trains=trains)
         change(local)
         return local
 
