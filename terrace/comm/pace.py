@@ -41,7 +41,9 @@ class Pacer:
 
     def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
         """Seconds of these messages on an idle link. Raises `ClusterError` for an unknown tier."""
-        tier = self._cluster.tiers[self._index(tier_name)]
+        if tier_name == "device":
+            raise ConfigError("a device has no link to pace: nothing is sent on it")
+        tier = self._cluster.tiers[self._cluster.index(tier_name)]
         return num_messages * tier.latency_s / self._scale + num_bytes / (tier.bandwidth_bytes_per_s * self._scale)
 
     def begin(self) -> float:
@@ -69,8 +71,3 @@ class Pacer:
         begin_s = self.begin()
         yield
         self.sent(tier_name, num_bytes, num_messages, begin_s)
-
-    def _index(self, tier_name: str) -> int:
-        if tier_name == "device":
-            raise ConfigError("a device has no link to pace: nothing is sent on it")
-        return self._cluster.index(tier_name)

@@ -1,26 +1,21 @@
-"""The `[data]` section of a run's configuration."""
+"""The `[data]` section of a run's configuration, as a list of sources. Pure: imports no torch, no numpy."""
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ConfigError
-from terrace.data.sources import (
-    Documented,
-    Format,
-    SourceConfig,
-    SourceSpec,
-    TooLong,
-    check_holdout,
-    sources_of,
-)
+from terrace.data.sources import STDLIB, Documented, Format, SourceConfig, SourceSpec, TooLong
 
 # key -> the value that is not a path
-PATHS = {"path": "stdlib", "tokenizer": "bytes", "cache": "", "chat_template": ""}
+PATHS = {"path": STDLIB, "tokenizer": "bytes", "cache": "", "chat_template": ""}
+_DEFAULT_DOCUMENTS: Mapping[str, Documented] = {"text": "join", "chat": "whole"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: str = "stdlib"
+    path: str = STDLIB
     tokenizer: str = "bytes"
     cache: str = ".terrace-cache"
     mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
@@ -33,17 +28,78 @@ class DataConfig:
     holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
 
     def __post_init__(self) -> None:
-        check_holdout(self.holdout)
-        self.sources()
-        if self.chat_template and not any(source.format == "chat" for source in self.sources()):
+        if not 0 <= self.holdout < math.inf or (self.holdout >= 1 and self.holdout != int(self.holdout)):
+            raise ConfigError(
+                f"data.holdout = {self.holdout} must be a share of the samples, from 0 to below 1, or a whole number "
+                "of them"
+            )
+        sources = self.sources()
+        if self.chat_template and not any(source.format == "chat" for source in sources):
             raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')
 
     def sources(self) -> tuple[SourceSpec, ...]:
-        """Sources with defaults resolved. Raises `ConfigError` for contradicting keys."""
-        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long, self.column, self.split)
+        """The sources with defaults resolved: the mixture, or else the single path.
+
+        Raises `ConfigError` for a path together with a mixture, a duplicate entry, a weight that is not positive, and
+        keys without effect.
+        """
+        if self.mixture and self.path != STDLIB:
+            raise ConfigError(
+                f"data.path = {self.path!r} and data.mixture are both given: make the path an entry of the mixture"
+            )
+        specs: list[SourceSpec] = []
+        for each in self.mixture or [SourceConfig(path=self.path)]:
+            spec = self._resolved(each)
+            # A repeated path would train on the same samples twice.
+            for other in specs:
+                for what, one, two in (("path", spec.path, other.path), ("name", spec.name, other.name)):
+                    if one == two:
+                        raise ConfigError(
+                            f"data.mixture has the {what} {one!r} twice: keep one entry, with both weights"
+                        )
+            specs.append(spec)
+        if self.too_long is not None and not any(spec.documents == "whole" for spec in specs):
+            raise _no_effect(f"data.too_long = {self.too_long!r}", specs[0].documents)
+        return tuple(specs)
+
+    def _resolved(self, source: SourceConfig) -> SourceSpec:
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(f"data.mixture: the weight {source.weight} of {source.path!r} must be a positive number")
+        if not source.path:
+            raise ConfigError("data.mixture has an entry with an empty path: name a file or a folder")
+        chosen = source.format or self.format
+        kept = source.documents or self.documents or _DEFAULT_DOCUMENTS[chosen]
+        if source.too_long is not None and kept != "whole":
+            raise _no_effect(f"data.mixture: too_long = {source.too_long!r} of {source.path!r}", kept)
+        if chosen == "chat":
+            for key, plain in (("column", "text"), ("split", "")):
+                # In a mixture, a key of the whole table may be for the other sources.
+                general = plain if self.mixture else getattr(self, key)
+                own = getattr(source, key)
+                if (general if own is None else own) != plain:
+                    raise ConfigError(
+                        f'data.{key} has no effect on {source.path!r}, whose format is "chat": leave it out'
+                    )
+        return SourceSpec(
+            path=source.path,
+            name=source.name or source.path,
+            weight=source.weight,
+            format=chosen,
+            documents=kept,
+            too_long=source.too_long or self.too_long or "refuse",
+            column=source.column or self.column,
+            split=self.split if source.split is None else source.split,
+        )
 
     def absolute(self) -> "DataConfig":
         """The same configuration with absolute paths."""
         named = {name: getattr(self, name) for name in PATHS}
         kept = {name: os.path.abspath(at) for name, at in named.items() if at != PATHS[name]}
         return replace(self, mixture=tuple(source.absolute() for source in self.mixture), **kept)
+
+
+def _no_effect(what: str, documents: str) -> ConfigError:
+    return ConfigError(
+        f'{what} has no effect, as data.documents = "{documents}" cuts documents anywhere: set data.documents = '
+        '"whole", or leave it out'
+    )

@@ -283,7 +283,8 @@ class _Filling:
         least = max(alone_s / self.limit if self.limit else 1.0, length / self.capacity)
         best: _Found | None = None
         for tier, indices in self.rings.wide(least):
-            for unit in _smallest(self.units[tier + 1].full, _NEIGHBOURS):
+            full = self.units[tier + 1].full
+            for unit in heapq.nsmallest(_NEIGHBOURS, range(len(full)), key=full.__getitem__):
                 found = self._in_unit(length, indices, tier, unit)
                 if found and (best is None or found[0] < best[0]):
                     best = found
@@ -317,7 +318,3 @@ class _Filling:
 
 
 _Found = tuple[float, int, tuple[int, ...]]  # end of the document, index of its shape, its ring ranks
-
-
-def _smallest(values: Sequence[float], number: int) -> list[int]:
-    return heapq.nsmallest(number, range(len(values)), key=values.__getitem__)

@@ -21,9 +21,7 @@ from terrace.base.schema import dump, load, merge, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
-from terrace.data.sources import (
-    beside,
-)
+from terrace.data.sources import beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
@@ -264,7 +262,8 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
     result |= {name: _beside(folder, name, own[name]) for name in _WHOLE if name in own}
     data = own.get("data")
     if isinstance(data, Mapping):
-        named: dict[str, Any] = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
+        paths = {key: at for key, at in data.items() if key in PATHS and isinstance(at, str)}
+        named: dict[str, Any] = {key: str(folder / at) for key, at in paths.items() if at not in ("", PATHS[key])}
         named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
         result["data"] = merge(result["data"], named)
     train = own.get("train")
@@ -280,7 +279,3 @@ def _beside(folder: Path, name: str, value: Any) -> Any:
     path = folder / value
     # A bare word that is no file is more likely a misspelt preset, whose error then shows it as written.
     return str(path) if name == "model" or path.suffix or os.path.exists(path) else value
-
-
-def _is_path(key: str, value: Any) -> bool:
-    return key in PATHS and isinstance(value, str) and value not in ("", PATHS[key])

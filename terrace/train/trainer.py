@@ -284,7 +284,10 @@ class Trainer:
         self._is_new = False
         self.engine.check_bytes()
         if first.times:
-            self.predicted = predict(self.engine, first.seconds, self._measuring)
+            everyone = tuple(range(self._joined.world_size))
+            self.predicted = predict(
+                self.engine, first.seconds, lambda what: self._progress(0, f"MEASURE {what}", everyone)
+            )
             # The first step includes its own measurements.
             self._time_s.clear()
             self._num_timed = 0
@@ -346,9 +349,6 @@ class Trainer:
     def _progress(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         if self._joined.dog is not None:
             self._joined.dog.at(self.num_steps, counter, instruction, waiting_on)
-
-    def _measuring(self, what: str) -> None:
-        self._progress(0, f"MEASURE {what}", tuple(range(self._joined.world_size)))
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

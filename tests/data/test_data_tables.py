@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.data import text as text_module
+from terrace.data.config import DataConfig
 from terrace.data.corpus import read_documents, read_pieces
-from terrace.data.sources import sources_of
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
@@ -200,4 +200,4 @@ def test_a_column_or_a_split_without_effect_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="has no effect on the indexed data set"):
             prepare_tokens(prefix, ByteTokenizer(), tmp_path / "cache", column, split)
         with pytest.raises(ConfigError, match="has no effect on 'chats', whose format is"):
-            sources_of("chats", (), "chat", None, None, column, split)
+            DataConfig(path="chats", format="chat", column=column, split=split)

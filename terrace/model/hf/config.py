@@ -59,7 +59,8 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     # Written out, because absent keys would take the non-zero defaults of transformers.
     table |= dict.fromkeys(family.implied, 0.0)
     if family.switched_window:
-        table |= _switched_window(fields)
+        has_window = fields["sliding_window"] > 0
+        table |= {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else fields["num_layers"]}
     if family.theta_key:
         scaling = fields["rope_scaling"] or {"rope_type": "default"}
         kept = ("rope_type", *scaling_keys(scaling["rope_type"]))
@@ -227,11 +228,6 @@ def _read_window(loaded: Any, family: Family) -> int:
             f"layer_types = {list(kinds)} is not implemented: make all {num_layers} {wanted!r}, or leave it out"
         )
     return window
-
-
-def _switched_window(fields: Mapping[str, Any]) -> dict[str, Any]:
-    has_window = fields["sliding_window"] > 0
-    return {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else fields["num_layers"]}
 
 
 def _agreed(found: Mapping[str, Any], default: float) -> float:

@@ -100,9 +100,10 @@ class Pretrained:
                 complaints.append(f"{name} is stored as {dtype}, and only {', '.join(_FLOATS)} are read")
         if complaints:
             more = f"; and {len(complaints) - _NAMED} more" if len(complaints) > _NAMED else ""
-            raise ModelError(
-                f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}{self._fix(missing)}"
-            )
+            fix = "give --model the folder of the weights"
+            if missing == [output_name(self.config)]:
+                fix = "give --model.tie_word_embeddings true where the embedding is the output matrix"
+            raise ModelError(f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}: {fix}")
         # A folder may store both matrices with different values; tying them would lose one.
         if tied is None:
             return
@@ -115,11 +116,6 @@ class Pretrained:
     @cached_property
     def _sources(self) -> dict[tuple[str, str], StoredTensor]:
         return sources(self.config)
-
-    def _fix(self, missing: list[str]) -> str:
-        if missing == [output_name(self.config)]:
-            return ": give --model.tie_word_embeddings true where the embedding is the output matrix"
-        return ": give --model the folder of the weights"
 
     def _stored_name(self, name: str) -> str:
         # Folders of a bare model (without head) leave out the base prefix.

@@ -59,7 +59,12 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
     Only weights of linear layers can be adapted; a pattern that also matches other parameters takes these weights
     alone. Raises `ModelError` for a pattern that matches none.
     """
-    names = {f"{block}.{param.name}": (block, param.name) for block, param in _linear_weights(blocks)}
+    names = {
+        f"{block.name}.{param.name}": (block.name, param.name)
+        for block in blocks[1:-1]
+        for param in block.params
+        if param.decays and param.name.endswith(_WEIGHT)
+    }
     # A pattern that matches nothing is most likely a typing error.
     for pattern in lora.targets:
         if not fnmatch.filter(names, pattern):
@@ -84,11 +89,6 @@ def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockS
         return known[key]
 
     return tuple(replace(block, params=adapted(block)) for block in blocks)
-
-
-def _linear_weights(blocks: Sequence[BlockSpec]) -> Iterator[tuple[str, ParamSpec]]:
-    for block in blocks[1:-1]:
-        yield from ((block.name, param) for param in block.params if param.decays and param.name.endswith(_WEIGHT))
 
 
 def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) -> Iterator[ParamSpec]:

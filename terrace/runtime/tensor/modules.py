@@ -105,17 +105,22 @@ class TensorAxis(InBlockAxis):
         return self.columns.gather(x).view(num, x.shape[0], -1).transpose(0, 1).flatten(1)
 
 
-class ColumnLinear(nn.Module):
+class _StandIn(nn.Module):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self._axis = axis
+
+
+class ColumnLinear(_StandIn):
     """From (B, S, H/C) to (B, S, n): a rank has some rows of the weight, so some columns of the result.
 
     `used` is the part of the output that this rank needs where it holds all of it (key-value heads), else None.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, used: slice | None, axis: TensorAxis) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
+        super().__init__(weight, bias, axis)
         self._used = used
-        self._axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the columns, add the bias."""
@@ -130,13 +135,8 @@ class ColumnLinear(nn.Module):
         return y if bias is None else y + share(bias, axis.columns.degree)
 
 
-class RowLinear(nn.Module):
+class RowLinear(_StandIn):
     """From (B, S, n) to the residual stream: a rank has some columns of the weight, so a part of a sum."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-        self._axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the rows, add the bias once."""
@@ -144,14 +144,12 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + share(self.bias, self._axis.num_same)
 
 
-class Norm(nn.Module):
+class Norm(_StandIn):
     """A norm over features that the columns have parts of; (..., H/C) to (..., H/C)."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
+        super().__init__(weight, bias, axis)
         self.eps = eps
-        self._axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: by its mean square without a bias, by mean and variance with one."""
