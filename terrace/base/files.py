@@ -23,11 +23,32 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
             # Without this a rename could reach the disk before the contents.
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        respect_umask(Path(temporary))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def respect_umask(path: Path) -> None:
+    """Gives a file or folder that was made private the mode that its user's umask allows."""
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
+
+
+def _umask() -> int:
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
+    except (OSError, StopIteration):
+        # Setting it is the only other way to ask, and another thread may make a file meanwhile.
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Descriptor of `path` opened with `flags`, never through a link: others may write in a shared folder."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

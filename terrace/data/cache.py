@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.base.files import sync_folder, write_atomic
+from terrace.base.files import open_own, sync_folder, write_atomic
 from terrace.base.schema import dump, load, read_table
 from terrace.data.token_file import TokenFile
 
@@ -106,7 +106,7 @@ def _alone(target: Path) -> Iterator[None]:
     """Waits until no other process makes `target`, and keeps others waiting."""
     path = target.with_name(f".{target.stem}.lock")
     while True:
-        with path.open("w") as lock:
+        with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 if os.stat(path).st_ino != os.fstat(lock.fileno()).st_ino:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import ConfigError
-from terrace.base.files import write_atomic
+from terrace.base.files import open_atomic, open_own
 from terrace.base.schema import load, read_table
 
 _READ_BYTES = 1 << 24
@@ -52,8 +52,10 @@ class Partial:
             self.noted, self.digest = Noted(), hashlib.blake2b(digest_size=16)
             self._journal.unlink(missing_ok=True)
             for path in self._paths:
-                path.write_bytes(b"")
-        self._files: list[IO[bytes]] = [path.open("ab", buffering=1 << 20) for path in self._paths]
+                path.unlink(missing_ok=True)
+                os.close(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        handles = [open_own(path, os.O_WRONLY | os.O_APPEND) for path in self._paths]
+        self._files: list[IO[bytes]] = [os.fdopen(handle, "ab", buffering=1 << 20) for handle in handles]
 
     def add(self, ids: npt.NDArray[np.int64], raw: bytes, ends_document: bool) -> None:
         """Appends the ids of a piece; `raw` holds the same ids as stored."""
@@ -76,14 +78,13 @@ class Partial:
         self.noted.num_units = num_units
         self._sync()
         # The journal may only count bytes that are on the disk.
-        write_atomic(self._journal, json.dumps(asdict(self.noted)) + "\n")
+        with open_atomic(self._journal) as file:  # replaces a link, where `write_atomic` would follow it
+            file.write(f"{json.dumps(asdict(self.noted))}\n".encode())
 
     def finish(self) -> None:
         self._sync()
         self.close()
         for path, suffix in zip(self._paths, (".tokens", ".starts"), strict=True):
-            # Other users of a shared cache may read it.
-            os.chmod(path, 0o644)
             os.replace(path, self.target.with_suffix(suffix))
         self._journal.unlink(missing_ok=True)
 
@@ -114,8 +115,8 @@ class Partial:
             return False
         sizes = (self.noted.num_bytes, 8 * self.noted.num_documents)
         for path, size in zip(self._paths, sizes, strict=True):
-            # Fewer bytes than the journal counts: the file is not the journal's.
-            if not path.exists() or path.stat().st_size < size:
+            # A link, or fewer bytes than the journal counts: the file is not the journal's.
+            if path.is_symlink() or not path.exists() or path.stat().st_size < size:
                 return False
             # Bytes after the journal entry may be torn.
             os.truncate(path, size)

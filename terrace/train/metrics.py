@@ -2,9 +2,9 @@
 
 import json
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_origin, get_type_hints
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
@@ -128,7 +128,7 @@ class Silent:
 class MetricsFile:
     """`metrics.jsonl` of a run folder. On resume, lines of steps that will be repeated are dropped.
 
-    So is a last line that a crash cut short. Raises `TrainingError` when the file cannot be written.
+    So are damaged lines. Raises `TrainingError` when the file cannot be written.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -160,19 +160,40 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Records of a metrics file, up to the first invalid line: a crash may cut the last one short.
+    """Records of the sound lines of a metrics file.
 
-    Unknown keys, from a newer version, are ignored.
+    A damaged line, such as a last one that a crash cut short, costs that line alone. Unknown keys, of a newer
+    version, are ignored.
     """
-    known = {item.name for item in fields(StepRecord)}
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(StepRecord(**{key: value for key, value in json.loads(line).items() if key in known}))
-        # Nothing after a torn line can be trusted.
-        except (ValueError, TypeError, AttributeError):
-            break
+            records.append(StepRecord(**{key: value for key, value in json.loads(line).items() if _fits(key, value)}))
+        # Too few keys, no table, no JSON: `RecursionError` is of brackets in brackets.
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            continue
     return records
+
+
+_HINTS = get_type_hints(StepRecord)
+
+
+def _fits(key: str, value: object) -> bool:
+    # Not the strict schema: it takes a hundred times as long, and a long run has many lines.
+    hint = _HINTS.get(key)
+    if hint is None:
+        return False
+    if get_origin(hint) is dict:
+        sound = isinstance(value, dict) and all(map(_is_number, value.values()))
+    else:
+        sound = type(value) is int if hint is int else _is_number(value) or (value is None and hint is not float)
+    if not sound:
+        raise TypeError(f"{key} = {value!r} is not of type {hint}")
+    return True
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _line(record: StepRecord) -> str:

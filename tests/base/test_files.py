@@ -2,12 +2,13 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from terrace.base.files import sync_folder, write_atomic
+from terrace.base.files import open_own, respect_umask, sync_folder, write_atomic
 
 
 def _no_space(*_args: object, **_kwargs: object) -> NoReturn:
@@ -79,3 +80,23 @@ def test_sync_folder(tmp_path: Path) -> None:
     sync_folder(tmp_path)
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_have_the_mode_that_the_users_umask_allows(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_atomic(tmp_path / "file", "text")
+        (tmp_path / "folder").mkdir(mode=0o700)
+        respect_umask(tmp_path / "folder")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
+    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o777 & ~mask
+
+
+def test_nothing_of_ones_own_is_opened_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_own(tmp_path / "link", os.O_RDWR | os.O_CREAT)

@@ -24,7 +24,7 @@ from terrace.program.report import StepReport
 from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.work import Work
 from terrace.train.config import RunConfig, TrainConfig, resolve
-from terrace.train.metrics import Outcome, Silent, StepRecord
+from terrace.train.metrics import MetricsFile, Outcome, Silent, StepRecord, read_metrics
 from terrace.train.prediction import predict
 from terrace.train.recorder import read_events, recorded
 from terrace.train.steps import parse_steps
@@ -313,3 +313,17 @@ def test_utilisation_is_a_share_of_all_devices() -> None:
         flops=StepFlops(products=60, attention=20, hardware=100), num_devices=4, peak_flops_per_s=10.0, origin="x"
     )
     assert (used.mfu(4.0), used.hfu(4.0)) == (0.5, 0.625)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "7", '{"step": 2}', '{"step": "2"}', "[" * 5000, "\x00", "time_s"])
+def test_a_damaged_line_costs_that_line_alone(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = {"step": 0, "loss": 1.0, "grad_norm": 1, "learning_rate": 0.1, "num_tokens": 8, "step_s": 1.0}
+    line |= {"tokens_per_s": 8.0, "time_s": {"forward": 0.5}, "mfu": None, "of_a_newer_version": [1]}
+    lines = [json.dumps(line | {"step": step}) for step in (1, 2, 3, 4)]
+    lines[1] = json.dumps(line | {"step": 2, "time_s": {"forward": "0.5"}}) if damage == "time_s" else damage
+    path.write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    assert [record.step for record in read_metrics(path)] == [1, 3, 4]
+    # What a resume writes back.
+    MetricsFile(path, first_step=3).close()
+    assert [record.step for record in read_metrics(path)] == [1, 3]

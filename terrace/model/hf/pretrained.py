@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError, did_you_mean
-from terrace.base.files import sync_folder, write_atomic
+from terrace.base.files import respect_umask, sync_folder, write_atomic
 from terrace.model.config import ModelConfig, load_model, to_table
 from terrace.model.hf.config import published_table
 from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
@@ -200,8 +200,7 @@ def write_pretrained(
                 others[INDEX] = _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
             for name, content in others.items():
                 write_atomic(made / name, content)
-            # mkdtemp makes folders private to their owner.
-            made.chmod(0o755)
+            respect_umask(made)
             os.replace(made, folder)
             sync_folder(folder.parent)
         # Also on an interrupt: no half-written folder stays behind.
@@ -261,6 +260,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
         safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
+    respect_umask(path)
     with path.open("rb+") as file:
         # On disk before the rename makes it visible.
         os.fsync(file.fileno())

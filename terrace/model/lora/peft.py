@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from terrace.base.errors import ModelError
-from terrace.base.files import write_atomic
+from terrace.base.files import respect_umask, write_atomic
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.hf.names import NAMES, StoredTensor, sources
 from terrace.model.lora.config import LoraConfig, adapter_names, targets
@@ -50,6 +50,7 @@ def write_adapter(folder: str | Path, config: ModelConfig, lora: LoraConfig, val
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        respect_umask(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(table, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         raise ModelError(f"cannot write {folder}: {error.strerror}; name another folder") from error

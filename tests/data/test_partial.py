@@ -1,0 +1,44 @@
+"""Hidden files of a cache that others may write in: links that they plant there are not followed."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from terrace.base.errors import DataError
+from terrace.data.cache import Description, made_once
+from terrace.data.partial import Partial
+
+
+def planted(folder: Path, name: str) -> Path:
+    """A stranger's link by this name to a file of the user."""
+    theirs = folder / f"precious-{name.strip('.')}"
+    theirs.write_text("precious")
+    (folder / name).symlink_to(theirs)
+    return theirs
+
+
+def test_a_planted_lock_is_refused_and_its_target_is_whole(tmp_path: Path) -> None:
+    theirs = planted(tmp_path, ".corpus.lock")
+
+    def make(_written: dict[str, int]) -> Description:
+        raise AssertionError("nothing is made under a stranger's lock")
+
+    with pytest.raises(DataError):
+        made_once(tmp_path / "corpus.tokens", [".tokens"], Description, make)
+    assert theirs.read_text() == "precious"
+
+
+def test_planted_partial_files_are_replaced_and_their_targets_are_whole(tmp_path: Path) -> None:
+    found = [planted(tmp_path, f".corpus.{kind}.partial") for kind in ("tokens", "starts")]
+    before = os.umask(0o027)
+    try:
+        partial = Partial(tmp_path / "corpus.tokens")
+        partial.finish()
+    finally:
+        os.umask(before)
+    assert [each.read_text() for each in found] == ["precious"] * 2
+    for name in ("corpus.tokens", "corpus.starts"):
+        assert not (tmp_path / name).is_symlink()
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
