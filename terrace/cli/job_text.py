@@ -20,6 +20,8 @@ class _JobText:
     sources: tuple[Source, ...]
     tokenizer_fingerprint: str
     resume: Path | None = None
+    config: str = ""
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ def job_text(job: RunJob) -> str:
         sources=job.sources,
         tokenizer_fingerprint=job.tokenizer_fingerprint,
         resume=job.resume,
+        config=job.config,
+        changes=job.changes,
     )
     return json.dumps(dump(table))
 
@@ -48,6 +52,8 @@ def read_job(text: str) -> RunJob:
         sources=table.sources,
         tokenizer_fingerprint=table.tokenizer_fingerprint,
         resume=table.resume,
+        config=table.config,
+        changes=table.changes,
     )
 
 

@@ -1,7 +1,8 @@
 """Preparation of a run before its ranks start: data, checkpoint, run folder, disk."""
 
 import shutil
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -12,6 +13,7 @@ import torch
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import write_atomic
+from terrace.base.schema import read_table
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.cli.programs import checked_programs
@@ -46,9 +48,10 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
     # A run that ended before its first checkpoint has nothing to resume, and begins again in its folder.
     if going_on and folder is not None and complete(folder / "checkpoints"):
         resume = folder
-    if resume is not None:
+    there = resume or (folder if going_on and folder is not None and (folder / "config.toml").is_file() else None)
+    if there is not None:
         # Fails if another run writes there: its rank 0 holds the lock to the end.
-        with folder_lock(resume):
+        with folder_lock(there):
             pass
     # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)
@@ -75,10 +78,14 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
     _check_disk(resume or folder or _RUNS, config)
     carried = source_files(config) if resume is None else {}
     chosen = resume or _new_folder(folder, going_on)
+    # A file of an earlier start is replaced by rank 0, once the ranks are ready and it holds the folder.
+    earlier = _earlier(chosen)
     try:
-        for name, content in carried.items():
-            write_atomic(chosen / SOURCE / name, content)
-        write_atomic(chosen / "config.toml", run_toml(config))
+        with folder_lock(chosen):
+            for name, content in carried.items():
+                write_atomic(chosen / SOURCE / name, content)
+            if earlier is None:
+                write_atomic(chosen / "config.toml", run_toml(config))
     except OSError as error:
         if resume is None:
             shutil.rmtree(chosen, ignore_errors=True)
@@ -89,7 +96,36 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         sources=sources,
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
+        config="" if earlier is None else run_toml(config),
+        changes=() if checkpoint is None else changes(earlier or {}, tomllib.loads(run_toml(config))),
     )
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings of a resumed run that may change its numbers and differ from the earlier start's: `key old -> new`."""
+    found = []
+    for section in ("train", "optimizer", "plan", "lora"):
+        before, after = (_flat(table.get(section, {}), section) for table in (old, new))
+        for key in sorted(before.keys() | after.keys()):
+            if before.get(key) != after.get(key):
+                found.append(f"{key} {before.get(key, 'unset')!s} -> {after.get(key, 'unset')!s}")
+    return tuple(found)
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}.{key}") if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
+    return flat
+
+
+def _earlier(folder: Path) -> dict[str, Any] | None:
+    # None: no earlier start has left its configuration. A file that cannot be read counts as one without keys.
+    path = folder / "config.toml"
+    try:
+        return read_table(path) if path.is_file() and path.stat().st_size else None
+    except ConfigError:
+        return {}
 
 
 def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], fingerprint: str) -> Checkpoint:

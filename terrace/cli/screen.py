@@ -18,7 +18,7 @@ from terrace.cli.programs import checked_programs
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import pace
-from terrace.program.report import StepReport
+from terrace.program.report import StepReport, plain
 from terrace.report.inside import ASSIGNED
 from terrace.report.plot import loss_svg
 from terrace.report.stage_tables import stage_comparison_table
@@ -27,7 +27,6 @@ from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 from terrace.train.prediction import utilisation_of
-from terrace.train.recorder import plain
 
 
 def show_plan(job: RunJob) -> None:

@@ -27,12 +27,15 @@ class StepReport:
 
 
 def plain(report: StepReport) -> dict[str, Any]:
-    """The report as JSON holds it; `read_plain` gives an equal one back."""
-    sent = [[message.value, tier, size] for (message, tier), size in report.sent_bytes.items()]
+    """The report as a table of plain values; `read_plain` gives an equal one back."""
+    sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
     return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
 
 
 def read_plain(table: Mapping[str, Any]) -> StepReport:
     """Inverse of `plain`."""
-    sent = {(MessageClass(message), tier): size for message, tier, size in table["sent_bytes"]}
+    sent = {}
+    for key, count in table["sent_bytes"].items():
+        message, _, tier = key.partition(".")
+        sent[MessageClass(message), tier] = count
     return StepReport(time_s=table["time_s"], sent_bytes=sent, memory_bytes=table["memory_bytes"])

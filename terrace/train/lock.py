@@ -18,8 +18,9 @@ _PAUSE_S = 0.1
 
 
 @contextmanager
-def folder_lock(folder: Path, wait_s: float = _WAIT_S) -> Iterator[None]:
-    """Holds a run folder. Raises `CheckpointError` when another process holds it for longer than `wait_s`.
+def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
+    """Holds a run folder. Raises `CheckpointError` when another process holds it for longer than `wait_s`
+    (default: some seconds).
 
     Does nothing on a file system without locks, or in a folder that cannot be written.
     """
@@ -30,7 +31,7 @@ def folder_lock(folder: Path, wait_s: float = _WAIT_S) -> Iterator[None]:
         return
     # Closing the file, or the end of the process, releases the lock.
     with file:
-        _take(file.fileno(), folder, time.monotonic() + wait_s)
+        _take(file.fileno(), folder, time.monotonic() + (_WAIT_S if wait_s is None else wait_s))
         yield
 
 

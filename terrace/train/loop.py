@@ -68,7 +68,7 @@ def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
     checkpoint of it. Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved,
     `TrainingError` when the loss is NaN.
     """
-    following = recorded(observer, job.run, job.folder) if world.rank == 0 else nullcontext(observer)
+    following = recorded(observer, job) if world.rank == 0 else nullcontext(observer)
     holding = folder_lock(job.folder) if world.rank == 0 else nullcontext()
     # Local ranks leave signals to the process that started them, which passes a stop on through the store.
     with (

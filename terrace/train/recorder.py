@@ -19,8 +19,9 @@ from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.schema import dump
 from terrace.cluster.cluster import Cluster
-from terrace.program.report import StepReport
-from terrace.train.config import RunConfig, run_toml
+from terrace.program.report import StepReport, plain
+from terrace.train.config import run_toml
+from terrace.train.job import RunJob
 from terrace.train.metrics import Observer, Outcome, StepRecord
 from terrace.train.trackers import Tracker, open_trackers, values_of
 
@@ -28,12 +29,12 @@ EVENTS, PREDICTION = "events.jsonl", "prediction.json"
 
 
 @contextmanager
-def recorded(observer: Observer, run: RunConfig, folder: Path) -> Iterator[Observer]:
+def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
     """Context manager around a run: an observer that records events and passes them on to `observer`; for rank 0 only.
 
-    The error that ends a run is recorded, too.
+    The error that ends a run is recorded, too. Once all ranks have started, config.toml is replaced by the job's.
     """
-    recorder = _Recorder(observer, run, folder)
+    recorder = _Recorder(observer, job)
     try:
         yield recorder
     except BaseException as error:
@@ -62,15 +63,9 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def plain(report: StepReport) -> dict[str, Any]:
-    """A report as a table of plain values."""
-    sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
-    return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
-
-
 class _Recorder:
-    def __init__(self, observer: Observer, run: RunConfig, folder: Path) -> None:
-        self._observer, self._run, self._folder = observer, run, folder
+    def __init__(self, observer: Observer, job: RunJob) -> None:
+        self._observer, self._job, self._run, self._folder = observer, job, job.run, job.folder
         self._trackers: dict[str, Tracker] = {}
         self._step = 0
 
@@ -83,10 +78,13 @@ class _Recorder:
             "first_step": first_step,
             "predicted": plain(predicted),
         }
-        try:
-            write_atomic(self._folder / PREDICTION, json.dumps(table, indent=1) + "\n")
-        except OSError as error:
-            raise TrainingError(f"cannot write {self._folder / PREDICTION}: {error.strerror}") from error
+        texts = {PREDICTION: json.dumps(table, indent=1) + "\n", "config.toml": self._job.config}
+        for name, text in texts.items():
+            try:
+                if text:
+                    write_atomic(self._folder / name, text)
+            except OSError as error:
+                raise TrainingError(f"cannot write {self._folder / name}: {error.strerror}") from error
         ranks = run.cluster.world_size
         self.event("started", first_step=first_step, plan=run.plan.name, cluster=run.cluster.name, ranks=ranks)
         if run.train.metrics:
@@ -94,6 +92,8 @@ class _Recorder:
             self._trackers = open_trackers(run.train.metrics, self._folder, config, first_step)
         self._step = first_step
         self._observer.started(predicted, cluster, first_step)
+        for change in self._job.changes:
+            self.note(f"{change} since step {first_step}")
 
     def stepped(self, record: StepRecord, seconds_left: float) -> None:
         self._step = record.step

@@ -11,6 +11,8 @@ import pytest
 
 from terrace.checkpoint.layout import decode, encode
 from terrace.cli import worker
+from terrace.train.job import RunJob
+from terrace.train.lock import folder_lock
 from tests.support.command_line import CommandLine, Said, leave_launcher
 from tests.support.tiny_runs import environment, one_line, terrace, write_run
 
@@ -23,6 +25,7 @@ class Here(CommandLine):
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         super().__init__(folder, capsys)
         self.config, self.started = write_run(folder, 2, 2), 0
+        self.job: RunJob | None = None  # of the start
 
     def say(self, *words: str | Path) -> Said:
         return self.call(*words)
@@ -41,8 +44,9 @@ class Here(CommandLine):
 def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
     place = Here(tmp_path, capsys)
 
-    def launch(*_: object, **__: object) -> None:
+    def launch(_world_size: int, _target: object, arguments: tuple[RunJob], **_: object) -> None:
         place.started += 1
+        place.job = arguments[0]
 
     monkeypatch.setattr(worker, "launch_local", launch)
     monkeypatch.chdir(tmp_path)
@@ -207,7 +211,26 @@ def test_resume_refuses_what_would_not_be_the_same_run(here: Here, resumable: Pa
     assert "leave out --folder" in refused("--folder", "new")
     said = here.say("train", "--resume", resumable, "--train.steps", "4", "--plan.preset", "zero3")
     assert (said.code, here.started) == (0, 1), said.error
-    assert 'params = "package"' in (resumable / "config.toml").read_text()
+    # Rank 0 replaces the file, once the ranks are ready.
+    assert 'name = "zero3"' not in (resumable / "config.toml").read_text()
+    assert here.job is not None
+    assert 'name = "zero3"' in here.job.config
+    assert here.job.changes == ("train.steps 2 -> 4", "plan.name three-level -> zero3")
+
+
+def test_a_start_in_a_held_folder_leaves_its_configuration_alone(
+    here: Here, resumable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first checkpoint as after it: a requeued job with an edited file finds the folder held."""
+    monkeypatch.setattr("terrace.train.lock._WAIT_S", 0.0)
+    before = (resumable / "config.toml").read_text()
+    words = ("train", "--config", resumable / "config.toml", "--folder", resumable, "--resume", "auto")
+    for _ in range(2):
+        with folder_lock(resumable):
+            line = here.refused(*words, "--train.steps", "9", "--optimizer.lr", "0.5")
+        assert f"another run is writing in {resumable}" in line
+        assert (resumable / "config.toml").read_text() == before
+        shutil.rmtree(resumable / "checkpoints", ignore_errors=True)
 
 
 def test_resume_refuses_a_text_that_changed(here: Here, resumable: Path, trained: Path) -> None:

@@ -24,6 +24,7 @@ from terrace.program.report import StepReport
 from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.work import Work
 from terrace.train.config import RunConfig, TrainConfig, resolve
+from terrace.train.job import RunJob
 from terrace.train.metrics import MetricsFile, Outcome, Silent, StepRecord, read_metrics
 from terrace.train.prediction import predict
 from terrace.train.recorder import read_events, recorded
@@ -237,11 +238,14 @@ def test_a_run_that_ends_badly_is_written_down_and_a_lost_tracker_does_not_end_i
     assert said.count("trackio takes no more metrics (OSError: the server is gone)") == 1
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"time": 3, "ev')  # as a crash may leave it
-    with recorded(Silent(), replace(run, train=replace(run.train, metrics=())), tmp_path) as observer:
+    quiet = replace(run, train=replace(run.train, metrics=()))
+    with recorded(Silent(), job_of(quiet, tmp_path, config="new = 1\n", changes=("a 1 -> 2",))) as observer:
         observer.started(predicted, run.cluster, 4)
         observer.finished(_outcome(predicted, tmp_path))
     events = read_events(tmp_path)
-    assert [event["event"] for event in events] == ["started", "saved", "stopped", "started", "finished"]
+    assert [event["event"] for event in events] == ["started", "saved", "stopped", "started", "note", "finished"]
+    assert events[4]["text"] == "a 1 -> 2 since step 4"
+    assert (tmp_path / "config.toml").read_text() == "new = 1\n"
     assert events[1]["step"] == 4
     assert events[2]["why"] == "KeyError: 'a mistake'"
     assert events[3]["first_step"] == 4
@@ -250,8 +254,12 @@ def test_a_run_that_ends_badly_is_written_down_and_a_lost_tracker_does_not_end_i
     assert table["is_measured"] is False
 
 
+def job_of(run: RunConfig, folder: Path, **more: Any) -> RunJob:
+    return RunJob(run=run, folder=folder, sources=(), tokenizer_fingerprint="", **more)
+
+
 def _fail(run: RunConfig, folder: Path, predicted: StepReport) -> None:
-    with recorded(Silent(), run, folder) as observer:
+    with recorded(Silent(), job_of(run, folder)) as observer:
         observer.started(predicted, run.cluster, 0)
         observer.stepped(RECORD, 1.0)
         observer.stepped(replace(RECORD, step=4), 1.0)
@@ -318,7 +326,14 @@ def test_utilisation_is_a_share_of_all_devices() -> None:
 @pytest.mark.parametrize("damage", ["", "{", "[]", "7", '{"step": 2}', '{"step": "2"}', "[" * 5000, "\x00", "time_s"])
 def test_a_damaged_line_costs_that_line_alone(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    line = {"step": 0, "loss": 1.0, "grad_norm": 1, "learning_rate": 0.1, "num_tokens": 8, "step_s": 1.0}
+    line: dict[str, Any] = {
+        "step": 0,
+        "loss": 1.0,
+        "grad_norm": 1,
+        "learning_rate": 0.1,
+        "num_tokens": 8,
+        "step_s": 1.0,
+    }
     line |= {"tokens_per_s": 8.0, "time_s": {"forward": 0.5}, "mfu": None, "of_a_newer_version": [1]}
     lines = [json.dumps(line | {"step": step}) for step in (1, 2, 3, 4)]
     lines[1] = json.dumps(line | {"step": 2, "time_s": {"forward": "0.5"}}) if damage == "time_s" else damage
