@@ -40,14 +40,14 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
 
 def _memory(run: RunConfig) -> Finding:
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
-    stage, needed = fullest_stage(job, run.model, run.train.sequence)
+    stage, needed = fullest_stage(job, run.blocks(), run.train.sequence)
     capacity, total = run.cluster.device.memory_bytes, sum(needed.values())
     of_stage = f" on stage {stage}" if any(row.get("pipeline") for row in run.plan.mapping.values()) else ""
     words = f"a rank needs {quantity(total, 'B')}{of_stage} of the device's {quantity(capacity, 'B')}"
     if total <= capacity:
         return Finding(level="fine", about="memory of a rank", words=words)
     # The sentence of the advice begins with the figures already shown.
-    tips = advice(run.cluster, run.plan, run.model, run.train.sequence, run.num_micros())
+    tips = advice(run.cluster, run.plan, run.blocks(), run.train.sequence, run.num_micros())
     return Finding(level="blocks", about="memory of a rank", words=words, fix=tips.sentence.split("; ", 1)[-1])
 
 
@@ -64,7 +64,7 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
         return
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     # Local ranks share this machine's memory.
-    together = ranks * sum(fullest_stage(job, run.model, run.train.sequence)[1].values())
+    together = ranks * sum(fullest_stage(job, run.blocks(), run.train.sequence)[1].values())
     words = f"{ranks} local ranks on {machine.num_cores} cores need about {quantity(together, 'B')} together"
     if together > machine.free_memory_bytes:
         words += f", and {quantity(machine.free_memory_bytes, 'B')} are free"

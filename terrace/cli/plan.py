@@ -106,7 +106,7 @@ def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: 
     tips = advice(
         task.cluster,
         plan_of(task, nearest.choice),
-        task.model,
+        task.blocks,
         task.sequence,
         nearest.num_micros,
     )

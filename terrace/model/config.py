@@ -8,7 +8,7 @@ Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D hea
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -209,6 +209,17 @@ def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
             config=config,
         ),
     )
+
+
+def model_of(blocks: Sequence[BlockSpec]) -> ModelConfig:
+    """The sizes of a model that its blocks share: of the first that attends, else of the first that has any.
+
+    Raises `ModelError` where no block has any.
+    """
+    known = [block for block in blocks if isinstance(block, DecoderBlock)]
+    if not known:
+        raise ModelError("no block declares what it computes: give specs of block_specs, or the seconds of each block")
+    return next((block for block in known if block.computes is Computes.RESIDUAL), known[0]).config
 
 
 def num_params(config: ModelConfig) -> int:

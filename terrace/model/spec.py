@@ -78,6 +78,16 @@ class BlockSpec:
         return tuple((shape[1], shape[0]) for shape in shapes if len(shape) == 2)
 
     @property
+    def at_an_end(self) -> bool:
+        """Whether it looks tokens up or makes logits, rather than working on the residual stream."""
+        return self.computes in (Computes.LOOK_UP, Computes.LOGITS)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, whose cost depends on the sequences that its tokens are in."""
+        return self.computes is Computes.RESIDUAL
+
+    @property
     def num_trainable(self) -> int:
         """Number of trainable elements owned."""
         return sum(param.numel for param in self.params if param.trainable)

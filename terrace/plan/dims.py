@@ -14,6 +14,12 @@ CUT_BY: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def cut_sizes(blocks: Sequence[BlockSpec], axis: str) -> list[int]:
+    """Sizes of the dims that `axis` alone cuts, which its degree must divide to cut every rank's part alike."""
+    dims = {dim for block in blocks for param in block.params for dim in param.dims}
+    return sorted({size for name, size in dims if CUT_BY.get(name) == (axis,)})
+
+
 def is_inner(param: ParamSpec) -> bool:
     """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
     names = [name for name, _ in param.dims]
@@ -38,3 +44,8 @@ def hidden_size(blocks: Sequence[BlockSpec]) -> int:
 def is_layer(block: int, num_blocks: int) -> bool:
     """Whether a block is a layer: neither the first, which embeds, nor the last, the head."""
     return 0 < block < num_blocks - 1
+
+
+def is_table(param: ParamSpec) -> bool:
+    """Whether it has a row for every word."""
+    return len(param.dims) == 2 and param.dims[0][0] == "vocab"

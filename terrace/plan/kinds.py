@@ -4,19 +4,21 @@ Most blocks of a model are alike, so sizes, seconds and messages are found once 
 their specs are equal but for the name; nothing else tells a first block, a layer or a last block apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 from terrace.model.spec import BlockSpec
+from terrace.plan.mesh import Mesh
+from terrace.plan.slices import slice_blocks
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """`specs` has the first block of each kind, in model order; `order` the kind of every block."""
+    """The blocks of a model, and the kind of every block; kinds count from 0 in the order in which they first occur."""
 
-    specs: tuple[BlockSpec, ...]
+    blocks: tuple[BlockSpec, ...]
     order: tuple[int, ...]
 
     @classmethod
@@ -30,14 +32,35 @@ class Kinds:
             if found == len(specs):
                 specs.append(block)
             order.append(found)
-        return cls(tuple(specs), tuple(order))
+        return cls(tuple(blocks), tuple(order))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """(Kind, number of blocks) of every run of equal blocks, in model order."""
-        return runs_of(self.order)
+    def _hash(self) -> int:
+        return hash((self.blocks, self.order))  # once: caches of the search look kinds up by the thousand
+
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """Index of the first block of each kind."""
+        return tuple(map(self.order.index, range(max(self.order) + 1)))
+
+    @cached_property
+    def specs(self) -> tuple[BlockSpec, ...]:
+        """The first block of each kind."""
+        return tuple(self.blocks[index] for index in self.first)
+
+    def sliced(self, degrees: Mapping[str, int]) -> tuple[BlockSpec, ...]:
+        """`specs` as a tensor rank holds them."""
+        return _sliced(self, tuple(sorted(degrees.items())))
 
 
 def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """(Kind, number of blocks) of every run of equal kinds."""
     return tuple((kind, len(list(run))) for kind, run in groupby(order))
+
+
+@lru_cache(maxsize=1024)
+def _sliced(kinds: Kinds, degrees: tuple[tuple[str, int], ...]) -> tuple[BlockSpec, ...]:
+    return slice_blocks(kinds.specs, Mesh.build(1, **{axis: (degree,) for axis, degree in degrees}))

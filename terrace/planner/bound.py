@@ -20,7 +20,7 @@ least as long as the sum of the messages on any one lane.
 
 An open shape (terrace.planner.space) counts the smallest forward, backward and memory over its context forms, and hides
 messages behind the largest forward and backward. The layer split of an open shape depends on the context form only
-through the head's cost in layers, and is monotone in it. If the cheapest and the dearest form give the same split,
+through the logits' cost in layers, and is monotone in it. If the cheapest and the dearest form give the same split,
 every form does; otherwise no bound on schedules is claimed.
 
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
@@ -34,11 +34,12 @@ from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
-from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
-from terrace.planner.shares import Counts, heaviest, shares_of
+from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
+from terrace.planner.pipelines import Pipeline, block_work, build_pipeline
+from terrace.planner.shares import shares_of
 from terrace.planner.space import OpenMesh, Space, closed
-from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, held, share_layers, traits
-from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Placement
+from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, held, share_layers, traits
+from terrace.planner.task import Placement
 
 
 def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
@@ -50,7 +51,8 @@ class Bounds:
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
-        self.num_layers = self.task.model.num_layers
+        self.split, self.specs = estimator.split, estimator.specs
+        self.num_inner = len(self.task.inner)
         self.mail = Mail(estimator)
         self._space = Space(task=self.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
@@ -68,21 +70,25 @@ class Bounds:
         works, kept = self._works(shape, micro_batch, recompute, context), self._kept(shape, micro_batch, recompute)
         numels = self.estimator.own_numels(shape.mesh)
         micros = self.task.batch // (shape.mesh.total("data") * micro_batch)
-        stages, layers = shape.mesh.total("pipeline"), self.num_layers
-        (embedding_s, layer_s, head_s) = ((work[0] + work[1]) for work in works)
-        total_s = layers * layer_s + head_s + embedding_s
+        stages, alike = shape.mesh.total("pipeline"), self.split.alike
+        (whole,) = self.split.whole().chunks
+        total_s = sum(work_of_runs(works, whole)[:2])
+        all_numel, all_kept = (sum(count * sizes[kind] for kind, count in whole) for sizes in (numels, kept))
         # No schedule has lighter virtual stages than one with the most chunks.
-        least = max(1, layers // (stages * MOST_CHUNKS))
+        least_s = 0.0 if alike is None else max(1, self.num_inner // (stages * MOST_CHUNKS)) * works[alike][0]
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
         # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
-        ramp_s = (stages - 1) / 2 * (least * works[LAYER][0] + edge_s)
+        ramp_s = (stages - 1) / 2 * (least_s + edge_s)
+        least_held: tuple[tuple[float, float], ...]
         if stages == 1:
-            # A head keeps its logits only while it runs; layers keep until their backward.
-            least_held, counts = ((sum(numels) + (layers - 1) * numels[LAYER], layers * kept),), (1, layers, 1)
-        else:
+            least_held = ((all_numel, all_kept),)
+        elif alike is not None:
             # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
-            most = -(-layers // stages)
-            least_held, counts = ((most * numels[LAYER], most * kept),), None
+            most = -(-self.num_inner // stages)
+            least_held = ((most * numels[alike], most * kept[alike]),)
+        else:
+            # Some stage holds the mean of the parameters or more, and some, maybe another, keeps the mean or more.
+            least_held = ((all_numel / stages, 0), (0, all_kept / stages))
         return PartialCandidate(
             shape=shape,
             micro_batch=micro_batch,
@@ -90,7 +96,7 @@ class Bounds:
             schedule="",
             chunks=1,
             num_micros=micros,
-            heavy=counts,
+            heavy=whole if stages == 1 else None,
             mean_s=micros * total_s / stages,
             span_s=micros * total_s / stages + ramp_s,
             stages=least_held,
@@ -104,26 +110,30 @@ class Bounds:
         """
         if schedule == SERIAL:
             return root._replace(schedule=SERIAL, played=True)
-        shape, num_layers = root.shape, self.num_layers
+        shape, num_layers, alike = root.shape, self.num_inner, self.split.alike
         stages = shape.mesh.total("pipeline")
         num_virtual = stages * chunks
-        # The same limits as `share_layers` and `pipeline`, without the cost of an exception.
+        # The same limits as of splits and of `pipeline`, without the cost of an exception.
         if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
             return None
         works = self._works(shape, root.micro_batch, root.recompute)
         trait = traits()[schedule]
-        shares = shares_of(num_layers, stages, chunks, head_layers(works), trait.looped, trait.folded)
+        if alike is None:
+            return self._core_of_differing(root._replace(schedule=schedule, chunks=chunks), works, trait)
+        in_layers = self.split.logits_in_layers
+        shares = shares_of(num_layers, stages, chunks, in_layers(works), trait.looped, trait.folded)
         if shape.is_open:
             most = self._most_works(shape, root.micro_batch, root.recompute)
-            # The split is monotone in the head's cost, so equal ends mean that every form between them has this
+            # The split is monotone in the logits' cost, so equal ends mean that every form between them has this
             # split.
             least_counts, most_counts = (
-                share_layers(num_layers, num_virtual, head_layers(each)) for each in (works, most)
+                share_layers(num_layers, num_virtual, in_layers(each)) for each in (works, most)
             )
             if least_counts != most_counts:
                 return root._replace(schedule=schedule, chunks=chunks, heavy=None)
-        forward_s, backward_s, weight_s = works[LAYER]
-        head_forward_s, head_s = works[HEAD][0], works[HEAD][0] + works[HEAD][1]
+        forward_s, backward_s, weight_s = works[alike]
+        logits = work_of_runs(works, self.split.after)
+        logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
         edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
         micros, least = root.num_micros, shares.least
         # A split schedule may delay the weight gradient beyond the path to the previous stage.
@@ -133,15 +143,38 @@ class Bounds:
         # stage's least share.
         busiest_s, last_s = root.mean_s, micros * chunks * least * (forward_s + backward_s)
         if trait.looped:
-            last_s = micros * (shares.last_stage * (forward_s + backward_s) + head_s)
+            last_s = micros * (shares.last_stage * (forward_s + backward_s) + logits_s)
             busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s), last_s)
         # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
         hops = stages * chunks - 1 - (0 if trait.looped else chunks - 1)
         before = num_layers - shares.last
         path_s = before * (forward_s + back_s) + 2 * hops * edge_s
-        path_s += micros * (shares.last * (forward_s + back_s) + head_forward_s)
+        path_s += micros * (shares.last * (forward_s + back_s) + logits_forward_s)
         span_s = max(root.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
-        return root._replace(schedule=schedule, chunks=chunks, heavy=shares.heavy, span_s=span_s)
+        heavy = None if shares.heavy is None else self.split.equal(*shares.heavy)
+        return root._replace(schedule=schedule, chunks=chunks, heavy=heavy, span_s=span_s)
+
+    def _core_of_differing(self, core: PartialCandidate, works: Sequence[Work], trait: Trait) -> PartialCandidate:
+        # The forms of an open shape may split the blocks in different ways.
+        if core.shape.is_open:
+            return core._replace(heavy=None)
+        stages, micros = core.shape.mesh.total("pipeline"), core.num_micros
+        contents = self.split.contents(self.split.counts(works, stages * core.chunks))
+        virtual = [work_of_runs(works, runs) for runs in contents]
+        edge_s = self.estimator.boundary_s(core.shape.mesh, core.micro_batch)
+        # A split schedule may delay the weight gradient beyond the path to the previous stage.
+        paths_s = [work[0] + work[1] - (work[2] if trait.split else 0.0) for work in virtual]
+        least_forward_s, least_backward_s = (min(work[part] for work in virtual) for part in range(2))
+        hop_s = least_forward_s + edge_s + (0.0 if trait.split else least_backward_s + edge_s)
+        last_s = micros * core.chunks * min(work[0] + work[1] for work in virtual)
+        busiest_s = core.mean_s
+        if trait.looped:
+            each_s = [micros * sum(work[0] + work[1] for work in virtual[stage::stages]) for stage in range(stages)]
+            last_s, busiest_s = each_s[-1], max(each_s)
+        hops = len(virtual) - 1 - (0 if trait.looped else core.chunks - 1)
+        path_s = sum(paths_s[:-1]) + 2 * hops * edge_s + micros * paths_s[-1]
+        span_s = max(core.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
+        return core._replace(heavy=None, span_s=max(core.span_s, span_s))
 
     def cores(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> Iterator[PartialCandidate]:
         """Bounds of a root with each schedule; schedules with equal traits share one."""
@@ -161,19 +194,22 @@ class Bounds:
         shape, stages = core.shape, core.shape.mesh.total("pipeline")
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
         works = self._works(shape, core.micro_batch, core.recompute)
-        counts = share_layers(self.num_layers, stages * core.chunks, head_layers(works))
-        parts = parts_of(counts, placement)
+        parts = parts_of(self.split.contents(self.split.counts(works, stages * core.chunks)), placement)
         kept = self._kept(shape, core.micro_batch, core.recompute)
         numels = self.estimator.own_numels(shape.mesh)
         # A set: the inner stages of a deep pipeline are mostly alike.
         needs = {
             (
-                sum(count * numel for count, numel in zip(part.counts, numels, strict=True)),
-                kept * sum(layers * waits for layers, waits in zip(part.layers, waiting, strict=True)),
+                sum(count * numels[kind] for kind, count in part.runs),
+                sum(
+                    waits * count * kept[kind]
+                    for runs, waits in zip(part.chunks, waiting, strict=True)
+                    for kind, count in runs
+                ),
             )
             for part, waiting in zip(parts, most, strict=True)
         }
-        heavy = heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
+        heavy = self.split.heaviest([part.runs for part in parts])
         return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(needs)))
 
     def play(self, core: PartialCandidate) -> PartialCandidate:
@@ -221,31 +257,29 @@ class Bounds:
     def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core.
 
-        The chain in the module's docstring is longest at the first or the last block of some kind, so only these are
-        tried.
+        The chain in the module's docstring is longest at the first or the last block of some run of equal blocks, so
+        only these are tried.
         """
         if core.unit:
             return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
-        counts = core.heavy
-        if counts is None:
+        runs = core.heavy
+        if runs is None:
             return 0.0
         shape, estimator = core.shape, self.estimator
         numels = estimator.own_numels(shape.mesh)
         messages = self.mail.messages(shape.mesh.state, numels, placement)
         # An excess must not be overestimated for any form, so the form with the most computing counts.
         works = self._most_works(shape, core.micro_batch, core.recompute)  # all of it hides messages
-        held = sum(numel * count for numel, count in zip(numels, counts, strict=True))
+        held = sum(numels[kind] * count for kind, count in runs)
         update_s = estimator.update_s(shape.mesh.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (
             lane.seconds for lane in (messages.refresh, messages.gather, messages.reduce, messages.sync)
         )
         # The first block's backward is the last of the step; its synchronisation ends the chain.
-        first = next(kind for kind in KINDS if counts[kind])
+        first = runs[0][0]
         starts_s = ends_s = 0.0
         refreshed_s = forward_s = reduced_s = synced_s = backward_s = 0.0  # of the blocks before
-        for kind, count in enumerate(counts):
-            if not count:
-                continue
+        for kind, count in runs:
             work, more = works[kind], count - 1
             # Start of the chain: the first block of this kind, then the last, less the forwards that overlap.
             ready_s = max(update_s, refreshed_s + refresh_s[kind]) + gather_s[kind] - forward_s
@@ -260,10 +294,8 @@ class Bounds:
             refreshed_s, forward_s = refreshed_s + count * refresh_s[kind], forward_s + count * unit * work[0]
             reduced_s, synced_s = reduced_s + count * reduce_s[kind], synced_s + count * sync_s[kind]
             backward_s += count * unit * work[1]
-        compute_s = core.num_micros * sum(
-            count * (work[0] + work[1]) for count, work in zip(counts, works, strict=True)
-        )
-        busiest_s = max(self._lanes_s(counts, messages, core.num_micros // unit).values())
+        compute_s = core.num_micros * sum(count * (works[kind][0] + works[kind][1]) for kind, count in runs)
+        busiest_s = max(self._lanes_s(runs, messages, core.num_micros // unit).values())
         return max(starts_s + ends_s + messages.control_s, busiest_s - compute_s)
 
     def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
@@ -272,16 +304,18 @@ class Bounds:
         Nothing hides the first chunk's messages around the update. In the sums of lanes, the chunk where the passes
         turn around and the chunk between two units are not gathered again.
         """
-        shape, estimator, chunks = core.shape, self.estimator, core.chunks
+        shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
+        if alike is None:
+            return 0.0
         works = self._works(shape, core.micro_batch, core.recompute)
         num_stages = shape.mesh.total("pipeline")
-        counts = share_layers(self.num_layers, num_stages * chunks, head_layers(works))
+        counts = self.split.counts(works, num_stages * chunks)
         # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
-        least = min(counts) * estimator.own_numels(shape.mesh)[LAYER]
-        messages = self.mail.messages(shape.mesh.state, (least, least, least), placement)
+        least = min(counts) * estimator.own_numels(shape.mesh)[alike]
+        messages = self.mail.messages(shape.mesh.state, (least,), placement)
         update_s = estimator.update_s(shape.mesh.state, placement, chunks * least)
         ends = (messages.gather, messages.reduce, messages.sync)
-        once_s = update_s + sum(lane.seconds[LAYER] for lane in ends) + messages.control_s
+        once_s = update_s + sum(lane.seconds[0] for lane in ends) + messages.control_s
         lanes: defaultdict[int, float] = defaultdict(float)
         units = core.num_micros // core.unit
         for (lane, seconds), times in (
@@ -292,21 +326,20 @@ class Bounds:
             (messages.further, (chunks - 1) * (units - 1)),
             (messages.backward, (chunks - 1) * units),
         ):
-            lanes[lane] += times * seconds[LAYER]
-        embedding_s, layer_s, head_s = (work[0] + work[1] for work in works)
+            lanes[lane] += times * seconds[0]
+        before_s, after_s = (sum(work_of_runs(works, runs)[:2]) for runs in (self.split.before, self.split.after))
+        layer_s = works[alike][0] + works[alike][1]
         # The lane belongs to some stage; without knowing which, the one with the least computing is assumed.
         own = [sum(counts[stage::num_stages]) * layer_s for stage in range(num_stages)]
-        own[0] += embedding_s
-        own[-1] += head_s
+        own[0] += before_s
+        own[-1] += after_s
         return max(once_s, max(lanes.values()) - core.num_micros * min(own))
 
-    def _lanes_s(self, counts: Counts, messages: Messages, units: int) -> dict[int, float]:
+    def _lanes_s(self, runs: Runs, messages: Messages, units: int) -> dict[int, float]:
         lanes: defaultdict[int, float] = defaultdict(float)
-        for kind, count in enumerate(counts):
+        for index, (kind, count) in enumerate(runs):
             # The first and the last block of a stage keep their gathered parameters between two consecutive visits.
-            # On a stage without embedding or head these ends are layers.
-            ends = 0 if kind != LAYER else (not counts[EMBEDDING]) + (not counts[HEAD])
-            apart = max(0, count - ends) if kind == LAYER else 0
+            apart = max(0, count - (index == 0) - (index == len(runs) - 1))
             for (lane, seconds), times in (
                 (messages.refresh, count),
                 (messages.sync, count),
@@ -321,10 +354,10 @@ class Bounds:
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""
         states = self.estimator.state_bytes(core.shape.mesh.state, placement)
-        gathered = (
-            # Sharded parameters need at least one gathered block.
-            self.estimator.own_numels(core.shape.mesh)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
-        )
+        numels, alike = self.estimator.own_numels(core.shape.mesh), self.split.alike
+        # Sharded parameters need at least one gathered block.
+        whole = min(numels) if alike is None else numels[alike]
+        gathered = whole * self.estimator.item if placement.params > DEVICE else 0
         times = 1 if core.unit else unit
         least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * SLACK
@@ -335,7 +368,8 @@ class Bounds:
         found = self._block_works.get(key)
         if found is None:
             forms, numbers = self._forms(shape), (micro_batch, recompute, accumulate)
-            found = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in KINDS]
+            kinds = range(len(self.specs))
+            found = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
             self._block_works[key] = found
         return found
 
@@ -347,22 +381,28 @@ class Bounds:
         key = (shape.mesh.inside, micro_batch, recompute, accumulate)
         found = self._most_layer.get(key)
         if found is None:
-            each = [
-                block_work(self.estimator, LAYER, (form,), micro_batch, recompute, accumulate)
-                for form in self._forms(shape)
-            ]
-            forward_s, backward_s, weight_s = map(max, zip(*each, strict=True))
-            # Only layers attend, so embedding and head are the same in every form.
             found = list(works)
-            # Maxima may come from different forms; a bound does not need one form that attains them all.
-            found[LAYER] = (forward_s, backward_s, weight_s)
+            for kind, spec in enumerate(self.specs):
+                # Only attention depends on the form.
+                if spec.attends:
+                    each = [
+                        block_work(self.estimator, kind, (form,), micro_batch, recompute, accumulate)
+                        for form in self._forms(shape)
+                    ]
+                    # Maxima may come from different forms; a bound does not need one form that attains them all.
+                    forward_s, backward_s, weight_s = map(max, zip(*each, strict=True))
+                    found[kind] = (forward_s, backward_s, weight_s)
             self._most_layer[key] = found
         return found
 
-    def _kept(self, shape: OpenMesh, micro_batch: int, recompute: int) -> int:
+    def _kept(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[int]:
         # Ulysses beyond the number of key-value heads replicates them, so the form with fewest Ulysses ranks keeps
-        # least.
-        return self.estimator.kept_bytes(LAYER, self._forms(shape)[0], micro_batch, recompute)
+        # least. Logits exist only while they are computed.
+        form = self._forms(shape)[0]
+        return [
+            0 if spec.at_an_end else self.estimator.kept_bytes(kind, form, micro_batch, recompute)
+            for kind, spec in enumerate(self.specs)
+        ]
 
     def _forms(self, shape: OpenMesh) -> Sequence[Mesh]:
         if not shape.is_open:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from terrace.planner.shares import Counts
+from terrace.planner.parts import Runs
 from terrace.planner.space import OpenMesh
 from terrace.planner.stages import SERIAL, SIMPLEST
 from terrace.planner.task import Choice, Placement
@@ -13,8 +13,8 @@ SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 class PartialCandidate(NamedTuple):
     """A choice without placement and unit, with the lower bounds of its computing.
 
-    `span_s`: seconds of computing; `mean_s`: the mean over stages; `heavy`: block counts of the stage with most layers,
-    if known. `stages`: (parameters per tensor rank, bytes of one micro-batch in flight at the peak) of the stages that
+    `span_s`: seconds of computing; `mean_s`: the mean over stages; `heavy`: blocks of the stage with most of them, if
+    known. `stages`: (parameters per tensor rank, bytes of one micro-batch in flight at the peak) of the stages that
     may need the most memory.
     """
 
@@ -24,10 +24,10 @@ class PartialCandidate(NamedTuple):
     schedule: str
     chunks: int
     num_micros: int
-    heavy: Counts | None
+    heavy: Runs | None
     mean_s: float
     span_s: float
-    stages: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[float, float], ...]
     played: bool
     unit: int = 0  # if the schedule passes chunks in units: its order depends on it, and `stages` count it
 
@@ -44,7 +44,7 @@ class PartialCandidate(NamedTuple):
     def passing(self, unit: int) -> "PartialCandidate":
         """The core with units of `unit` micro-batches, all kept by a stage before its first backward.
 
-        Its messages are of whole chunks (`Bounds._chunks_excess_s`), so block counts of a stage do not apply.
+        Its messages are of whole chunks (`Bounds._chunks_excess_s`), so the blocks of a stage do not apply.
         """
         stages = tuple((numel, unit * kept) for numel, kept in self.stages)
         return self._replace(unit=unit, stages=stages, heavy=None)

@@ -1,7 +1,7 @@
 """Seconds and bytes for the planner: the only file between it and the simulator's formulas.
 
-Everything here is for one task and cached, since a search asks for the same block on the same ranks many times. A model
-has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. No formula is defined here; messages inside a block are in
+Everything here is for one task and cached, since a search asks for the same block on the same ranks many times. Blocks
+are told by their kind (terrace.plan.kinds). No formula is defined here; messages inside a block are in
 terrace.planner.inner.
 """
 
@@ -12,26 +12,27 @@ from functools import lru_cache
 from itertools import islice, pairwise
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec, Computes, ParamSpec
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.inner import Inner, PassSeconds
-from terrace.planner.task import EMBEDDING, HEAD, LAYER, Choice, Placement, Task, plan_of
+from terrace.planner.parts import Part, Split, kinds_of
+from terrace.planner.task import Choice, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import activations_of
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
     CUDA_ALLOCATOR_FACTOR,
     CUDA_CONTEXT_BYTES,
-    footprint,
+    stage_footprint,
 )
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
 from terrace.simulate.links import gather_s, rate_bytes_per_s, send_s
 from terrace.simulate.masks import has_flash_attention
-from terrace.simulate.states import Stage, model_states, stage_of, state_layout
+from terrace.simulate.states import Stage, stage_of, state_layout
 from terrace.simulate.work import Work
 
 
@@ -48,39 +49,11 @@ class Seconds:
     again_s: float
 
 
-@dataclass(frozen=True)
-class Part:
-    """The blocks of one stage; `layers` per chunk."""
-
-    embedding: bool
-    layers: tuple[int, ...]
-    head: bool
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Number of embeddings, layers and heads."""
-        return int(self.embedding), sum(self.layers), int(self.head)
-
-    @property
-    def kinds(self) -> list[int]:
-        """Kind of each block, in model order."""
-        return [EMBEDDING] * self.embedding + [LAYER] * sum(self.layers) + [HEAD] * self.head
-
-    @property
-    def chunk_kinds(self) -> list[list[int]]:
-        """Kind of each block per chunk, if the chunks are in model order."""
-        found = [[LAYER] * count for count in self.layers]
-        # In model order the embedding is in the first chunk and the head in the last.
-        found[0] = [EMBEDDING] * self.embedding + found[0]
-        found[-1] = found[-1] + [HEAD] * self.head
-        return found
-
-
 class Estimator:
     """Seconds and bytes of one task."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
+        self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
         self.inner = Inner(task)
         attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
@@ -92,7 +65,7 @@ class Estimator:
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Mesh, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
-        self._numels: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._numels: dict[tuple[int, int], tuple[int, ...]] = {}
         self._plans: dict[Choice, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
@@ -133,7 +106,7 @@ class Estimator:
 
         Without `context` it leaves out the messages of context ranks, most of what a bound costs.
         """
-        if kind != LAYER:
+        if not self.specs[kind].attends:
             return self._block(kind, forms[:1], micro_batch, accumulate)
         # With flash attention the form with the highest Ulysses degree computes least: equal FLOPs in the fewest ring
         # rounds. Overlap saves at most the computing it hides behind, so that computing plus the least messages is a
@@ -150,7 +123,7 @@ class Estimator:
     ) -> Seconds:
         mesh = forms[-1]
         key: tuple[object, ...] = (kind, mesh, len(forms), micro_batch, accumulate, context)
-        if kind != LAYER:  # it sees tokens only, whatever the context ranks
+        if not self.specs[kind].attends:  # it sees tokens only, whatever the context ranks
             key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
         found = self._blocks.get(key)
         if found is None:
@@ -161,9 +134,9 @@ class Estimator:
         mesh = forms[-1]
         own = self._compute(kind, mesh, micro_batch, accumulate)
         forward_s, backward_s, again_s = self._tensor(kind, mesh, micro_batch, accumulate)
-        if context and kind == LAYER and mesh.total("context") > 1:
+        if context and self.specs[kind].attends and mesh.total("context") > 1:
             # Several forms ask for a bound: the computing of the last with the cheapest messages of any.
-            waits = [self.inner.context(form, self.work(form, micro_batch)) for form in forms]
+            waits = [self.inner.context(kind, form, self.work(form, micro_batch)) for form in forms]
             least = list(map(min, zip(*waits, strict=True)))
             forward_s, backward_s, again_s = forward_s + least[0], backward_s + least[1], again_s + least[2]
         return Seconds(
@@ -184,16 +157,15 @@ class Estimator:
         return self._compute(kind, choice.mesh, choice.micro_batch, accumulate)
 
     def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
-        # Only attention sees sequences; an embedding and a head see tokens.
-        work, device = self.work(mesh, micro_batch), self.task.cluster.device
-        # The key has only what kernels depend on, so that many meshes share an entry.
-        size = (mesh.total("ulysses"), mesh.total("context"), micro_batch) if kind == LAYER else (work.tokens,)
+        work, device, spec = self.work(mesh, micro_batch), self.task.cluster.device, self.specs[kind]
+        # The key has only what kernels depend on, so that many meshes share an entry: only attention sees sequences.
+        size = (mesh.total("ulysses"), mesh.total("context"), micro_batch) if spec.attends else (work.tokens,)
         key = (kind, mesh.total("tensor"), mesh.total("columns"), accumulate, *size)
         found = self._kernels.get(key)
         if found is None:
-            block = self.task.blocks[self.index(kind)]
-            found = seconds_of(device, work, block, accumulate=accumulate)
-            found = self._kernels[key] = at_once(found) if kind == HEAD and mesh.total("tensor") == 1 else found
+            found = seconds_of(device, work, spec, accumulate=accumulate)
+            in_chunks = spec.computes is Computes.LOGITS and mesh.total("tensor") == 1
+            found = self._kernels[key] = at_once(found) if in_chunks else found
         return found
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
@@ -217,16 +189,13 @@ class Estimator:
         own = cluster.tiers[crossed[-1]].overlap_penalty if crossed else 0.0
         return cluster.device.overlap_penalty if own is None else own
 
-    def tie_s(self, choice: Choice) -> float:
-        """Seconds in which two stages sum the gradient of a tied embedding (terrace.plan.edges)."""
+    def tie_s(self, choice: Choice, lender: int) -> float:
+        """Seconds in which two stages sum the gradient of a block that one lends the other (terrace.plan.edges)."""
         mesh, cluster = choice.mesh, self.task.cluster
-        crossed = mesh.tiers("pipeline")
-        if not (self.task.model.tied_embeddings and crossed):
-            return 0.0
-        numel = self.numels(mesh)[EMBEDDING]
+        numel = self.numels(mesh)[self.task.kinds.order[lender]]
         # The gradient is already reduced, so each rank sends its own shard.
         held = numel / math.prod(mesh.state[: choice.placement.grads + 1])
-        return send_s(cluster, crossed[-1], held * FORMATS[self.task.master].element_bytes)
+        return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.master].element_bytes)
 
     def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
         work = self.work(mesh, micro_batch)
@@ -274,57 +243,53 @@ class Estimator:
         """Bytes a block keeps per micro-batch until its backward."""
         key = (kind, mesh.inside, recompute)
         if key not in self._kept:
-            work = self.work(mesh, 1, recompute if kind == LAYER else 0)
-            self._kept[key] = activations_of(work, self.task.blocks[self.index(kind)], self.task.backend).kept_bytes
+            spec = self.specs[kind]
+            work = self.work(mesh, 1, 0 if spec.at_an_end else recompute)
+            self._kept[key] = activations_of(work, spec, self.task.backend).kept_bytes
         # Every tensor that is kept has a row for each sequence.
         return micro_batch * self._kept[key]
 
-    def numels(self, mesh: Mesh) -> tuple[int, int, int]:
-        """Parameters of an embedding, a layer and a head on a tensor rank."""
-        whole = self._stage(mesh, 1, 0)
-        return whole.embedding, whole.layer, whole.head
+    def numels(self, mesh: Mesh) -> tuple[int, ...]:
+        """Parameters of a block of each kind on a tensor rank, where borrowers and lenders are together."""
+        return self._held(mesh, range(len(self.task.blocks))).sizes
 
-    def own_numels(self, mesh: Mesh) -> tuple[int, int, int]:
+    def own_numels(self, mesh: Mesh) -> tuple[int, ...]:
         """As `numels`, without parameters shared by tensor ranks, since their states are sharded over tensor ranks; for
         bounds.
         """
         key = (mesh.total("tensor"), mesh.total("columns"))
         if key not in self._numels:
-            self._numels[key] = self._stage(mesh, 1, 0).flats[0][1]
+            self._numels[key] = self._held(mesh, range(len(self.task.blocks))).flats[0][1]
         return self._numels[key]
 
-    def _stage(self, mesh: Mesh, num_stages: int, stage: int) -> Stage:
-        tensor, columns = mesh.total("tensor"), mesh.total("columns")
-        return stage_of(self.task.model, tensor, num_stages, stage, 1, columns=columns)
+    def _held(self, mesh: Mesh, blocks: Sequence[int]) -> Stage:
+        return stage_of(self.task.kinds, blocks, mesh.total("tensor"), mesh.total("columns"), 1)
+
+    def _blocks_of(self, kinds: Sequence[int]) -> tuple[int, ...]:
+        # The first block of a kind stands for all.
+        return tuple(self.task.kinds.first[kind] for kind in kinds)
 
     def stage_blocks(self, kinds: Sequence[int], mesh: Mesh) -> tuple[BlockSpec, ...]:
         """A tensor rank's slice of each block of a stage, as one flat parameter per block.
 
-        A tied head on another stage than the embedding has its own copy of the matrix.
+        A block that borrows from another stage has its own copy of the matrix.
         """
-        names = [self.task.blocks[self.index(kind)].name for kind in kinds]
-        numels = self.numels(mesh)
-        sizes = [numels[kind] for kind in kinds]
-        borrows: tuple[int, ...] = ()
-        # A tied head borrows the embedding's matrix if both are on one stage, and owns a copy otherwise.
-        if self.task.model.tied_embeddings and kinds[-1] == HEAD:
-            if kinds[0] == EMBEDDING:
-                borrows = (0,)
-            else:
-                sizes[-1] = self._stage(mesh, 2, 1).head
+        blocks = self._blocks_of(kinds)
+        sizes = self._held(mesh, blocks).sizes
+        places = {block: index for index, block in enumerate(blocks)}
         return tuple(
             BlockSpec(
-                name=name,
-                params=(ParamSpec(name="all", shape=(size,)),),
-                borrows=borrows if kind == HEAD else (),
+                name=self.specs[kind].name,
+                params=(ParamSpec(name="all", shape=(sizes[kind],)),),
+                borrows=tuple(places[lender] for lender in self.specs[kind].borrows if lender in places),
             )
-            for kind, name, size in zip(kinds, names, sizes, strict=True)
+            for kind in kinds
         )
 
     def chunk_numels(self, part: Part, mesh: Mesh) -> list[int]:
         """Parameters of each chunk of a stage on a tensor rank."""
         sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
-        return [sum(islice(sizes, len(kinds))) for kinds in part.chunk_kinds]
+        return [sum(islice(sizes, len(kinds_of(runs)))) for runs in part.chunks]
 
     def _whole_chunks(self, choice: Choice, part: Part) -> tuple[int, int] | None:
         # Only then is more than one block whole at a time.
@@ -341,44 +306,16 @@ class Estimator:
 
     def memory_bytes(self, choice: Choice, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
         """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""
-        task, mesh = self.task, choice.mesh
-        layers = sum(part.layers)
-        kept = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True))
-        # The formula knows one number in flight per stage: the mean over the layers of its chunks.
-        held = kept / layers if layers else max(waiting)
-        stage = mesh.total("pipeline") - 1 if part.head else int(not part.embedding)
-        plan = self._plan(choice)
-        found = footprint(
-            task.cluster,
-            plan,
-            task.model,
-            task.sequence,
-            num_micros,
-            stage=stage,
-            in_flight=max(1.0, held),
-            layers=range(layers),
-            whole=self._whole_chunks(choice, part),
-        )
-        if part.head and part.embedding and mesh.total("pipeline") > 1:
-            # Both ends of the pipeline meet on one stage; the formula knows the head's end of it.
-            layout, embedding = (
-                state_layout(task.cluster, plan),
-                self.numels(mesh)[EMBEDDING],
-            )
-            alone = Stage(embedding=layout.padded(embedding), layer=0, head=0, layers=range(0), lent=0)
-            for name, size in model_states(layout, plan, alone, num_micros).steady.items():
-                if name in ("params", "secondary", "grads", "optimizer"):
-                    found[name] += size
+        task, plan = self.task, self._plan(choice)
+        chunks = [self._blocks_of(kinds_of(runs)) for runs in part.chunks]
+        whole = self._whole_chunks(choice, part)
+        found = stage_footprint(task.cluster, plan, task.kinds, task.sequence, num_micros, chunks, waiting, whole=whole)
         return {name: size for name, size in found.items() if size}
 
     def _plan(self, choice: Choice) -> Plan:
         if choice not in self._plans:
             self._plans[choice] = replace(plan_of(self.task, choice), schedule=None)  # memory knows it by `waiting`
         return self._plans[choice]
-
-    def index(self, kind: int) -> int:
-        """Index in the model of a block of this kind."""
-        return (0, 1, self.task.model.num_blocks - 1)[kind]
 
 
 @lru_cache(maxsize=4096)

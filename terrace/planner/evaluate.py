@@ -18,8 +18,10 @@ unit. Delayed weight gradients are played at the backward of their chunk.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
@@ -27,11 +29,12 @@ from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import MessageClass
 from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Part, data_cluster
-from terrace.planner.pipelines import Pipeline, block_work, layers_of, neediest, parts_of
+from terrace.planner.estimate import data_cluster
+from terrace.planner.parts import Part, kinds_of, parts_of
+from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stages import SERIAL, pipeline
-from terrace.planner.task import KINDS, Choice, Software, Task, Wire, num_micros, plan_of
+from terrace.planner.task import Choice, Software, Task, Wire, num_micros, plan_of
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.schedules.registry import takes_unit
@@ -39,6 +42,7 @@ from terrace.simulate.cost import Costs, update_seconds
 from terrace.simulate.events import step_seconds
 from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import core_rounds
+from terrace.simulate.masks import work_in
 from terrace.simulate.step import Prediction, Step, predict_step
 
 BUBBLE = "wait pipeline"
@@ -123,12 +127,12 @@ class Evaluator:
             micros,
             choice.unit if takes_unit(choice.schedule) else 1,
         )
-        parts = parts_of(layers_of(predicted.step.plan.stages), orders.placement)
+        parts = parts_of(self.estimator.split.cut(predicted.step.plan.stages), orders.placement)
         memories = (self.estimator.memory_bytes(choice, *each, micros) for each in neediest(parts, waiting))
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:
-        return Part(True, (self.task.model.num_layers,), True)
+        return self.estimator.split.whole()
 
     def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
         """The pipeline of a choice, and the step of each stage on its own."""
@@ -159,11 +163,10 @@ class Evaluator:
         if self.task.software.late_sync:
             known = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in known.items()}
         found = [known[part] for part in pipeline.parts]
-        # In a V-shaped schedule both ends are on one stage, and a tied matrix needs no message.
-        ends = {holder for holder, _ in (pipeline.orders.holders()[0], pipeline.orders.holders()[-1])}
-        tie_s = self.estimator.tie_s(choice)
-        if tie_s > 0 and len(ends) > 1:
-            found = [line | {TIE: tie_s} if stage in ends else line for stage, line in enumerate(found)]
+        for lender, stages in _ties(self.task, pipeline):
+            tie_s = self.estimator.tie_s(choice, lender)
+            for stage in stages if tie_s > 0 else ():
+                found[stage] = found[stage] | {TIE: found[stage].get(TIE, 0.0) + tie_s}
         return found
 
     def _sync_s(self, part: Part, choice: Choice) -> float:
@@ -171,7 +174,7 @@ class Evaluator:
         numels = self.estimator.numels(mesh)
         sync = self.bounds.mail.messages(mesh.state, numels, choice.placement).sync
         # Late synchronisation is not overlapped: the blocks' messages follow each other.
-        return math.fsum(count * seconds for count, seconds in zip(part.counts, sync.seconds, strict=True))
+        return math.fsum(count * sync.seconds[kind] for kind, count in part.runs)
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(
@@ -189,7 +192,7 @@ class Evaluator:
         lengths = (units,) if choice.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
         whole_chunks = takes_unit(choice.schedule)
         # The data-parallel program depends on the schedule only through its chunks.
-        key = (part if whole_chunks else part.counts, whole_chunks, choice._replace(schedule="", chunks=1), lengths)
+        key = (part if whole_chunks else part.runs, whole_chunks, choice._replace(schedule="", chunks=1), lengths)
         if key not in self._played:
             self._played[key] = self._play(part, choice, lengths)
         return self._played[key]
@@ -236,10 +239,11 @@ class Evaluator:
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
         accumulate, again = self.estimator.accumulates(mesh, choice.micro_batch), choice.recompute
         forms = (mesh.inside,)
-        alone = [block_work(self.estimator, kind, forms, choice.micro_batch, again, accumulate) for kind in KINDS]
+        kinds = range(len(self.estimator.specs))
+        alone = [block_work(self.estimator, kind, forms, choice.micro_batch, again, accumulate) for kind in kinds]
         costs = Costs(
-            forward_s=tuple(math.fsum(alone[kind][0] for kind in kinds) for kinds in part.chunk_kinds),
-            backward_s=tuple(math.fsum(alone[kind][1] for kind in kinds) for kinds in part.chunk_kinds),
+            forward_s=tuple(math.fsum(alone[kind][0] for kind in kinds_of(runs)) for runs in part.chunks),
+            backward_s=tuple(math.fsum(alone[kind][1] for kind in kinds_of(runs)) for runs in part.chunks),
             update_s=update_seconds(program),
             program=program,
         )
@@ -248,8 +252,10 @@ class Evaluator:
     def _whole_program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
         task = self.task
         program = build(task.cluster, plan_of(task, choice), task.blocks, micros, task.sequence)
-        known = {kind: self.estimator.compute(kind, choice) for kind in KINDS}
+        known = [self.estimator.compute(kind, choice) for kind in range(len(self.estimator.specs))]
         seconds = [known[kind] for kind in part.kinds]
+        work, device = self.estimator.work(choice.mesh, choice.micro_batch), task.cluster.device
+        rounds = [core_rounds(device, work_in(work, spec, device.backend)) for spec in self.estimator.specs]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.input_s + block.weight_s for block in seconds),
@@ -257,10 +263,22 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             hides_inside=task.software.hides_messages,
-            rounds=(core_rounds(task.cluster.device, self.estimator.work(choice.mesh, choice.micro_batch)),)
-            * len(part.kinds),
+            rounds=tuple(rounds[kind] for kind in part.kinds),
         )
         return program, costs
+
+
+def _ties(task: Task, pipeline: Pipeline) -> list[tuple[int, tuple[int, int]]]:
+    """(Lender, stages of lender and borrower) of blocks that are borrowed from another stage."""
+    orders, sizes = pipeline.orders, [0] * pipeline.orders.num_virtual
+    for row, part in zip(orders.placement, pipeline.parts, strict=True):
+        for virtual, runs in zip(row, part.chunks, strict=True):
+            sizes[virtual] = len(kinds_of(runs))
+    stops, holders = list(accumulate(sizes)), orders.holders()
+    pairs = ((lender, block) for block, spec in enumerate(task.blocks) for lender in spec.borrows)
+    found = [(pair[0], tuple(holders[bisect_right(stops, block)][0] for block in pair)) for pair in pairs]
+    # In a V-shaped schedule both ends are on one stage, and a tied matrix needs no message.
+    return [(lender, (first, second)) for lender, (first, second) in found if first != second]
 
 
 def _data_wire(task: Task) -> Wire:

@@ -1,6 +1,6 @@
 """Seconds blocks wait for tensor and context ranks, read from the blocks' own programs.
 
-The steps of an embedding, a layer and a head do not depend on the tiers of the ranks; the seconds of a message do. So
+The steps of a block do not depend on the tiers of the ranks; the seconds of a message do. So
 steps are cached by degrees and tokens, prices by mapping.
 """
 
@@ -14,7 +14,7 @@ from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import Moment, moments_of
 from terrace.simulate.inside import InBlockPrices, PricedMoment, attention_bytes, exposed, rooms_of
 from terrace.simulate.layers import BlockSeconds, core_rounds
-from terrace.simulate.states import kind_blocks
+from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
 
 PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and of the recomputation before it
@@ -46,14 +46,18 @@ class Inner:
         )
         return forward_s, backward_s, with_forward_s - backward_s
 
-    def context(self, mesh: Mesh, work: Work) -> PassSeconds:
-        """Seconds a layer waits for its context ranks."""
+    def context(self, kind: int, mesh: Mesh, work: Work) -> PassSeconds:
+        """Seconds a block waits for its context ranks."""
+        spec = self.task.kinds.specs[kind]
+        if work.context == 1 or not spec.attends:
+            return _NOTHING
         degrees = mesh.group("ulysses"), mesh.group("ring")
         # All that messages of the context ranks depend on within one task.
-        key = (degrees, work.rows, work.micro_batch)
+        key = (kind, degrees, work.rows, work.micro_batch)
         found = self._contexts.get(key)
         if found is None:
             cluster = self.task.cluster
+            work = work_in(work, spec, self.task.backend)
             rounds = core_rounds(cluster.device, work)
             rooms = rooms_of(0.0, 0.0, 0.0, rounds) if self.task.software.hides_messages else {}
             bytes_of = attention_bytes(work, *degrees)
@@ -98,7 +102,7 @@ class Inner:
     def _moments_of(self, kind: int, group: Mesh, num_tokens: int) -> list[tuple[Moment, ...]]:
         key = (kind, group.total("rows"), group.total("columns"), num_tokens)
         if key not in self._moments:
-            blocks = kind_blocks(self.task.model, {axis: group.total(axis) for axis in TENSOR})
+            blocks = self.task.kinds.sliced({axis: group.total(axis) for axis in TENSOR})
             tensor, nothing = self._axis(group, num_tokens), ((), ())
             forward, backward = tensor_steps(tensor, blocks, blocks[kind], nothing, False)
             again = tensor_steps(tensor, blocks, blocks[kind], nothing, True)

@@ -14,11 +14,11 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.simulate.cost import Costs
 
-Numels = tuple[int, int, int]  # elements of an embedding, a layer and a head on a rank
+Numels = tuple[int, ...]  # elements of a block of each kind on a rank
 
 
 class Lane(NamedTuple):
-    """The lane of a message, and its seconds for an embedding, a layer and a head."""
+    """The lane of a message, and its seconds for a block of each kind."""
 
     lane: int
     seconds: tuple[float, ...]
@@ -46,7 +46,7 @@ class Mail:
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
-        """Messages among `degrees` data ranks, with `numels` elements in an embedding, a layer and a head."""
+        """Messages among `degrees` data ranks, with `numels` elements in a block of each kind."""
         key = (degrees, numels, placement)
         found = self._messages.get(key)
         if found is None:
@@ -92,8 +92,8 @@ class Mail:
                 plan=plan,
                 layout=layout,
                 blocks=tuple(
-                    BlockSpec(name=name, params=(ParamSpec(name="all", shape=(numel,)),))
-                    for name, numel in zip(("embedding", "layer", "head"), numels, strict=True)
+                    BlockSpec(name=f"kind {kind}", params=(ParamSpec(name="all", shape=(numel,)),))
+                    for kind, numel in enumerate(numels)
                 ),
                 stage=whole_stage(len(numels), 1, 1),
                 instructions=(),

@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Kind
-from terrace.planner.estimate import Estimator, Part
-from terrace.planner.stages import pipeline, share_layers
-from terrace.planner.task import EMBEDDING, HEAD, LAYER
+from terrace.planner.estimate import Estimator
+from terrace.planner.parts import Part, Work, parts_of, work_of_runs
+from terrace.planner.stages import pipeline
 from terrace.program.schedules.counts import Waiting
-from terrace.program.schedules.orders import Orders, Placement
+from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.timeline import Timeline, play
-
-Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
 
 
 class Chain(NamedTuple):
@@ -104,17 +102,18 @@ class Pipeline:
 
 
 def neediest(parts: Sequence[Part], waiting: Waiting) -> tuple[tuple[Part, tuple[int, ...]], ...]:
-    """Candidates for the stage with the most memory, with micro-batches in flight: the ends and the fullest between."""
-    between: dict[tuple[int, ...], tuple[int, Part, tuple[int, ...]]] = {}
-    found = []
+    """Candidates for the stage with the most memory, with micro-batches in flight."""
+    fullest: dict[Part, tuple[int, Part, tuple[int, ...]]] = {}
+    found: dict[tuple[Part, tuple[int, ...]], None] = {}
     for part, waits in zip(parts, waiting, strict=True):
-        kept = sum(count * each for count, each in zip(part.layers, waits, strict=True))
-        # Of stages with equal layers the one with most activations dominates; the ends also differ in their parameters.
-        if part.embedding or part.head:
-            found.append((part, waits))
-        elif part.layers not in between or kept > between[part.layers][0]:
-            between[part.layers] = (kept, part, waits)
-    return (*found, *((part, waits) for _, part, waits in between.values()))
+        # Of stages with the same blocks, all of one kind, the one with most activations dominates.
+        if len(part.runs) == 1:
+            kept = sum(count * each for runs, each in zip(part.chunks, waits, strict=True) for _, count in runs)
+            if part not in fullest or kept > fullest[part][0]:
+                fullest[part] = (kept, part, waits)
+        else:
+            found[part, waits] = None
+    return (*found, *((part, waits) for _, part, waits in fullest.values()))
 
 
 def build_pipeline(
@@ -132,35 +131,22 @@ def build_pipeline(
     accumulate = estimator.accumulates(mesh, micro_batch)
     alone = [
         block_work(estimator, kind, (mesh.inside,), micro_batch, recompute, accumulate)
-        for kind in (EMBEDDING, LAYER, HEAD)
+        for kind in range(len(estimator.specs))
     ]
-    counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
-    last = orders.num_virtual - 1
+    split = estimator.split
+    contents = split.contents(split.counts(alone, orders.num_virtual))
     # A deep pipeline has few distinct virtual stages; each is added up once.
-    contents = [(int(virtual == 0), count, int(virtual == last)) for virtual, count in enumerate(counts)]
-    known = {content: _chunk_work(alone, content) for content in set(contents)}
+    known = {content: work_of_runs(alone, content) for content in set(contents)}
     works = [tuple(known[contents[virtual]] for virtual in row) for row in orders.placement]
     return Pipeline(
         orders=orders,
         waiting=waiting,
-        parts=parts_of(counts, orders.placement),
+        parts=parts_of(contents, orders.placement),
         works=tuple(works),
         edge_s=estimator.boundary_s(mesh, micro_batch),
         blocking_sends=estimator.task.software.blocking_sends,
         slowed=estimator.edge_penalty(mesh),
     )
-
-
-def parts_of(counts: Sequence[int], placement: Placement) -> tuple[Part, ...]:
-    """Blocks of each stage, from the layers of each virtual stage."""
-    last = len(counts) - 1
-    return tuple(Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in placement)
-
-
-def layers_of(stages: Sequence[int]) -> tuple[int, ...]:
-    """Layers of each virtual stage from its blocks: the first also has the embedding, the last the head."""
-    last = len(stages) - 1
-    return tuple(blocks - (virtual == 0) - (virtual == last) for virtual, blocks in enumerate(stages))
 
 
 def block_work(
@@ -173,25 +159,11 @@ def block_work(
     *,
     context: bool = True,
 ) -> Work:
-    """Seconds of a block on a micro-batch, the minimum over `forms`; only layers are recomputed.
+    """Seconds of a block on a micro-batch, the minimum over `forms`; look-ups and logits are not recomputed.
 
     Without `context` the messages of context ranks are left out.
     """
     block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context)
-    # `recompute` in a plan names layers only.
-    again_s = block.again_s if recompute and kind == LAYER else 0.0
+    # `recompute` in a plan does not name look-ups and logits.
+    again_s = block.again_s if recompute and not estimator.specs[kind].at_an_end else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s
-
-
-def head_layers(alone: Sequence[Work]) -> float:
-    """Cost of the head in layers."""
-    return (alone[HEAD][0] + alone[HEAD][1]) / (alone[LAYER][0] + alone[LAYER][1])
-
-
-def _chunk_work(alone: Sequence[Work], counts: Sequence[int]) -> Work:
-    embeddings, layers, heads = counts
-    forward_s, backward_s, weight_s = (
-        embeddings * embedding_s + layers * layer_s + heads * head_s
-        for embedding_s, layer_s, head_s in zip(*alone, strict=True)
-    )
-    return forward_s, backward_s, weight_s

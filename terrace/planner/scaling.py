@@ -34,7 +34,7 @@ def evaluate_plan(task: Task, plan: Plan) -> Cost:
     """Cost of a plan on the task's cluster; raises `PlanError` if it cannot run there."""
     predicted = predict_step(step_of(task, plan))
     job = Job(cluster=task.cluster, plan=predicted.step.plan, num_micros=predicted.step.num_micros)
-    _, memory = fullest_stage(job, task.model, task.sequence)
+    _, memory = fullest_stage(job, task.blocks, task.sequence)
     return Cost(
         num_micros=predicted.step.num_micros,
         step_s=predicted.step_s,

@@ -1,33 +1,32 @@
 """Layer counts for pipeline bounds: of the lightest, the last and the busiest virtual stage."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.planner.stages import share_layers
 
-Counts = tuple[int, int, int]  # embeddings, layers and heads
+Heavy = tuple[int, bool, bool]  # layers of a stage, and whether it is the first of the model and the last
 
 
 class Shares(NamedTuple):
     """Layers of the lightest and of the last virtual stage; for looped stages also of the busiest and the last stage.
 
-    `heavy`: block counts of the stage with most layers, if the schedule's placement determines it.
+    `heavy`: the stage with most layers, if the schedule's placement determines it.
     """
 
     least: int
     last: int
     most: int
     last_stage: int
-    heavy: Counts | None
+    heavy: Heavy | None
 
 
 @lru_cache(maxsize=65536)
 def shares_of(
-    num_layers: int, num_stages: int, chunks: int, head_layers: float, is_looped: bool, is_folded: bool
+    num_layers: int, num_stages: int, chunks: int, logits_in_layers: float, is_looped: bool, is_folded: bool
 ) -> Shares:
     """Shares of `num_layers` over `num_stages`."""
-    counts = share_layers(num_layers, num_stages * chunks, head_layers)
+    counts = share_layers(num_layers, num_stages * chunks, logits_in_layers)
     return _shared(counts, num_stages, is_looped, is_folded)
 
 
@@ -39,13 +38,7 @@ def _shared(counts: tuple[int, ...], num_stages: int, is_looped: bool, is_folded
     if is_looped:
         layers, last = [sum(counts[stage::num_stages]) for stage in range(num_stages)], num_stages - 1
     else:
-        # In a V the first stage also has the last virtual stage, and so the head.
+        # In a V the first stage also has the last virtual stage, and so the logits.
         layers, last = [counts[stage] + counts[-1 - stage] for stage in range(num_stages)], 0
-    held = [(count, int(stage == 0), int(stage == last)) for stage, count in enumerate(layers)]
-    return Shares(min(counts), counts[-1], max(layers), layers[-1], heaviest(held))
-
-
-def heaviest(stages: Sequence[tuple[int, int, int]]) -> Counts:
-    """The stage with most layers, from (layers, embeddings, heads) per stage."""
-    layers, embeddings, heads = max(stages)
-    return embeddings, layers, heads
+    heavy = max((count, stage == 0, stage == last) for stage, count in enumerate(layers))
+    return Shares(min(counts), counts[-1], max(layers), layers[-1], heavy)

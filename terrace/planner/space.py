@@ -22,6 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
+from terrace.plan.dims import cut_sizes
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES
@@ -68,14 +69,14 @@ def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     return _forms(
         mesh.group("context"),
         space.task.sequence,
-        space.task.heads(mesh.total("rows")),
+        tuple(space.task.heads(mesh.total("rows"))),
         tuple(space.pins.ranges.get(form, (1, MOST)) for form in CONTEXT_AXES),
     )
 
 
 @lru_cache(maxsize=4096)
 def _forms(
-    degrees: tuple[int, ...], sequence: int, heads: Heads, ranges: tuple[tuple[int, int], ...]
+    degrees: tuple[int, ...], sequence: int, heads: tuple[Heads, ...], ranges: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, ...], ...]:
     total, found = math.prod(degrees), []
     for forms in product(*map(divisors, degrees)):
@@ -85,7 +86,7 @@ def _forms(
         chunks = 1 if ring == 1 else CHUNKS_PER_RING_RANK * ring
         if not all(low <= degree <= high for degree, (low, high) in zip((ulysses, ring), ranges, strict=True)):
             continue
-        if heads.can_split(ulysses) and sequence % math.lcm(chunks, ring * ulysses) == 0:
+        if all(each.can_split(ulysses) for each in heads) and sequence % math.lcm(chunks, ring * ulysses) == 0:
             found.append(forms)
     return tuple(sorted(found, key=lambda forms: (math.prod(forms), forms)))
 
@@ -93,19 +94,24 @@ def _forms(
 def open_meshes(space: Space) -> Iterator[OpenMesh]:
     """Every mesh, with the context forms left open."""
     task, pins = space.task, space.pins
-    model, sizes = task.model, [tier.size for tier in task.cluster.tiers]
+    sizes = [tier.size for tier in task.cluster.tiers]
+    # Only parameters with declared dims can be cut, and only blocks with heads bring tokens of several ranks together.
+    declares_dims = all(param.dims for block in task.kinds.specs for param in block.params if param.shape)
+    attends = any(block.attends for block in task.kinds.specs)
+    cut_by_rows, cut_by_columns = cut_sizes(task.kinds.specs, "rows"), cut_sizes(task.kinds.specs, "columns")
     most_columns = pins.ranges.get("columns", (1, 1))[1]
 
     def possible(columns: int, rows: int, context: int, data: int, pipeline: int) -> bool:
         # Degrees only grow from tier to tier, and divisors of a valid degree are valid, so a failure ends the branch.
-        cut_by_rows = (model.num_heads, model.num_kv_heads, model.intermediate_size)
         return (
-            task.batch % data == 0
+            (columns * rows == 1 or declares_dims)
+            and (context == 1 or attends)
+            and task.batch % data == 0
             and all(size % rows == 0 for size in cut_by_rows)
-            and model.hidden_size % columns == 0
+            and all(size % columns == 0 for size in cut_by_columns)
             and columns <= most_columns
             and task.sequence % context == 0
-            and pipeline <= model.num_layers
+            and pipeline <= max(1, len(task.inner))
         )
 
     def extend(tiers: tuple[_Degrees, ...], totals: _Degrees) -> Iterator[OpenMesh]:

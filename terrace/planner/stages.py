@@ -1,7 +1,8 @@
-"""Layer split and orders of schedules, for ranking pipelines.
+"""Split of blocks and orders of schedules, for ranking pipelines.
 
-Layers are split to minimise the slowest virtual stage: the last one also has the head, so it gets fewer layers if the
-head is expensive. If layers do not divide evenly, later stages get the extra ones, since fewer activations wait there.
+Blocks between look-ups and logits are split to minimise the slowest virtual stage: the last one also has the logits, so
+it gets fewer blocks if these are expensive. Equal blocks ("layers" here) are split in closed form: if they do not
+divide evenly, later stages get the extra ones, since fewer activations wait there.
 """
 
 from functools import lru_cache
@@ -12,6 +13,7 @@ from terrace.plan.stage import Kind
 from terrace.program.schedules.counts import Waiting, most_waiting
 from terrace.program.schedules.orders import Orders, Placement, looped, v_shaped
 from terrace.program.schedules.registry import orders_for, schedule_names, takes_unit
+from terrace.program.shares import share
 
 SERIAL = "serial"  # the name of having no pipeline
 SIMPLEST = "1f1b"
@@ -20,10 +22,10 @@ MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one
 
 
 @lru_cache(maxsize=65536)
-def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple[int, ...]:
+def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float) -> tuple[int, ...]:
     """Layers of each virtual stage, at least one.
 
-    `head_layers` is the cost of the head in layers. Raises `PlanError` if there are too few layers.
+    `logits_in_layers` is the cost of the logits in layers. Raises `PlanError` if there are too few layers.
     """
     if num_virtual > num_layers:
         raise PlanError(
@@ -33,15 +35,25 @@ def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple
     if num_virtual == 1:
         return (num_layers,)
     others = num_virtual - 1
-    even = int((num_layers - others * head_layers) / num_virtual)  # where head and layers would balance exactly
+    even = int((num_layers - others * logits_in_layers) / num_virtual)  # where logits and layers would balance exactly
     most = num_layers - others
     # Rounding may move the balance by a few layers, so the counts around it are compared.
     last = min(
         {max(1, min(most, even + step)) for step in range(-1, 4)},
-        key=lambda count: (max(-(-(num_layers - count) // others), count + head_layers), -count),
+        key=lambda count: (max(-(-(num_layers - count) // others), count + logits_in_layers), -count),
     )
     few, more = divmod(num_layers - last, others)
     return (*([few] * (others - more)), *([few + 1] * more), last)
+
+
+@lru_cache(maxsize=65536)
+def share_differing(costs: tuple[int, ...], num_virtual: int) -> tuple[int, ...]:
+    """Blocks of each virtual stage, at least one, for blocks that differ in cost; raises `PlanError` as above."""
+    if num_virtual > len(costs):
+        raise PlanError(
+            f"{num_virtual} virtual stages of {len(costs)} blocks between look-ups and logits: use at most one a block"
+        )
+    return tuple(map(len, share(costs, num_virtual)))
 
 
 # Searched only where a pin asks for it: GPipe is as fast as 1F1B and larger, and every unit of ZeroPP is an order of

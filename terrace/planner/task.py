@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -10,11 +11,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads
+from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.simulate.block_tape import Backend
 
-EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model
+_LAYERS = "layers.*"
 _MOST = 10**9  # so that divisors are found at once
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
 MOST_SEQUENCES = 100_000
@@ -50,8 +52,9 @@ MEGATRON = Software(
 class Task:
     """A model, a cluster, a global batch in sequences, a sequence length in tokens, dtypes and software.
 
-    `wire` holds the formats of every plan of the task; the search never chooses to round a message. Raises `ModelError`
-    or `PlanError` for a task without any valid plan.
+    The blocks are the ones of `model`'s configuration, or `declared`, which may differ in any way; `model` then has the
+    sizes that they share. `wire` holds the formats of every plan of the task; the search never chooses to round a
+    message. Raises `ModelError` or `PlanError` for a task without any valid plan.
     """
 
     model: ModelConfig
@@ -62,6 +65,7 @@ class Task:
     master: Literal["fp32", "fp64"] = "fp32"
     wire: Wire = field(default_factory=dict, hash=False)
     software: Software = Software()
+    declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -102,13 +106,31 @@ class Task:
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
-        return block_specs(self.model)
+        return self.declared or block_specs(self.model)
 
-    def heads(self, num_rows: int) -> Heads:
-        """Attention heads of a layer on each of `num_rows` tensor rows."""
-        heads = attention_heads(self.blocks[LAYER], num_rows)
-        assert heads is not None, "a decoder's layers declare their heads"
-        return heads
+    @cached_property
+    def kinds(self) -> Kinds:
+        """The blocks by kind; the planner names a kind by its number."""
+        return Kinds.of(self.blocks)
+
+    @cached_property
+    def inner(self) -> range:
+        """The blocks between look-ups and logits, which a pipeline shares among its stages."""
+        kept = [index for index, block in enumerate(self.blocks) if not block.at_an_end]
+        return range(kept[0], kept[-1] + 1) if kept else range(0)
+
+    @cached_property
+    def recompute(self) -> tuple[str, ...]:
+        """Patterns of the blocks that a plan recomputes: all that work on the residual stream."""
+        names = [block.name for block in self.blocks if not block.at_an_end]
+        if all(fnmatchcase(name, _LAYERS) for name in names):
+            return (_LAYERS,)
+        return tuple(names)
+
+    def heads(self, num_rows: int) -> list[Heads]:
+        """Attention heads of each kind of block on each of `num_rows` tensor rows; none for kinds without any."""
+        found = (attention_heads(block, num_rows) for block in self.kinds.specs)
+        return [heads for heads in found if heads is not None]
 
     @property
     def peak_flops_per_s(self) -> float:
@@ -128,7 +150,7 @@ class Placement(NamedTuple):
 class Choice(NamedTuple):
     """One point of the search space. Equal costs are resolved by sort order."""
 
-    recompute: int  # 1: the forward of every layer is run again in its backward
+    recompute: int  # 1: the forwards of all blocks but look-ups and logits are run again in the backward
     unit: int
     schedule: str
     chunks: int  # pipeline chunks per stage
@@ -159,7 +181,7 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
         compute=task.compute,
         master=task.master,
         micro_batch=choice.micro_batch,
-        recompute=("layers.*",) if choice.recompute else (),
+        recompute=task.recompute if choice.recompute else (),
         unit=choice.unit,
         sequence_parallel=task.software.sequence_parallel,
         schedule=schedule_text(choice.schedule, choice.chunks) if choice.mesh.total("pipeline") > 1 else None,

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.dims import CUT_BY, hidden_size
+from terrace.plan.dims import CUT_BY, hidden_size, is_table
 
 
 class BlockCost(NamedTuple):
@@ -105,7 +105,7 @@ def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:
     products = sum(param.numel for param in block.params if _is_product(param, index, len(blocks)))
     # A tied head multiplies by the borrowed table.
     for lender in block.borrows:
-        products += sum(param.numel for param in blocks[lender].params if _is_table(param))
+        products += sum(param.numel for param in blocks[lender].params if is_table(param))
     # A layer is known by its row-cut dims (heads or the inner MLP size); embedding and head have none.
     attends = any(CUT_BY.get(name) == ("rows",) for param in block.params for name, _ in param.dims)
     return BlockCost(products, scores if attends else 0)
@@ -113,9 +113,5 @@ def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:
 
 def _is_product(param: ParamSpec, index: int, num_blocks: int) -> bool:
     # The last block's table is the output matrix, which is a product; any other table is only indexed.
-    looked_up = _is_table(param) and index < num_blocks - 1
+    looked_up = is_table(param) and index < num_blocks - 1
     return len(param.shape) == 2 and not looked_up and (not param.dims or param.dims[0][0] != "positions")
-
-
-def _is_table(param: ParamSpec) -> bool:
-    return len(param.dims) == 2 and param.dims[0][0] == "vocab"

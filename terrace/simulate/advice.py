@@ -15,18 +15,20 @@ changes with them.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.config import model_of
+from terrace.model.spec import BlockSpec
+from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.schedules.counts import most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.changes import crossing
-from terrace.simulate.footprint import footprint, work_of
+from terrace.simulate.footprint import footprint, stage_footprint, work_of
 from terrace.simulate.states import axis_degree
 from terrace.simulate.step import Step, resolved
 
@@ -57,51 +59,46 @@ class Advice:
 
 
 def fullest_stage(
-    job: Job, model: ModelConfig, sequence: int, backend: Backend | None = None
+    job: Job, blocks: tuple[BlockSpec, ...], sequence: int, backend: Backend | None = None
 ) -> tuple[int, dict[str, int]]:
     """The pipeline stage with the highest memory per rank, and its footprint; `backend` is the device's by default."""
     cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
     num_stages = axis_degree(cluster, plan, "pipeline")
+    kinds = Kinds.of(blocks)
     if num_stages == 1:
-        return 0, footprint(cluster, plan, model, sequence, num_micros, backend=backend)
-    blocks = block_specs(model)
+        return 0, footprint(cluster, plan, kinds, sequence, num_micros, backend=backend)
     if not plan.stages:
-        work = work_of(cluster, plan, model, sequence, backend)
+        work = work_of(cluster, plan, model_of(blocks), sequence, backend)
         step = Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=sequence, work=work)
         # The split decides which layers a stage holds, so it is fixed before stages are compared.
         plan = resolved(step).plan
     orders = plan_orders(plan, blocks, num_stages, num_micros, sequence)
-    last, found = len(plan.stages) - 1, []
-    for row, waiting in zip(orders.placement, most_waiting(orders), strict=True):
-        layers = [plan.stages[virtual] - (virtual == 0) - (virtual == last) for virtual in row]
-        # Micro-batches in flight, averaged over the chunks of the stage by their layers.
-        kept = sum(count * waits for count, waits in zip(layers, waiting, strict=True))
-        # Middle stages are alike but for their layers, so 1 stands for any stage without embedding and head.
-        found.append(
-            footprint(
-                cluster,
-                plan,
-                model,
-                sequence,
-                num_micros,
-                stage=num_stages - 1 if last in row else int(0 not in row),
-                in_flight=max(1.0, kept / sum(layers) if sum(layers) else max(waiting)),
-                layers=range(sum(layers)),
-                backend=backend,
-            )
+    starts = [0, *accumulate(plan.stages)]
+    chunks = [range(*bounds) for bounds in pairwise(starts)]
+    found = [
+        stage_footprint(
+            cluster, plan, kinds, sequence, num_micros, [chunks[virtual] for virtual in row], waits, backend=backend
         )
+        for row, waits in zip(orders.placement, most_waiting(orders), strict=True)
+    ]
     stage = max(range(num_stages), key=lambda index: sum(found[index].values()))
     return stage, found[stage]
 
 
 def advice(
-    cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, num_micros: int, *, backend: Backend | None = None
+    cluster: Cluster,
+    plan: Plan,
+    blocks: tuple[BlockSpec, ...],
+    sequence: int,
+    num_micros: int,
+    *,
+    backend: Backend | None = None,
 ) -> Advice:
     """Whether a plan fits in the memory of the device, and if not, the changes that make it fit."""
     job = Job(cluster=cluster, plan=plan, num_micros=num_micros)
 
     def lacking(candidate: Job) -> int:
-        _, categories = fullest_stage(candidate, model, sequence, backend)
+        _, categories = fullest_stage(candidate, blocks, sequence, backend)
         return sum(categories.values()) - int(candidate.cluster.device.memory_bytes)
 
     # Bytes above the device's memory; negative is room to spare.

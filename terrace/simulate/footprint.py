@@ -19,33 +19,26 @@ Scratch memory of kernels and RoPE's tables are in no category.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig
-from terrace.model.spec import Computes
+from terrace.model.config import ModelConfig, model_of
+from terrace.plan.kinds import Kinds
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS
-from terrace.simulate.activations import BlockActivations, block_activation_bytes
+from terrace.simulate.activations import BlockActivations, activations_of
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes
-from terrace.simulate.states import (
-    KINDS,
-    BlockKind,
-    Stage,
-    axis_degree,
-    kind_blocks,
-    model_states,
-    stage_of,
-    state_layout,
-)
+from terrace.simulate.states import Stage, axis_degree, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
 
 # A CUDA context with loaded kernels and the buffers of a few NCCL communicators: a guess from 1 to 2 GB.
@@ -56,7 +49,6 @@ CPU_CONTEXT_BYTES = 324_000_000
 CUDA_ALLOCATOR_FACTOR = 1.05
 
 _TOKEN_BYTES = 8
-_COMPUTES: dict[BlockKind, Computes] = dict(zip(KINDS, Computes, strict=True))
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -64,13 +56,12 @@ Phase = Literal["forward", "backward", "update"]
 def footprint(
     cluster: Cluster,
     plan: Plan,
-    model: ModelConfig,
+    kinds: Kinds,
     sequence: int,
     num_micros: int,
     *,
-    stage: int = 0,
+    held: Sequence[int] | None = None,
     in_flight: float | None = None,
-    layers: range | None = None,
     whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
     context_bytes: int | None = None,
@@ -80,42 +71,43 @@ def footprint(
 ) -> dict[str, int]:
     """Bytes of one rank by category at the worst moment of a step, or of its `phase`; their sum is the peak.
 
-    - `in_flight`: the most micro-batches pipeline stage `stage` holds, as its schedule says (5.5 is possible when
-      interleaved). Default: min(num_micros, stages - stage), as under 1F1B; without a pipeline, the micros of a unit.
-    - `layers`: the layers of the stage, where they are not spread evenly.
+    - `held`: indexes of the blocks that the rank holds; all by default.
+    - `in_flight`: the most micro-batches that a pipeline stage holds, as its schedule says (5.5 is possible when
+      interleaved). Default: as on the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
     - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
     - `documents`: rows may hold several; their masks and copies are counted at their upper bound.
     - `backend`: the device's by default; decides the tensors that kernels keep, and the defaults of `context_bytes`
       and `allocator_factor`.
 
-    Raises `PlanError` for an invalid stage, backend or number in flight, and `ClusterError` for an unknown tier.
+    Raises `PlanError` for an invalid backend or number in flight, and `ClusterError` for an unknown tier.
     """
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
-    work = work_of(cluster, plan, model, sequence, backend, documents)
-    held = stage_of(model, work.tensor, num_stages, stage, layout.degree, layers, work.columns)
+    work = work_of(cluster, plan, model_of(kinds.specs), sequence, backend, documents)
+    held = range(len(kinds.blocks)) if held is None else tuple(held)
+    stage = stage_of(kinds, held, work.tensor, work.columns, layout.degree)
     if in_flight is None:
-        # 1F1B: stage s has run num_stages - s forwards before its first backward.
-        in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages - stage)
+        # The first stage of 1F1B has run num_stages forwards before its first backward.
+        in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
     if not 1 <= in_flight <= num_micros:
         raise PlanError(
             f"in_flight = {in_flight} of {num_micros} micro-batches: a stage holds at least 1 and at most all"
         )
-    states = model_states(layout, plan, held, num_micros, lambda axes: state_layout(cluster, plan, axes))
+    states = model_states(layout, plan, stage, num_micros, lambda axes: state_layout(cluster, plan, axes))
     steady = dict(states.steady)
     # Tensor ranks have message buffers of their own.
     if work.tensor > 1:
-        steady["buffers"] += _tensor_buffers(cluster, plan, work, held)
-    stream = work.tokens * model.hidden_size * FORMATS[plan.compute].element_bytes
+        steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
+    stream = work.tokens * work.model.hidden_size * FORMATS[plan.compute].element_bytes
     if num_stages > 1:  # one message on its way out and one coming in, in each direction
         steady["buffers"] += 4 * stream // work.stream_cut
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * mask_bytes(work, backend)
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
-    pending = next(iter(states.gradients.values())) if num_micros > plan.unit else 0
+    pending = states.gradients[stage.order[0]] if num_micros > plan.unit else 0
     candidates = [steady] if phase in (None, "update") else []
-    for moment in _moments(work, held, plan.recompute, backend, in_flight, num_stages > 1):
+    for moment in _moments(work, kinds, held, plan.recompute, backend, in_flight, num_stages > 1):
         if phase in (None, moment.phase):
             running = {
                 "gathered": whole[0] if whole else states.gathered[moment.kind],
@@ -135,11 +127,48 @@ def footprint(
     return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
 
 
-def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> int:
+def stage_footprint(
+    cluster: Cluster,
+    plan: Plan,
+    kinds: Kinds,
+    sequence: int,
+    num_micros: int,
+    chunks: Sequence[Sequence[int]],
+    waiting: Sequence[int],
+    *,
+    whole: tuple[int, int] | None = None,
+    backend: Backend | None = None,
+) -> dict[str, int]:
+    """`footprint` of a pipeline stage that holds `chunks` of blocks, each with `waiting` micro-batches in flight."""
+    backend = backend or cluster.device.backend
+    work = work_of(cluster, plan, model_of(kinds.specs), sequence, backend)
+    held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
+    # One number in flight per stage: the mean over its chunks by what they keep.
+    kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
+    return footprint(
+        cluster,
+        plan,
+        kinds,
+        sequence,
+        num_micros,
+        held=tuple(chain(*chunks)),
+        in_flight=max(1.0, kept / sum(held) if sum(held) else max(waiting)),
+        whole=whole,
+        backend=backend,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _kept_bytes(work: Work, kinds: Kinds, chunk: Sequence[int], recompute: tuple[str, ...], backend: Backend) -> int:
+    runs = _runs(work, kinds, chunk, recompute, backend)
+    # Logits and their input exist only while they are computed.
+    return sum(run.block.kept_bytes * run.count for run in runs if not kinds.specs[run.kind].at_an_end)
+
+
+def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: Stage, sequence: int) -> int:
     tiers = [tier.name for tier in cluster.tiers]
-    tensor = TensorTraffic.of(Mesh.of(cluster, plan), tiers, plan, work.sequence)
-    indexes = [index for index, size in enumerate((held.embedding, len(held.layers), held.head)) if size]
-    return tensor_buffers(tensor, kind_blocks(work.model, tensor.degrees), indexes)
+    tensor = TensorTraffic.of(Mesh.of(cluster, plan), tiers, plan, sequence)
+    return tensor_buffers(tensor, kinds.sliced(tensor.degrees), sorted(set(stage.order)))
 
 
 def work_of(
@@ -175,7 +204,7 @@ def work_of(
 @dataclass(frozen=True)
 class _Moment:
     phase: Phase
-    kind: BlockKind
+    kind: int
     activations: int
     logits: int
     working: int
@@ -183,17 +212,24 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Run:
-    kind: BlockKind
+    kind: int
     block: BlockActivations
-    activations: int  # with this block's, without logits
+    count: int  # of these blocks
+    activations: int  # of all blocks up to the last of these, without logits
     logits: int
 
 
 @lru_cache(maxsize=65536)
 def _moments(
-    work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend, in_flight: float, pipelined: bool
+    work: Work,
+    kinds: Kinds,
+    held: Sequence[int],
+    recompute: tuple[str, ...],
+    backend: Backend,
+    in_flight: float,
+    pipelined: bool,
 ) -> tuple[_Moment, ...]:
-    runs = _runs(work, stage, recompute, backend)
+    runs = _runs(work, kinds, held, recompute, backend)
     others = in_flight - 1
     moments = []
     for run in runs:
@@ -210,44 +246,26 @@ def _moments(
     return tuple(moments)
 
 
-def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend) -> list[_Run]:
-    # One run per kind of block rather than one per layer: all layers of a kind hold the same bytes.
-    embedding, head, plain, again = _recomputed(recompute, stage.layers)
-
-    def block_of(kind: BlockKind, whole: bool) -> BlockActivations:
-        return block_activation_bytes(replace(work, recompute="full") if whole else work, _COMPUTES[kind], backend)
-
-    runs, kept = [], 0
-    if stage.embedding:
-        block = block_of("embedding", embedding)
-        kept = block.kept_bytes
-        runs.append(_Run("embedding", block, kept, 0))
-    # Kept bytes only grow, so the last layer of each kind is its worst.
-    plain_layer, again_layer = block_of("layer", False), block_of("layer", True)
-    before = kept
-    # The kind whose last layer comes earlier is met first; its run counts the layers up to there.
-    for whole, (num_plain, num_again) in sorted(((False, plain), (True, again)), key=lambda entry: sum(entry[1])):
-        if num_plain + num_again:
-            kept = before + num_plain * plain_layer.kept_bytes + num_again * again_layer.kept_bytes
-            runs.append(_Run("layer", again_layer if whole else plain_layer, kept, 0))
-    if stage.head:
-        block = block_of("head", head)
-        runs.append(_Run("head", block, kept + block.kept_bytes - block.logits_bytes, block.logits_bytes))
-    return runs
-
-
 @lru_cache(maxsize=4096)
-def _recomputed(patterns: tuple[str, ...], layers: range) -> tuple[bool, bool, tuple[int, int], tuple[int, int]]:
-    """Whether embedding and head are recomputed; then (plain layers, recomputed layers) up to the last plain layer and
-    up to the last recomputed layer, (0, 0) without one.
-    """
+def _runs(
+    work: Work, kinds: Kinds, held: Sequence[int], recompute: tuple[str, ...], backend: Backend
+) -> tuple[_Run, ...]:
+    whole = replace(work, recompute="full")
+    keys = [(kinds.order[index], _matches(kinds.blocks[index].name, recompute)) for index in held]
+    known = {
+        (kind, again): activations_of(whole if again else work, kinds.specs[kind], backend) for kind, again in set(keys)
+    }
+    # Kept bytes only grow, so the last block of each kind, recomputed or not, is its worst.
+    last: dict[tuple[int, bool], _Run] = {}
+    kept = logits = 0
+    for key in keys:
+        block = known[key]
+        kept += block.kept_bytes - block.logits_bytes
+        logits += block.logits_bytes
+        before = last.pop(key, None)  # so that the runs are in the order of their last blocks
+        last[key] = _Run(key[0], block, before.count + 1 if before else 1, kept, logits)
+    return tuple(last.values())
 
-    def hit(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    counts, last = [0, 0], [(0, 0), (0, 0)]
-    for index in layers:
-        again = hit(f"layers.{index}")
-        counts[again] += 1
-        last[again] = (counts[0], counts[1])
-    return hit("embedding"), hit("head"), last[0], last[1]
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -17,71 +17,63 @@ another stage than the embedding has its own copy. All parameters train.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import product
 from typing import Literal
 
-from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
+from terrace.plan.dims import is_layer, is_table
 from terrace.plan.hops import RESIDUAL_BYTES, arena_bytes, gather_buffers, reduce_buffers
+from terrace.plan.kinds import Kinds
 from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, residual_numels
-from terrace.plan.slices import slice_blocks
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master, num_second_moments
 from terrace.plan.wire import FORMATS, MessageClass
 
-BlockKind = Literal["embedding", "layer", "head"]
-KINDS: tuple[BlockKind, ...] = ("embedding", "layer", "head")
-
-Sizes = tuple[int, int, int]  # elements of an embedding, of each layer, and of a head
+Sizes = tuple[int, ...]  # elements of a block of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The part of a model on one rank: padded elements of each kind of block, 0 where the stage has none.
+    """The blocks that one rank holds, in order, by kind.
 
-    `shared` maps tensor axes to the sizes of the buffers that the ranks of these axes share.
+    `flats` maps the tensor axes that share a buffer to the padded elements of each kind in it; first the buffers that
+    are shared by data ranks alone. `lent` holds (borrower, lender) of blocks that read a block of this stage.
     """
 
-    embedding: int
-    layer: int  # of each
-    head: int
-    layers: range
-    lent: int  # elements of the embedding of this stage that a tied head reads
-    shared: tuple[tuple[tuple[str, ...], Sizes], ...] = ()
-    layer_vectors: int = 0  # a layer's elements outside matrices, padding included
+    order: tuple[int, ...]
+    flats: tuple[tuple[tuple[str, ...], Sizes], ...]
+    lent: tuple[tuple[int, int], ...] = ()
+    vectors: Sizes = ()  # elements outside matrices by kind, padding included
+    ends: tuple[int, ...] = ()  # the first and the last block of the model
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.layers) + (self.embedding > 0) + (self.head > 0)
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Elements of a block of each kind."""
+        return tuple(map(sum, zip(*(sizes for _, sizes in self.flats), strict=True)))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Number of blocks of each kind."""
+        return tuple(map(self.order.count, range(len(self.flats[0][1]))))
 
     @property
     def total(self) -> int:
         """Elements of all blocks."""
-        return self.embedding + len(self.layers) * self.layer + self.head
-
-    @property
-    def flats(self) -> tuple[tuple[tuple[str, ...], Sizes], ...]:
-        """The flat buffers by the tensor axes that share them; first the ones shared by data ranks only."""
-        own = [self.embedding, self.layer, self.head]
-        for _, sizes in self.shared:
-            # The data ranks' own buffers are the rest.
-            own = [whole - part for whole, part in zip(own, sizes, strict=True)]
-        return (((), (own[0], own[1], own[2])), *self.shared)
+        return self.held(self.sizes)
 
     def held(self, sizes: Sizes) -> int:
         """Elements of all blocks, for buffers with these sizes per block."""
-        return sizes[0] + len(self.layers) * sizes[1] + sizes[2]
+        return sum(count * size for count, size in zip(self.counts, sizes, strict=True))
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest block."""
-        return max(self.embedding, self.layer if self.layers else 0, self.head)
+    def with_sizes(self, sizes: Sizes) -> "Stage":
+        """The same blocks with other sizes, in one buffer each."""
+        return replace(self, flats=(((), sizes),))
 
 
 def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
@@ -97,58 +89,38 @@ def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> 
     return replace(Layout.of(cluster, plan, (*HOLDERS, *shared)), mesh=None)  # equal ones are one, whatever the rest
 
 
-def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The layers of a stage, spread as evenly as whole layers can be."""
-    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
-
-
 @lru_cache(maxsize=4096)
-def stage_of(
-    model: ModelConfig,
-    tensor: int,
-    num_stages: int,
-    stage: int,
-    shards: int,
-    layers: range | None = None,
-    columns: int = 1,
-) -> Stage:
-    """The contents of stage `stage` of `num_stages`, each flat buffer padded to a multiple of `shards`.
+def stage_of(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shards: int) -> Stage:
+    """The blocks `held` by a rank, each flat buffer padded to a multiple of `shards`.
 
-    `tensor` ranks are rows x `columns`. `layers` says which layers, where not spread evenly. Raises `PlanError`
-    for a stage that does not exist, and where the tensor ranks do not divide the model.
+    `tensor` ranks are rows x `columns`. Raises `PlanError` where the tensor ranks do not divide the model.
     """
-    if not 0 <= stage < num_stages:
-        raise PlanError(f"stage = {stage} of a pipeline of {num_stages}: use 0 to {num_stages - 1}")
     degrees = {"columns": columns, "rows": tensor // columns}
-    blocks = kind_blocks(model, degrees)
-    kinds = [_local_numels(block) for block in blocks]
-    tied = model.tied_embeddings
-    if tied and num_stages > 1:
-        # Across stages a tied head has a copy of the embedding's matrix.
-        kinds[2][()] = kinds[2].get((), 0) + -(-model.vocab_size // tensor) * model.hidden_size
-    counted = (stage == 0, True, stage == num_stages - 1)
-    flats: dict[tuple[str, ...], Sizes] = {}
-    for axes in sorted({axes for numels in kinds for axes in numels}):
+    specs = kinds.sliced(degrees)
+    numels = [_local_numels(spec) for spec in specs]
+    place = {block: index for index, block in enumerate(held)}
+    order = tuple(kinds.order[block] for block in held)
+    lent = [
+        (index, place[lender]) for index, kind in enumerate(order) for lender in specs[kind].borrows if lender in place
+    ]
+    for kind in set(order):
+        # Across stages a borrower has a copy of the matrix.
+        for lender in set(specs[kind].borrows) - place.keys():
+            numels[kind][()] += _table_numel(specs[kinds.order[lender]])
+    flats = {}
+    for axes in sorted({axes for each in numels for axes in each} | {()}):
         # A shared buffer is also sharded over the tensor ranks that share it.
         parts = shards * math.prod(degrees[axis] for axis in axes)
-        sizes = [-(-numels.get(axes, 0) // parts) * parts * here for numels, here in zip(kinds, counted, strict=True)]
-        flats[axes] = (sizes[0], sizes[1], sizes[2])
-    embedding, layer, head = (sum(sizes[kind] for sizes in flats.values()) for kind in range(3))
+        flats[axes] = tuple(-(-each.get(axes, 0) // parts) * parts for each in numels)
+    whole = tuple(map(sum, zip(*flats.values(), strict=True)))
+    matrices = [sum(param.numel for param in spec.params if param.decays) for spec in specs]
     return Stage(
-        embedding=embedding,
-        layer=layer,
-        head=head,
-        layers=stage_layers(model.num_layers, num_stages, stage) if layers is None else layers,
-        lent=embedding if tied and num_stages == 1 else 0,
-        shared=tuple((axes, sizes) for axes, sizes in flats.items() if axes),
-        layer_vectors=layer - sum(param.numel for param in blocks[1].params if param.decays),
+        order=order,
+        flats=tuple(flats.items()),
+        lent=tuple(lent),
+        vectors=tuple(size - numel for size, numel in zip(whole, matrices, strict=True)),
+        ends=tuple(index for index, block in enumerate(held) if not is_layer(block, len(kinds.blocks))),
     )
-
-
-def kind_blocks(model: ModelConfig, degrees: Mapping[str, int]) -> tuple[BlockSpec, ...]:
-    """An embedding, a layer and a head as a tensor rank holds them."""
-    first, second, *_, last = block_specs(model)
-    return slice_blocks((first, second, last), Mesh.build(1, **{axis: (degree,) for axis, degree in degrees.items()}))
 
 
 def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
@@ -158,55 +130,58 @@ def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
     return total
 
 
-def gathered_numel(stage: Stage, prefetch: int, kind: BlockKind) -> int:
-    """The most parameters that are whole at once while a block of `kind` runs.
+def _table_numel(lender: BlockSpec) -> int:
+    tables = [param.numel for param in lender.params if is_table(param)]
+    # Without declared dims any parameter may be the one that is borrowed.
+    return sum(tables) if tables else sum(param.numel for param in lender.params)
 
-    These are the parameters of `prefetch + 1` neighbours. At the head the order of visits reverses, so no further block
-    is gathered.
+
+@lru_cache(maxsize=16384)
+def gathered_numels(stage: Stage, prefetch: int) -> tuple[int, ...]:
+    """The most parameters that are whole at once while a block of each kind runs.
+
+    These are the parameters of `prefetch + 1` neighbours, and of the blocks that they borrow from. At the last block
+    the order of visits reverses, so no further block is gathered.
     """
-    reach, num = prefetch + 1, len(stage.layers)
-    begins, ends = stage.embedding > 0, stage.head > 0
-    windows = []  # (with embedding, with head, elements)
-    # The neighbours that may be whole together, with and without the ends of the stage.
-    if num:
-        windows.append((False, False, min(num, reach) * stage.layer))
-    if begins:
-        windows.append((True, False, stage.embedding + min(num, reach - 1) * stage.layer))
-    if ends:
-        windows.append((False, True, stage.head + stage.lent + min(num, reach - 1) * stage.layer))
-    if begins and ends and reach >= num + 2:
-        windows.append((True, True, stage.total))
-    if kind == "embedding":
-        return max((size for embedding, _, size in windows if embedding), default=0)
-    if kind == "head":
-        return max((size for _, head, size in windows if head), default=0)
-    return max((size for embedding, head, size in windows if reach > embedding + head), default=0)
+    sizes = [stage.sizes[kind] for kind in stage.order]
+    most = [0] * len(stage.sizes)
+    reach = min(prefetch + 1, len(sizes))
+    now = sum(sizes[:reach])
+    for start in range(len(sizes) - reach + 1):
+        window = range(start, start + reach)
+        lenders = {lender for borrower, lender in stage.lent if borrower in window and lender not in window}
+        whole = now + sum(sizes[lender] for lender in lenders)
+        for kind in set(stage.order[start : start + reach]):
+            most[kind] = max(most[kind], whole)
+        now += (sizes[start + reach] if start + reach < len(sizes) else 0) - sizes[start]
+    return tuple(most)
 
 
-def gradient_numel(stage: Stage, kind: BlockKind, again: bool) -> int:
-    """The most gradients that are whole at once in the backward of a block of `kind`.
+@lru_cache(maxsize=16384)
+def gradient_numels(stage: Stage, again: bool) -> tuple[int, ...]:
+    """The most gradients that are whole at once in the backward of a block of each kind.
 
     These are its own, the gradient of the block before it in the backward, which is still being reduced, and the
-    gradient of the embedding that a tied head borrowed. With `again` another micro-batch came before, and its last
-    block's gradient may still be in flight at the head.
+    gradients of blocks that it, or a later block, borrowed from. With `again` another micro-batch came before, and its
+    last block's gradient may still be in flight at the first backward.
     """
-    layer = stage.layer if stage.layers else 0
-    newest = stage.embedding or layer or stage.head  # the last block that the micro-batch before reduced
-    if kind == "head":
-        return stage.head + stage.lent + (newest if again else 0)
-    if kind == "embedding":
-        return stage.embedding + (layer or stage.head)
-    before = [stage.head, layer if len(stage.layers) > 1 else 0, newest if again and not stage.head else 0]
-    return layer + max(before) + stage.lent
+    sizes = [stage.sizes[kind] for kind in stage.order]
+    most = [0] * len(stage.sizes)
+    for block, kind in enumerate(stage.order):
+        # The last block that the micro-batch before reduced is the first of the stage.
+        before = sizes[block + 1] if block + 1 < len(sizes) else sizes[0] if again else 0
+        lenders = {lender for borrower, lender in stage.lent if lender < block <= borrower}
+        most[kind] = max(most[kind], sizes[block] + before + sum(sizes[lender] for lender in lenders))
+    return tuple(most)
 
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of model state: `steady` by category for the whole step, whole parameters and gradients by block kind."""
+    """Bytes of model state: `steady` by category for the whole step, whole parameters and gradients by kind."""
 
     steady: dict[str, int]
-    gathered: dict[BlockKind, int]
-    gradients: dict[BlockKind, int]
+    gathered: tuple[int, ...]
+    gradients: tuple[int, ...]
 
 
 def model_states(
@@ -221,13 +196,11 @@ def model_states(
     `shared` gives the layout of a buffer that the ranks of further axes share; needed where the stage has any.
     """
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
-    kinds = [kind for kind, size in zip(KINDS, (stage.embedding, len(stage.layers), stage.head), strict=True) if size]
     again = num_micros > plan.unit
-    whole = layout.params != DEVICE
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
     steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers"), 0)
-    buffered = [0, 0, 0]
-    everyone = shared(TENSOR) if stage.shared and shared is not None else layout  # who names the lanes
+    buffered = [0] * len(stage.sizes)
+    together = shared(TENSOR) if len(stage.flats) > 1 and shared is not None else layout  # names the lanes
     lanes: dict[int, int] = {}
     for axes, sizes in stage.flats:
         assert not axes or shared is not None, "a stage with shared buffers needs their layouts"
@@ -242,33 +215,35 @@ def model_states(
         if not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
-        alone = replace(stage, embedding=sizes[0], layer=sizes[1], head=sizes[2], shared=())
-        messages, feedback = _messages(everyone, here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
+        alone = stage.with_sizes(sizes)
+        messages, feedback = _messages(together, here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
         steady["feedback"] += feedback
         for lane, size in messages:
             lanes[lane] = max(lanes.get(lane, 0), size)
     steady["buffers"] = sum(lanes.values())
-    gradients = replace(stage, embedding=buffered[0], layer=buffered[1], head=buffered[2], shared=())
-    gradients = replace(gradients, lent=buffered[0] if stage.lent else 0)
+    gradients = gradient_numels(stage.with_sizes(tuple(buffered)), again)
+    gathered = gathered_numels(stage, plan.prefetch) if layout.params != DEVICE else (0,) * len(stage.sizes)
     return States(
         steady=steady,
-        gathered={kind: gathered_numel(stage, plan.prefetch, kind) * item if whole else 0 for kind in kinds},
-        gradients={kind: gradient_numel(gradients, kind, again) * item for kind in kinds},
+        gathered=tuple(numel * item for numel in gathered),
+        gradients=tuple(numel * item for numel in gradients),
     )
 
 
 def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
     span, spared = layout.span(layout.optimizer), 0
-    for kind, (count, size) in enumerate(zip((1, len(stage.layers), 1), sizes, strict=True)):
-        # Muon keeps one moment for matrices, and applies to layers only.
-        elementwise = stage.layer_vectors if plan.update == "muon" and kind == 1 else size
-        spared += count * (size // span - num_second_moments(plan.update, size // span, elementwise))
+    # Muon keeps one moment for matrices, and neither the first nor the last block of a model has any for it.
+    for kind, at_end in product(range(len(sizes)), (False, True)):
+        count = sum(each == kind and (index in stage.ends) == at_end for index, each in enumerate(stage.order))
+        elementwise = stage.vectors[kind] if plan.update == "muon" and not at_end else sizes[kind]
+        owned = sizes[kind] // span
+        spared += count * (owned - num_second_moments(plan.update, owned, elementwise)) if count else 0
     return spared
 
 
 @lru_cache(maxsize=16384)
 def _messages(
-    everyone: Layout,
+    together: Layout,
     layout: Layout,
     wires: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
     compute: Literal["bf16", "fp32", "fp64"],
@@ -285,20 +260,21 @@ def _messages(
     ]
     if layout.params != DEVICE:
         cases.append((MessageClass.GATHER, layout.params))
-        if 2 * stage.num_blocks - 1 > max(1, prefetch):  # else every block stays for the whole step
+        if 2 * len(stage.order) - 1 > max(1, prefetch):  # else every block stays for the whole step
             cases.append((MessageClass.GATHER_BACKWARD, layout.params_backward))
-            # A tied head far from the embedding gathers it for a second forward.
-            lends_late = stage.lent and stage.num_blocks - 1 > max(1, prefetch)
+            # A borrower far from its lender gathers it for a second forward.
+            lends_late = any(borrower - lender > max(1, prefetch) for borrower, lender in stage.lent)
             cases += [(MessageClass.GATHER, layout.params_backward)] if again or lends_late else []
+    largest = max(stage.sizes[kind] for kind in stage.order)
     lanes: dict[int, int] = {}
     for message, source in cases:
-        reduction, gathering = block_hops(layout, plan, message, stage.largest, source)
-        lane = message_lane(everyone, message, source)
+        reduction, gathering = block_hops(layout, plan, message, largest, source)
+        lane = message_lane(together, message, source)
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
         lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))
     feedback = 0
     # Error feedback keeps its residuals for the whole step.
     if any(name.endswith("+feedback") for row in table.values() for name in row.values()):
-        blocks = ((stage.embedding, 1), (stage.layer, len(stage.layers)), (stage.head, 1))
-        feedback = sum(count * sum(residual_numels(layout, plan, numel)) for numel, count in blocks)
+        each = zip(stage.counts, stage.sizes, strict=True)
+        feedback = sum(count * sum(residual_numels(layout, plan, numel)) for count, numel in each)
     return tuple(lanes.items()), feedback * RESIDUAL_BYTES

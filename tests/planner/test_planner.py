@@ -17,7 +17,7 @@ from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES
 from terrace.plan.presets import PRESETS, preset
-from terrace.planner.estimate import Estimator, Part, data_cluster
+from terrace.planner.estimate import Estimator, data_cluster
 from terrace.planner.evaluate import step_of
 from terrace.planner.explain import placement_of, preset_verdicts, reasons
 from terrace.planner.figures import hfu, mfu
@@ -27,7 +27,7 @@ from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import Search, cores_of, find
 from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
-from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
+from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of
 from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
@@ -135,7 +135,7 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
         mesh = mesh_of(*((tier.size, 1, 1, 1) for tier in task.cluster.tiers))
         choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), mesh)
         estimate = evaluator.evaluate(choice)
-        program, costs = evaluator.program(Part(True, (4,), True), choice, num_micros(task, choice))
+        program, costs = evaluator.program(evaluator.estimator.split.whole(), choice, num_micros(task, choice))
         plan = plan_of(task, choice)
         work = work_of(task.cluster, plan, task.model, task.sequence)  # what `terrace simulate` prices
         assert work.flash == flash
@@ -175,7 +175,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(mesh: M
         real = build(task.cluster, plan, task.blocks, micros, task.sequence)
         work = work_of(task.cluster, plan, task.model, task.sequence)
         whole = simulate(real, step_costs(real, work))
-        assert simulate(*evaluator.program(Part(True, (4,), True), choice, micros)).time_s == pytest.approx(
+        assert simulate(*evaluator.program(evaluator.estimator.split.whole(), choice, micros)).time_s == pytest.approx(
             whole.time_s
         )
         assert whole.time_s["wait tensor"] > 0
@@ -186,9 +186,9 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(mesh: M
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
         # What the search bounds this by is the same computing and the same messages inside.
-        blocks = [evaluator.estimator.block(kind, mesh, micro_batch) for kind in KINDS]
+        blocks = [evaluator.estimator.block(kind, mesh, micro_batch) for kind in range(3)]
         passes = sum(count * (b.forward_s + b.backward_s) for count, b in zip((1, 4, 1), blocks, strict=True))
-        more = 4 * blocks[LAYER].again_s if again else 0.0
+        more = 4 * blocks[1].again_s if again else 0.0
         own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait tensor"))
         assert micros * (passes + more) == pytest.approx(own)
 
@@ -210,17 +210,17 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
 def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
     estimator = Estimator(small_task(CLUSTERS["frontier 2x2x2"]))
     mesh = mesh_of((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1))
-    for kind in KINDS:
+    for kind in range(3):
         for again in (0, 1):
             fresh = Estimator(estimator.task).kept_bytes(kind, mesh, 1, again)
             assert estimator.kept_bytes(kind, mesh, 6, again) == 6 * fresh
     whole = estimator.numels(Mesh.build(3))
     task = estimator.task
-    for kind in (EMBEDDING, HEAD):  # they see tokens alone, so half of a sequence twice is one sequence
+    for kind in (0, 2):  # they see tokens alone, so half of a sequence twice is one sequence
         works = (estimator.work(mesh_of((1, 2, context, 1), (2, 1, 1, 1), (2, 1, 1, 1)), context) for context in (1, 2))
-        one, two = (seconds_of(task.cluster.device, work, task.blocks[estimator.index(kind)]) for work in works)
+        one, two = (seconds_of(task.cluster.device, work, estimator.specs[kind]) for work in works)
         assert one == two
-    assert whole[EMBEDDING] + 4 * whole[LAYER] + whole[HEAD] == sum(b.num_trainable for b in estimator.task.blocks)
+    assert whole[0] + 4 * whole[1] + whole[2] == sum(b.num_trainable for b in estimator.task.blocks)
 
 
 def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:

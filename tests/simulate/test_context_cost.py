@@ -16,12 +16,11 @@ from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
-from terrace.planner.estimate import Part
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import OpenMesh, Space, closed, open_meshes
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
+from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of
 from terrace.program.block_program.attention import attention_moments, attention_steps
 from terrace.program.block_program.steps import Compute, Moment, Send, Steps, moments_of
 from terrace.program.instruction import Instruction, Op
@@ -43,6 +42,7 @@ from tests.support.attention_waits import attention_waits
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, small_task
 
 REPLICATED = Placement(-1, -1, -1)
+LAYER = 1  # a block that attends
 FORMS: tuple[Mesh, ...] = (  # of tiers of 4 and 4: Ulysses inside, the reverse, both on one tier, one of them alone
     mesh_of((1, 1, 4, 1, 1, 4), (1, 1, 4, 1)),
     mesh_of((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)),
@@ -143,13 +143,15 @@ def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(mesh: 
     plan, micros, program = plan_of(task, choice), num_micros(task, choice), program_of(task, choice)
     costs = step_costs(program, work_of(task.cluster, plan, task.model, task.sequence))
     whole = simulate(program, costs)
-    assert simulate(*evaluator.program(Part(True, (4,), True), choice, micros)).time_s == pytest.approx(whole.time_s)
+    assert simulate(*evaluator.program(evaluator.estimator.split.whole(), choice, micros)).time_s == pytest.approx(
+        whole.time_s
+    )
     assert evaluator.evaluate(choice).step_s == pytest.approx(whole.step_s, rel=2e-3)
     sent = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
     assert evaluator.played(choice).sent_bytes == sent
     assert whole.sent_bytes == step_bytes(task.cluster, plan, program.blocks, micros, task.sequence)
     # What the search bounds it by is the same computing and the same waits.
-    blocks = [evaluator.estimator.block(kind, mesh, 1) for kind in KINDS]
+    blocks = [evaluator.estimator.block(kind, mesh, 1) for kind in range(3)]
     passes = sum(count * (each.forward_s + each.backward_s) for count, each in zip((1, 4, 1), blocks, strict=True))
     own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait context"))
     assert micros * passes == pytest.approx(own, rel=1e-3)  # sums of gradients slow a few of them
@@ -192,7 +194,7 @@ def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
     evaluator, seen = evaluator_of(task), set[tuple[int, ...]]()
     for shape in open_meshes(space):
         for form in closed(space, shape.mesh) if shape.is_open else ():
-            heads = task.heads(form.total("tensor"))
+            (heads,) = task.heads(form.total("tensor"))
             assert heads.can_split(form.total("ulysses"))
             assert task.sequence % (2 * form.total("ring")) == 0 or form.total("context") == form.total("ulysses")
             seen.add((form.total("ulysses"), form.total("ring")))

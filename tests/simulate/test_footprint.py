@@ -15,6 +15,7 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
@@ -22,7 +23,7 @@ from terrace.plan.validate import validate
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.simulate.advice import MAX_GROWTH, Job, advice, fullest_stage
-from terrace.simulate.footprint import Phase, footprint, work_of
+from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
 from tests.support.toys import cluster_of
@@ -96,13 +97,17 @@ def test_a_step_takes_what_is_predicted(name: str, compute: str, case: str) -> N
     base, changes, sequence, num_micros = PLANS[case]
     values: dict[str, Any] = {"micro_batch": BATCH, "compute": compute} | changes
     plan = replace(preset(base, cluster_of(1)), **values)
-    wanted = footprint(cluster_of(1), plan, MODELS[name], sequence, num_micros, backend="cpu", context_bytes=0)
+    wanted = footprint(cluster_of(1), plan, kinds(MODELS[name]), sequence, num_micros, backend="cpu", context_bytes=0)
     measured = measured_step(MODELS[name], plan, sequence, num_micros)
     assert sum(wanted.values()) == pytest.approx(measured, rel=0.015 if compute == "fp32" else 0.05)
 
 
-def total(*args: Any, **kwargs: Any) -> int:
-    return sum(footprint(*args, **kwargs).values())
+def kinds(model: ModelConfig) -> Kinds:
+    return Kinds.of(block_specs(model))
+
+
+def total(cluster: Cluster, plan: Plan, model: ModelConfig, *args: Any, **kwargs: Any) -> int:
+    return sum(footprint(cluster, plan, kinds(model), *args, **kwargs).values())
 
 
 def dgx(nodes: int) -> Cluster:
@@ -135,22 +140,25 @@ def test_tensor_and_pipeline_ranks() -> None:
     cluster = dgx(4)
     replicated = bf16("ddp", cluster)
     tensor = replace(replicated, mapping={"node": {"tensor": 8}})
-    whole, cut = (footprint(cluster, plan, SEVEN_B, 2048, 8) for plan in (replicated, tensor))
+    seven = kinds(SEVEN_B)
+    whole, cut = (footprint(cluster, plan, seven, 2048, 8) for plan in (replicated, tensor))
     assert whole["params"] == 2 * num_params(SEVEN_B)
     assert cut["params"] == pytest.approx(whole["params"] / 8, rel=1e-3)
     assert cut["activations"] == pytest.approx(whole["activations"] / 8, rel=1e-9)  # a layer's backward is the worst
     piped = replace(tensor, mapping={"node": {"tensor": 8}, "system": {"pipeline": 4}})
-    stages = [footprint(cluster, piped, SEVEN_B, 2048, 8, stage=stage) for stage in range(4)]
+    held = (range(9), range(9, 17), range(17, 25), range(25, 34))
+    stages = [stage_footprint(cluster, piped, seven, 2048, 8, [held[stage]], [4 - stage]) for stage in range(4)]
     assert sum(stage["params"] for stage in stages) == cut["params"]
     first, second = stages[0]["activations"], stages[1]["activations"]
     assert first == pytest.approx(second * 4 / 3, rel=1e-9)  # the embedding keeps nothing
     assert stages[3]["logits"] > 0 == stages[0]["logits"]
-    assert footprint(cluster, piped, SEVEN_B, 2048, 2)["activations"] == pytest.approx(first / 2, rel=1e-9)
-    interleaved = footprint(cluster, piped, SEVEN_B, 2048, 8, in_flight=5.5)["activations"]
+    two = footprint(cluster, piped, seven, 2048, 2, held=held[0])
+    assert two["activations"] == pytest.approx(first / 2, rel=1e-9)
+    interleaved = stage_footprint(cluster, piped, seven, 2048, 8, [range(5), range(5, 9)], [5, 6])["activations"]
     assert interleaved == pytest.approx(first * 5.5 / 4, rel=1e-9)
-    uneven = footprint(cluster, piped, SEVEN_B, 2048, 8, layers=range(4))["activations"]
+    uneven = footprint(cluster, piped, seven, 2048, 8, held=range(5))["activations"]
     assert uneven == pytest.approx(first / 2, rel=1e-9)
-    assert fullest_stage(Job(cluster=cluster, plan=piped, num_micros=8), SEVEN_B, 2048) == (0, stages[0])
+    assert fullest_stage(Job(cluster=cluster, plan=piped, num_micros=8), block_specs(SEVEN_B), 2048) == (0, stages[0])
 
 
 @pytest.mark.parametrize(
@@ -173,26 +181,25 @@ def test_which_attention_runs(backend: Any, compute: Any, kv_heads: int, sequenc
 def test_what_cannot_be_is_refused() -> None:
     cluster = dgx(2)
     plan = bf16("zero3", cluster)
-    with pytest.raises(PlanError, match="stage = 1 of a pipeline of 1: use 0 to 0"):
-        footprint(cluster, plan, SEVEN_B, 2048, 8, stage=1)
     with pytest.raises(PlanError, match="in_flight = 9 of 8 micro-batches"):
-        footprint(cluster, plan, SEVEN_B, 2048, 8, in_flight=9)
+        footprint(cluster, plan, kinds(SEVEN_B), 2048, 8, in_flight=9)
 
 
 def test_advice_names_the_first_change_that_suffices() -> None:
     cluster = dgx(2)
-    fits = advice(cluster, bf16("zero3", cluster), SEVEN_B, 2048, 8)
+    fits = advice(cluster, bf16("zero3", cluster), block_specs(SEVEN_B), 2048, 8)
     assert (fits.lacking_bytes, fits.changes) == (0, ())
     assert fits.sentence.startswith("fits: ")
-    crowded = advice(cluster, bf16("zero3", cluster, micro_batch=8), SEVEN_B, 2048, 8)
+    crowded = advice(cluster, bf16("zero3", cluster, micro_batch=8), block_specs(SEVEN_B), 2048, 8)
     assert crowded.changes == ("recompute = [layers.*]",)
     assert crowded.sentence == (
         f"needs {crowded.lacking_bytes / 1e9:.1f} GB more per device; with recompute = [layers.*] it fits"
     )
-    again = advice(cluster, bf16("zero3", cluster, micro_batch=96, recompute=("layers.*",)), SEVEN_B, 2048, 8)
+    plan = bf16("zero3", cluster, micro_batch=96, recompute=("layers.*",))
+    again = advice(cluster, plan, block_specs(SEVEN_B), 2048, 8)
     assert len(again.changes) == 1
     assert again.changes[0].startswith("micro_batch = ")
-    replicated = advice(cluster, bf16("ddp", cluster), SEVEN_B, 2048, 8)
+    replicated = advice(cluster, bf16("ddp", cluster), block_specs(SEVEN_B), 2048, 8)
     assert replicated.changes == ("optimizer on 'node'",)
     assert replicated.job is not None
     lacking = total(cluster, bf16("ddp", cluster), SEVEN_B, 2048, 8) - cluster.device.memory_bytes
@@ -205,7 +212,7 @@ def test_what_is_advised_fits_and_can_run(name: str, layers: int) -> None:
     """And none of the changes can be left out."""
     cluster, model = dgx(2), replace(SEVEN_B, num_layers=layers)
     plan = bf16(name, cluster, micro_batch=4)
-    found = advice(cluster, plan, model, 2048, 8)
+    found = advice(cluster, plan, block_specs(model), 2048, 8)
     assert found.job is not None, found.sentence
     assert total(found.job.cluster, found.job.plan, model, 2048, found.job.num_micros) <= 80e9
     validate(found.job.cluster, found.job.plan, block_specs(model))
@@ -230,7 +237,7 @@ def without_one_kind(before: Job, after: Job) -> Iterator[Job]:
 def test_no_advice_where_nothing_helps() -> None:
     cluster = dgx(2)
     wide = replace(SEVEN_B, hidden_size=65536, num_heads=512, num_kv_heads=512, intermediate_size=4 * 65536)
-    found = advice(cluster, bf16("zero3", cluster), wide, 2048, 8)
+    found = advice(cluster, bf16("zero3", cluster), block_specs(wide), 2048, 8)
     assert found.job is None
     assert found.lacking_bytes > 0
     assert f"nor {MAX_GROWTH} times the data ranks make it fit" in found.sentence

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from terrace.model import attention
 from terrace.model.attention import AttentionPlans, MaskPieces
+from terrace.model.config import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.model.spec import Computes
+from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
 from terrace.sequence.pairs import SHORT_PIECE
 from terrace.simulate.activations import block_activation_bytes
@@ -119,8 +121,8 @@ def test_the_footprint_has_positions_and_masks() -> None:
     plan = replace(preset("ddp", cluster), compute="bf16")
 
     def batch(documents: bool, backend: Any, window: int = 0) -> int:
-        model = replace(MODELS["llama"], sliding_window=window)
-        return footprint(cluster, plan, model, 512, 3, backend=backend, documents=documents)["batch"]
+        kinds = Kinds.of(block_specs(replace(MODELS["llama"], sliding_window=window)))
+        return footprint(cluster, plan, kinds, 512, 3, backend=backend, documents=documents)["batch"]
 
     tokens = 3 * 512 * 8
     assert batch(False, "cuda") == batch(False, "cpu") == 2 * tokens

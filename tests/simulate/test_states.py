@@ -1,20 +1,25 @@
 """The closed form of model state against the formula that walks through the visits, and against counts by hand."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.model.spec import BlockSpec
+from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import model_states, stage_of, state_layout
+from terrace.simulate.states import Stage, model_states, stage_of, state_layout
+from tests.support.differing import differing, undeclared
 from tests.support.strategies import plans
 from tests.support.toys import cluster_of
 
@@ -32,10 +37,11 @@ LLAMA = parse_model(
 SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 
 
-def closed_form(plan: Plan, sizes: tuple[int, ...], model: ModelConfig, num_micros: int) -> dict[str, int]:
+def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
     layout = state_layout(cluster_of(*sizes), plan)
-    states = model_states(layout, plan, stage_of(model, 1, 1, 0, layout.degree), num_micros)
-    return states.steady | {"gathered": max(states.gathered.values()), "grads_full": max(states.gradients.values())}
+    stage = stage_of(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree)
+    states = model_states(layout, plan, stage, num_micros)
+    return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)}
 
 
 @settings(max_examples=80, deadline=None)
@@ -52,36 +58,41 @@ def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
         vocab_size=data.draw(st.sampled_from((5, 101, 1000))),
     )
     num_micros = data.draw(st.integers(1, 7))
-    assert closed_form(plan, sizes, model, num_micros) == model_state_bytes(
-        cluster, plan, block_specs(model), num_micros
-    )
+    blocks = data.draw(st.sampled_from((block_specs(model), *differing(model), *undeclared(model))))
+    assert closed_form(plan, sizes, blocks, num_micros) == model_state_bytes(cluster, plan, blocks, num_micros)
 
 
 def test_presets_too() -> None:
     for name in PRESETS:
         cluster = cluster_of(2, 2, 2)
         plan = replace(preset(name, cluster), compute="bf16")
-        assert closed_form(plan, (2, 2, 2), LLAMA, 3) == model_state_bytes(cluster, plan, block_specs(LLAMA), 3)
+        assert closed_form(plan, (2, 2, 2), block_specs(LLAMA), 3) == model_state_bytes(
+            cluster, plan, block_specs(LLAMA), 3
+        )
 
 
 def test_tensor_ranks_and_stages_hold_the_whole_model() -> None:
     """What several ranks hold of it beyond their share is what each holds whole."""
     untied = replace(LLAMA, num_layers=6)
     for num_stages in (1, 2, 3, 4):
-        stages = [stage_of(untied, 1, num_stages, stage, 1) for stage in range(num_stages)]
-        assert sum(stage.total for stage in stages) == num_params(untied)
-        assert [layer for stage in stages for layer in stage.layers] == list(range(6))
+        assert sum(stage.total for stage in stages_of(untied, num_stages)) == num_params(untied)
     tied = replace(untied, tied_embeddings=True)
-    stages = [stage_of(tied, 1, 2, stage, 1) for stage in range(2)]
-    assert sum(stage.total for stage in stages) == num_params(tied) + 101 * 24  # a copy beside the head
+    assert sum(stage.total for stage in stages_of(tied, 2)) == num_params(tied) + 101 * 24  # a copy beside the head
     norms = 6 * 2 * 24 + 24
-    assert 2 * stage_of(replace(untied, vocab_size=100), 2, 1, 0, 1).total == (
+    assert 2 * stages_of(replace(untied, vocab_size=100), 1, 2)[0].total == (
         num_params(replace(untied, vocab_size=100)) + norms
     )
     # Each of four tensor ranks holds both key-value heads.
     keys = 2 * 2 * 6 * 24
-    whole = stage_of(untied, 1, 1, 0, 1).layer - 2 * 24 - keys
-    assert 4 * stage_of(untied, 4, 1, 0, 1).layer == 4 * 2 * 24 + whole + 4 * keys
+    whole, cut = (stages_of(untied, 1, tensor)[0].sizes[1] for tensor in (1, 4))
+    assert 4 * cut == 4 * 2 * 24 + whole - 2 * 24 - keys + 4 * keys
+
+
+def stages_of(model: ModelConfig, num_stages: int, tensor: int = 1) -> list[Stage]:
+    """The stages of an even pipeline."""
+    kinds = Kinds.of(block_specs(model))
+    cuts = [index * len(kinds.blocks) // num_stages for index in range(num_stages + 1)]
+    return [stage_of(kinds, range(*each), tensor, 1, 1) for each in pairwise(cuts)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -108,9 +119,10 @@ def test_the_closed_form_is_the_walk_under_a_tensor_axis(data: st.DataObject) ->
     )
     model = replace(LLAMA, num_layers=data.draw(st.integers(1, 4)), tied_embeddings=data.draw(st.booleans()))
     num_micros = data.draw(st.integers(1, 4))
-    blocks = slice_blocks(block_specs(model), Mesh.of(cluster, plan))
+    whole = data.draw(st.sampled_from((block_specs(model), *differing(model))))
+    blocks = slice_blocks(whole, Mesh.of(cluster, plan))
     walked = model_state_bytes(cluster, plan, blocks, num_micros, 7)
-    found = footprint(cluster, plan, model, 7, num_micros, backend="cpu")
+    found = footprint(cluster, plan, Kinds.of(whole), 7, num_micros, backend="cpu")
     for name in ("params", "secondary", "grads", "optimizer", "feedback", "buffers"):
         assert found[name] == walked[name], name
     for name in ("gathered", "grads_full"):

@@ -1,0 +1,125 @@
+"""Blocks of pipeline stages for ranking, as runs of equal blocks, and the split that gives them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, groupby, pairwise
+
+from terrace.model.spec import Computes
+from terrace.plan.kinds import runs_of
+from terrace.planner.stages import share_differing, share_layers
+from terrace.planner.task import Task
+from terrace.program.schedules.orders import Placement
+
+Runs = tuple[tuple[int, int], ...]  # (kind, number of blocks) of runs of equal blocks, in model order
+Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
+_UNIT_S = 1e-12  # in which differing blocks are shared, as in terrace.simulate.step
+
+
+@dataclass(frozen=True)
+class Part:
+    """The blocks of one stage, by chunk; its chunks are in model order."""
+
+    chunks: tuple[Runs, ...]
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The blocks of all chunks."""
+        joined = groupby(chain(*self.chunks), key=lambda run: run[0])
+        return tuple((kind, sum(count for _, count in runs)) for kind, runs in joined)
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Kind of each block, in model order."""
+        return kinds_of(self.runs)
+
+
+class Split:
+    """How the blocks of a task's model are shared among virtual stages.
+
+    Look-ups before all other blocks are on the first one, logits after all others on the last one.
+    """
+
+    def __init__(self, task: Task) -> None:
+        order, inner = task.kinds.order, task.inner
+        self.order, self.inner = order, inner
+        self.before, self.after = runs_of(order[: inner.start]), runs_of(order[inner.stop :])
+        between = set(order[inner.start : inner.stop])
+        # The kind of all blocks between, if they are equal.
+        self.alike = next(iter(between)) if len(between) == 1 else None
+        self.at_end = tuple(spec.at_an_end for spec in task.kinds.specs)
+        computes = [spec.computes for spec in task.kinds.specs]
+        self._looks_up = [each is Computes.LOOK_UP for each in computes]
+        self._has_logits = [each is Computes.LOGITS for each in computes]
+
+    def whole(self) -> Part:
+        """All blocks on one stage."""
+        return Part((runs_of(self.order),))
+
+    def counts(self, works: Sequence[Work], num_virtual: int) -> tuple[int, ...]:
+        """Blocks of each virtual stage between look-ups and logits, from the work of each kind.
+
+        Raises `PlanError` if there are too few blocks.
+        """
+        if self.alike is not None:
+            return share_layers(len(self.inner), num_virtual, self.logits_in_layers(works))
+        seconds = [work[0] + work[1] for work in works]
+        costs = [seconds[self.order[index]] for index in self.inner]
+        costs[0] += sum(count * seconds[kind] for kind, count in self.before)
+        costs[-1] += sum(count * seconds[kind] for kind, count in self.after)
+        return share_differing(tuple(round(cost / _UNIT_S) for cost in costs), num_virtual)
+
+    def logits_in_layers(self, works: Sequence[Work]) -> float:
+        """Cost of the blocks after the equal ones, in one of these."""
+        assert self.alike is not None, "blocks that differ have no common cost"
+        layer = works[self.alike]
+        return sum(count * (works[kind][0] + works[kind][1]) for kind, count in self.after) / (layer[0] + layer[1])
+
+    def contents(self, counts: Sequence[int]) -> tuple[Runs, ...]:
+        """Blocks of each virtual stage, from its blocks between look-ups and logits."""
+        if self.alike is None:
+            sizes = list(counts)
+            sizes[0] += self.inner.start
+            sizes[-1] += len(self.order) - self.inner.stop
+            return self.cut(sizes)
+        last = len(counts) - 1
+        return tuple(self.equal(count, virtual == 0, virtual == last) for virtual, count in enumerate(counts))
+
+    def equal(self, count: int, is_first: bool, is_last: bool) -> Runs:
+        """`count` equal blocks, with the look-ups if they are the first and with the logits if they are the last."""
+        assert self.alike is not None, "blocks that differ are not told by their number"
+        between = ((self.alike, count),) if count else ()
+        return (*(self.before if is_first else ()), *between, *(self.after if is_last else ()))
+
+    def cut(self, stages: Sequence[int]) -> tuple[Runs, ...]:
+        """Blocks of each virtual stage, from the number of all its blocks, as in a plan."""
+        bounds = pairwise(accumulate(stages, initial=0))
+        return tuple(runs_of(self.order[start:stop]) for start, stop in bounds)
+
+    def num_inner(self, runs: Runs) -> int:
+        """Number of blocks but look-ups and logits."""
+        return sum(count for kind, count in runs if not self.at_end[kind])
+
+    def heaviest(self, stages: Sequence[Runs]) -> Runs:
+        """The stage with most blocks but look-ups and logits, then with these."""
+        return max(stages, key=self._weight)
+
+    def _weight(self, runs: Runs) -> tuple[int, bool, bool]:
+        looks_up = any(self._looks_up[kind] for kind, _ in runs)
+        return self.num_inner(runs), looks_up, any(self._has_logits[kind] for kind, _ in runs)
+
+
+def parts_of(contents: Sequence[Runs], placement: Placement) -> tuple[Part, ...]:
+    """Blocks of each stage, from those of each virtual stage."""
+    return tuple(Part(tuple(contents[virtual] for virtual in row)) for row in placement)
+
+
+def kinds_of(runs: Runs) -> list[int]:
+    """Kind of each block of `runs`."""
+    return [kind for kind, count in runs for _ in range(count)]
+
+
+def work_of_runs(works: Sequence[Work], runs: Runs) -> Work:
+    """Seconds of all blocks of `runs`."""
+    forward_s, backward_s, weight_s = (sum(count * works[kind][part] for kind, count in runs) for part in range(3))
+    return forward_s, backward_s, weight_s
