@@ -31,11 +31,16 @@ def is_norm(param: ParamSpec) -> bool:
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
 
 
-def hidden_size(blocks: Sequence[BlockSpec]) -> int:
-    """The model's hidden size; raises `PlanError` where no parameter declares it."""
+def declared_hidden_size(blocks: Sequence[BlockSpec]) -> int | None:
+    """The model's hidden size, None where no parameter declares it."""
     names = ("hidden", "features")
     sizes = (size for block in blocks for param in block.params for name, size in param.dims if name in names)
-    size = next(sizes, None)
+    return next(sizes, None)
+
+
+def hidden_size(blocks: Sequence[BlockSpec]) -> int:
+    """The model's hidden size; raises `PlanError` where no parameter declares it."""
+    size = declared_hidden_size(blocks)
     if size is None:
         raise PlanError('no block declares a dim "hidden", which the messages of the plan go by: declare dims')
     return size

@@ -308,8 +308,17 @@ class Estimator:
         """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""
         task, plan = self.task, self._plan(choice)
         chunks = [self._blocks_of(kinds_of(runs)) for runs in part.chunks]
-        whole = self._whole_chunks(choice, part)
-        found = stage_footprint(task.cluster, plan, task.kinds, task.sequence, num_micros, chunks, waiting, whole=whole)
+        found = stage_footprint(
+            task.cluster,
+            plan,
+            task.kinds,
+            task.sequence,
+            num_micros,
+            chunks,
+            waiting,
+            model=task.model,
+            whole=self._whole_chunks(choice, part),
+        )
         return {name: size for name, size in found.items() if size}
 
     def _plan(self, choice: Choice) -> Plan:

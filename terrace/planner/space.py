@@ -22,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
-from terrace.plan.dims import cut_sizes
+from terrace.plan.dims import cut_sizes, declared_hidden_size
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES
@@ -98,6 +98,8 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     # Only parameters with declared dims can be cut, and only blocks with heads bring tokens of several ranks together.
     declares_dims = all(param.dims for block in task.kinds.specs for param in block.params if param.shape)
     attends = any(block.attends for block in task.kinds.specs)
+    # Messages between stages go by the hidden size.
+    most_stages = max(1, len(task.inner)) if declared_hidden_size(task.kinds.specs) else 1
     cut_by_rows, cut_by_columns = cut_sizes(task.kinds.specs, "rows"), cut_sizes(task.kinds.specs, "columns")
     most_columns = pins.ranges.get("columns", (1, 1))[1]
 
@@ -111,7 +113,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
             and all(size % columns == 0 for size in cut_by_columns)
             and columns <= most_columns
             and task.sequence % context == 0
-            and pipeline <= max(1, len(task.inner))
+            and pipeline <= most_stages
         )
 
     def extend(tiers: tuple[_Degrees, ...], totals: _Degrees) -> Iterator[OpenMesh]:

@@ -60,6 +60,7 @@ def footprint(
     sequence: int,
     num_micros: int,
     *,
+    model: ModelConfig | None = None,
     held: Sequence[int] | None = None,
     in_flight: float | None = None,
     whole: tuple[int, int] | None = None,
@@ -71,6 +72,7 @@ def footprint(
 ) -> dict[str, int]:
     """Bytes of one rank by category at the worst moment of a step, or of its `phase`; their sum is the peak.
 
+    - `model`: the sizes that blocks share; by default as they declare.
     - `held`: indexes of the blocks that the rank holds; all by default.
     - `in_flight`: the most micro-batches that a pipeline stage holds, as its schedule says (5.5 is possible when
       interleaved). Default: as on the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
@@ -84,7 +86,7 @@ def footprint(
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
-    work = work_of(cluster, plan, model_of(kinds.specs), sequence, backend, documents)
+    work = work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     stage = stage_of(kinds, held, work.tensor, work.columns, layout.degree)
     if in_flight is None:
@@ -136,12 +138,13 @@ def stage_footprint(
     chunks: Sequence[Sequence[int]],
     waiting: Sequence[int],
     *,
+    model: ModelConfig | None = None,
     whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
 ) -> dict[str, int]:
     """`footprint` of a pipeline stage that holds `chunks` of blocks, each with `waiting` micro-batches in flight."""
-    backend = backend or cluster.device.backend
-    work = work_of(cluster, plan, model_of(kinds.specs), sequence, backend)
+    model, backend = model or model_of(kinds.specs), backend or cluster.device.backend
+    work = work_of(cluster, plan, model, sequence, backend)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks by what they keep.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
@@ -151,6 +154,7 @@ def stage_footprint(
         kinds,
         sequence,
         num_micros,
+        model=model,
         held=tuple(chain(*chunks)),
         in_flight=max(1.0, kept / sum(held) if sum(held) else max(waiting)),
         whole=whole,

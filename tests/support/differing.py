@@ -19,12 +19,12 @@ def differing(model: ModelConfig) -> list[tuple[BlockSpec, ...]]:
 
 
 def undeclared(model: ModelConfig) -> list[tuple[BlockSpec, ...]]:
-    """Blocks as users give them, names and shapes alone; and one such block among declared ones."""
+    """Blocks as users give them, shapes and the hidden size of vectors; and one such block among declared ones."""
     blocks = block_specs(model)
-    bare = tuple(
-        BlockSpec(
-            name=block.name, params=tuple(replace(param, dims=()) for param in block.params), borrows=block.borrows
-        )
-        for block in blocks
-    )
+    bare = tuple(map(_bare, blocks))
     return [bare, (*blocks[:-1], replace(bare[1], name="adapter"), blocks[-1])]
+
+
+def _bare(block: BlockSpec) -> BlockSpec:
+    params = tuple(replace(param, dims=() if len(param.shape) > 1 else param.dims) for param in block.params)
+    return BlockSpec(name=block.name, params=params, borrows=block.borrows)
