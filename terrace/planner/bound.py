@@ -35,7 +35,7 @@ from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
 from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
-from terrace.planner.pipelines import Pipeline, block_work, build_pipeline
+from terrace.planner.pipelines import Pipeline, block_work, build_pipeline, least_span_s
 from terrace.planner.shares import shares_of
 from terrace.planner.space import OpenMesh, Space, closed
 from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, held, share_layers, traits
@@ -158,22 +158,11 @@ class Bounds:
         # The forms of an open shape may split the blocks in different ways.
         if core.shape.is_open:
             return core._replace(heavy=None)
-        stages, micros = core.shape.mesh.total("pipeline"), core.num_micros
+        stages = core.shape.mesh.total("pipeline")
         contents = self.split.contents(self.split.counts(works, stages * core.chunks))
         virtual = [work_of_runs(works, runs) for runs in contents]
         edge_s = self.estimator.boundary_s(core.shape.mesh, core.micro_batch)
-        # A split schedule may delay the weight gradient beyond the path to the previous stage.
-        paths_s = [work[0] + work[1] - (work[2] if trait.split else 0.0) for work in virtual]
-        least_forward_s, least_backward_s = (min(work[part] for work in virtual) for part in range(2))
-        hop_s = least_forward_s + edge_s + (0.0 if trait.split else least_backward_s + edge_s)
-        last_s = micros * core.chunks * min(work[0] + work[1] for work in virtual)
-        busiest_s = core.mean_s
-        if trait.looped:
-            each_s = [micros * sum(work[0] + work[1] for work in virtual[stage::stages]) for stage in range(stages)]
-            last_s, busiest_s = each_s[-1], max(each_s)
-        hops = len(virtual) - 1 - (0 if trait.looped else core.chunks - 1)
-        path_s = sum(paths_s[:-1]) + 2 * hops * edge_s + micros * paths_s[-1]
-        span_s = max(core.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
+        span_s = least_span_s(virtual, stages, core.num_micros, edge_s, trait)
         return core._replace(heavy=None, span_s=max(core.span_s, span_s))
 
     def cores(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> Iterator[PartialCandidate]:

@@ -12,7 +12,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Kind
 from terrace.planner.estimate import Estimator
 from terrace.planner.parts import Part, Work, parts_of, work_of_runs
-from terrace.planner.stages import pipeline
+from terrace.planner.stages import Trait, pipeline
 from terrace.program.schedules.counts import Waiting
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.seconds import TaskSeconds
@@ -167,3 +167,22 @@ def block_work(
     # `recompute` in a plan does not name look-ups and logits.
     again_s = block.again_s if recompute and not estimator.specs[kind].at_an_end else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s
+
+
+def least_span_s(virtual: Sequence[Work], num_stages: int, num_micros: int, edge_s: float, trait: Trait) -> float:
+    """Lower bound in seconds on a pipeline of these virtual stages, each of any work (terrace.planner.bound)."""
+    chunks = len(virtual) // num_stages
+    # A split schedule may delay the weight gradient beyond the path to the previous stage.
+    paths_s = [work[0] + work[1] - (work[2] if trait.split else 0.0) for work in virtual]
+    forward_s, backward_s = (min(work[part] for work in virtual) for part in range(2))
+    hop_s = forward_s + edge_s + (0.0 if trait.split else backward_s + edge_s)
+    wholes_s = [num_micros * (work[0] + work[1]) for work in virtual]
+    mean_s, busiest_s, last_s = sum(wholes_s) / num_stages, 0.0, chunks * min(wholes_s)
+    # Only the looped placement tells here which virtual stages share a stage.
+    if trait.looped:
+        each_s = [sum(wholes_s[stage::num_stages]) for stage in range(num_stages)]
+        last_s, busiest_s = each_s[-1], max(each_s)
+    # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
+    hops = len(virtual) - 1 - (0 if trait.looped else chunks - 1)
+    path_s = sum(paths_s[:-1]) + 2 * hops * edge_s + num_micros * paths_s[-1]
+    return max(mean_s + (num_stages - 1) / 2 * hop_s, last_s + (num_stages - 1) * hop_s, busiest_s, path_s)
