@@ -157,13 +157,13 @@ class Bounds:
     def _core_of_differing(self, core: PartialCandidate, works: Sequence[Work], trait: Trait) -> PartialCandidate:
         # The forms of an open shape may split the blocks in different ways.
         if core.shape.is_open:
-            return core._replace(heavy=None)
+            return core
         stages = core.shape.mesh.total("pipeline")
         contents = self.split.contents(self.split.counts(works, stages * core.chunks))
         virtual = [work_of_runs(works, runs) for runs in contents]
         edge_s = self.estimator.boundary_s(core.shape.mesh, core.micro_batch)
         span_s = least_span_s(virtual, stages, core.num_micros, edge_s, trait)
-        return core._replace(heavy=None, span_s=max(core.span_s, span_s))
+        return core._replace(span_s=max(core.span_s, span_s))
 
     def cores(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> Iterator[PartialCandidate]:
         """Bounds of a root with each schedule; schedules with equal traits share one."""
@@ -387,11 +387,9 @@ class Bounds:
     def _kept(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[int]:
         # Ulysses beyond the number of key-value heads replicates them, so the form with fewest Ulysses ranks keeps
         # least. Logits exist only while they are computed.
-        form = self._forms(shape)[0]
-        return [
-            0 if spec.at_an_end else self.estimator.kept_bytes(kind, form, micro_batch, recompute)
-            for kind, spec in enumerate(self.specs)
-        ]
+        numbers = self._forms(shape)[0], micro_batch, recompute
+        kept = self.estimator.kept_bytes
+        return [0 if spec.at_an_end else kept(kind, *numbers) for kind, spec in enumerate(self.specs)]
 
     def _forms(self, shape: OpenMesh) -> Sequence[Mesh]:
         if not shape.is_open:

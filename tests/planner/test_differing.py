@@ -12,12 +12,13 @@ from terrace.plan.plan import AXES
 from terrace.plan.slices import slice_blocks
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import ranked
-from terrace.planner.search import Search, exhaustive
+from terrace.planner.search import Search
 from terrace.planner.space import Space
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of
 from terrace.simulate.step import predict_step
 from tests.support.differing import differing, undeclared
+from tests.support.exhaustive import exhaustive
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, mesh_of, small_task
 
 NAMES = (
