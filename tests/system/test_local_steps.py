@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
+from terrace.comm.collectives import Collectives
 from terrace.launch.start import LocalPool, World
 from terrace.plan.layout import Layout
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import forward_programs, outer_program
+from terrace.program.message import Transfer
 from terrace.program.period import Period, Turn
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
@@ -89,11 +91,34 @@ def exchanging(engine: Engine, every: int) -> Period:
     return Period((Turn(steps, every), Turn(tuple(map(outer_program, steps)))))
 
 
+def lost_change(engine: Engine) -> None:
+    """Send as usual, but lose what the islands learned of one block."""
+    (flat,) = engine.state.trainable(2)
+    inner = flat.exchange_change
+
+    def lost(collectives: Collectives, transfer: Transfer) -> None:
+        inner(collectives, transfer)
+        flat.owned.zero_()
+
+    flat.exchange_change = lost  # type: ignore[method-assign]
+
+
+def half_applied(engine: Engine) -> None:
+    """Keep the parameters of one block that islands last agreed on."""
+    (flat,) = engine.state.trainable(2)
+    flat.apply_change = lambda: None  # type: ignore[method-assign]
+
+
+FAULTS = {"lost_change": lost_change, "half_applied": half_applied}
+
+
 def trained(world: World, cluster: Cluster, case: Case, every: int, periods: int, sgd: bool) -> Found:
     """Train `periods` periods of `every` steps on this rank."""
     with mock.patch("terrace.runtime.flat_param.make_optimizer", PlainSGD if sgd else make_optimizer):
         blocks = MODELS[case.model].blocks(torch.float64)
         engine = engine_of(world, cluster, case, blocks)
+    if case.sabotage:
+        FAULTS[case.sabotage](engine)
     period = exchanging(engine, every)
     figures = []
     for number in range(periods):
@@ -227,6 +252,15 @@ def test_three_local_steps_of_sgd_equal_plain_torch(pool: LocalPool) -> None:
     case, cluster = replace(CASES["all sharded"], optimizer=OptimizerConfig(clip=0.0)), cluster_of(2, 2)
     outcomes = pool.run(cluster.world_size, trained, cluster, case, 3, 2, True, timeout_s=120.0)
     check(outcomes, *reference(case, rows_by_island(case, 2), 3, 6, sgd))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_exchange_that_goes_wrong_is_seen(pool: LocalPool, fault: str) -> None:
+    case, cluster = replace(CASES["optimizer sharded"], sabotage=fault), cluster_of(2, 2)
+    outcomes = pool.run(cluster.world_size, trained, cluster, case, 3, 2, False, timeout_s=120.0)
+    figures, parameters = reference(case, rows_by_island(case, 2), 3, 6, make_adamw)
+    with pytest.raises(AssertionError):
+        check(outcomes, figures, parameters)
 
 
 def evaluated(world: World, cluster: Cluster, case: Case) -> tuple[list[float], list[float], bool, str]:
