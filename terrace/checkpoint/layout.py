@@ -19,6 +19,7 @@ Format 2, which can still be read, has SHA-256 checksums of files and no optimiz
 
 import hashlib
 import json
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from terrace.checkpoint.boxes import Box, to_text
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of, is_trained
+from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of
 
 FORMAT, FORMAT_2 = 3, 2
 _GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
@@ -68,11 +69,9 @@ def checkpoint_bytes(
 ) -> int:
     """Size on disk of a checkpoint of whole blocks, without headers."""
     return sum(
-        param.numel
-        * len(KINDS[group_of(param, optimizer, is_layer(index, len(blocks)))])
-        * (master_bytes if is_trained(param) else compute_bytes)
-        for index, block in enumerate(blocks)
-        for param in block.params
+        math.prod(shape) * len(KINDS[group]) * (compute_bytes if group == FROZEN else master_bytes)
+        for layout in block_layouts(blocks, optimizer).values()
+        for group, shape in layout.values()
     )
 
 
