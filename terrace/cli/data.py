@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.base.schema import check_text, merge
+from terrace.base.schema import merge
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.options import parse_overrides, take_word
+from terrace.cli.options import flags, parse_overrides, take_word
 from terrace.cli.output import Terminal
 from terrace.cli.task import faster_dtype
 from terrace.cluster.cluster import Cluster
@@ -123,11 +123,8 @@ def _described(
     for section, value in overrides.items():
         if section not in ("data", "cluster") or not isinstance(value, Mapping):
             raise ConfigError(f"--{section}: only keys of the data and of the cluster can be set; see --help")
-    flags = {name: getattr(options, name) for name in ("model", "cluster")}
-    for name, value in flags.items():
-        if value is not None:
-            check_text(f"--{name}", value)
-    table = resolve_table(None, flags, {name: overrides[name] for name in ("cluster",) if name in overrides})
+    own = {"cluster": overrides["cluster"]} if "cluster" in overrides else {}
+    table = resolve_table(None, flags(options, "model", "cluster"), own)
     # No option is ignored silently.
     if options.distribution is not None and "data" in overrides:
         raise ConfigError("--data has no effect on --distribution: leave it out, or give a PATH")

@@ -48,11 +48,16 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     """Table of the options and the dotted overrides in `rest`, not yet validated."""
-    flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
-    for name, value in flags.items():
+    return resolve_table(options.config, flags(options, "model", "cluster", "plan", "data"), parse_overrides(rest))
+
+
+def flags(options: argparse.Namespace, *names: str) -> dict[str, str | None]:
+    """Values of the options `names`; raises `ConfigError` for one that is no text."""
+    found = {name: getattr(options, name) for name in names}
+    for name, value in found.items():
         if value is not None:
             check_text(f"--{name}", value)
-    return resolve_table(options.config, flags, parse_overrides(rest))
+    return found
 
 
 def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:

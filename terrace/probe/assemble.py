@@ -24,7 +24,7 @@ _SOURCE = "terrace probe"
 _OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Adam step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Constant:
     """One constant: the value in the starting cluster and the value the probe found.
 
@@ -83,11 +83,7 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
         device = replace(device, kernels=kernels)
         for name, value in constants.items():
             unit = "s" if name.endswith("_s") else "elements" if name == "gemm_half_depth" else ""
-            rows.append(
-                Constant(
-                    name=f"kernels.{name}", unit=unit, before=getattr(before, name), now=value, mark=mark, error=errors
-                )
-            )
+            rows.append(Constant(f"kernels.{name}", unit, getattr(before, name), value, mark, errors))
 
     on_cpu = samples.device == "cpu"
     tiles, num_cores = ((), 0) if on_cpu else (before.tiles, samples.num_cores)
@@ -131,8 +127,8 @@ def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
 
 def _peak(name: str, unit: str, before: float | None, best: float, kind: str) -> Constant:
     if kind == "cpu" or before is None or best > before:
-        return Constant(name=name, unit=unit, before=before, now=best, mark="measured")
-    return Constant(name=name, unit=unit, before=before, now=before, mark="preset")
+        return Constant(name, unit, before, best, "measured")
+    return Constant(name, unit, before, before, "preset")
 
 
 def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[Constant]]:
@@ -142,33 +138,20 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
     latency_s = fit.latency_s + max(samples.skew_s, beside.late_s)
     penalty = overlap_penalty(beside.compute_s, beside.message_s, beside.together_s)
     was = before if start.overlap_penalty is None else start.overlap_penalty
+    name, before_bytes_per_s = start.name, start.bandwidth_bytes_per_s * start.efficiency
+    rate, half = fit.bandwidth_bytes_per_s, fit.half_bytes
     rows = [
-        Constant(name=f"{start.name}.latency_s", unit="s", before=start.latency_s, now=latency_s, mark="measured"),
-        Constant(
-            name=f"{start.name}.bandwidth_bytes_per_s",
-            unit="B/s",
-            before=start.bandwidth_bytes_per_s * start.efficiency,
-            now=fit.bandwidth_bytes_per_s,
-            mark="fitted",
-            error=fit.error,
-            is_bound=fit.is_bound,
-        ),
-        Constant(
-            name=f"{start.name}.half_bytes",
-            unit="B",
-            before=start.half_bytes,
-            now=fit.half_bytes,
-            mark="fitted",
-            error=fit.error,
-        ),
-        Constant(name=f"{start.name}.overlap_penalty", unit="", before=was, now=penalty, mark="measured"),
+        Constant(f"{name}.latency_s", "s", start.latency_s, latency_s, "measured"),
+        Constant(f"{name}.bandwidth_bytes_per_s", "B/s", before_bytes_per_s, rate, "fitted", fit.error, fit.is_bound),
+        Constant(f"{name}.half_bytes", "B", start.half_bytes, half, "fitted", fit.error),
+        Constant(f"{name}.overlap_penalty", "", was, penalty, "measured"),
     ]
     marks: dict[str, Mark] = {row.name.removeprefix(f"{start.name}."): row.mark for row in rows}
     tier = replace(
         start,
         latency_s=latency_s,
-        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
-        half_bytes=fit.half_bytes,
+        bandwidth_bytes_per_s=rate,
+        half_bytes=half,
         overlap_penalty=penalty,
         efficiency=1.0,  # the fitted bandwidth is already the one messages reach
         direct=False,  # and it covers all members together, however they are wired

@@ -39,12 +39,7 @@ class Experiment:
 
     def table(self) -> dict[str, Any]:
         """Plain values for the probe."""
-        return {
-            "num_bytes": self.num_bytes,
-            "num_times": self.num_times,
-            "routes": [list(route) for route in self.routes],
-            "groups": [list(group) for group in self.groups],
-        }
+        return {name: getattr(self, name) for name in ("num_bytes", "num_times", "routes", "groups")}
 
 
 @dataclass(frozen=True, kw_only=True)

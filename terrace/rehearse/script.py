@@ -5,10 +5,13 @@ every other rank, so that no ARP is counted. IPv6 makes up no addresses, so that
 sends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import ParamSpec
 
 from terrace.rehearse.wiring import FASTEST_BYTES_PER_S, TierNet, Wiring
 
+P = ParamSpec("P")
 HOME = "terrace0"  # holds a rank's address; a bridge without ports, since some kernels lack dummy devices
 
 MTU_BYTES = 9000
@@ -26,26 +29,6 @@ _QUEUE_BYTES = 64 * 1024 * 1024
 _QUEUE_FRAMES = 100_000
 
 
-def fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> str:
-    """`ip` batch of the fabric: bridges, uplinks, and ports with their other end in a rank's namespace."""
-    return _batch(_fabric_links(wiring, namespaces))
-
-
-def fabric_limits(wiring: Wiring) -> str:
-    """`tc` batch of the fabric: uplinks in both directions, and traffic towards each rank."""
-    return _batch(_fabric_limits(wiring))
-
-
-def rank_links(wiring: Wiring, rank: int) -> str:
-    """`ip` batch of a rank's namespace: its address, its interfaces, a route to every other rank."""
-    return _batch(_rank_links(wiring, rank))
-
-
-def rank_limits(wiring: Wiring, rank: int) -> str:
-    """`tc` batch of a rank's namespace: its outgoing traffic."""
-    return _batch(_rank_limits(wiring, rank))
-
-
 def burst_bytes(rate_bytes_per_s: float) -> int:
     """Burst of a link limited to this rate."""
     return int(min(max(rate_bytes_per_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
@@ -57,11 +40,18 @@ def window_bytes(net: TierNet) -> int:
     return _WINDOW_BYTES + int(2 * delay_s * rate)
 
 
-def _batch(lines: Iterator[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
+def _batch(commands: Callable[P, Iterator[str]]) -> Callable[P, str]:
+    # The commands as the text of a batch, one a line.
+    @wraps(commands)
+    def text(*arguments: P.args, **named: P.kwargs) -> str:
+        return "".join(f"{line}\n" for line in commands(*arguments, **named))
+
+    return text
 
 
-def _fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> Iterator[str]:
+@_batch
+def fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> Iterator[str]:
+    """`ip` batch of the fabric: bridges, uplinks, and ports with their other end in a rank's namespace."""
     veth = f"mtu {MTU_BYTES} type veth peer name"
     for net in wiring.nets:
         for bridge in net.bridges:
@@ -77,7 +67,9 @@ def _fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> Iterator[str]:
             yield from _up(port.name, f"master {port.bridge}")
 
 
-def _fabric_limits(wiring: Wiring) -> Iterator[str]:
+@_batch
+def fabric_limits(wiring: Wiring) -> Iterator[str]:
+    """`tc` batch of the fabric: uplinks in both directions, and traffic towards each rank."""
     for net in wiring.nets:
         for uplink in net.uplinks:
             if uplink.rate_bytes_per_s is not None:
@@ -88,7 +80,9 @@ def _fabric_limits(wiring: Wiring) -> Iterator[str]:
                 yield _limited(port.name, port.rate_bytes_per_s)
 
 
-def _rank_links(wiring: Wiring, rank: int) -> Iterator[str]:
+@_batch
+def rank_links(wiring: Wiring, rank: int) -> Iterator[str]:
+    """`ip` batch of a rank's namespace: its address, its interfaces, a route to every other rank."""
     address = wiring.address(rank)
     yield "link set dev lo up"
     yield f"link add name {HOME} type bridge"
@@ -105,7 +99,9 @@ def _rank_links(wiring: Wiring, rank: int) -> Iterator[str]:
             yield f"neigh add {there} lladdr {wiring.mac(other, index)} dev t{index} nud permanent"
 
 
-def _rank_limits(wiring: Wiring, rank: int) -> Iterator[str]:
+@_batch
+def rank_limits(wiring: Wiring, rank: int) -> Iterator[str]:
+    """`tc` batch of a rank's namespace: its outgoing traffic."""
     for net in wiring.nets:
         port = net.ports[rank]
         if port.delay_s:
