@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from html import escape
 
 from terrace.report.plot import round_ticks
+from terrace.report.tables import scaled
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
 _MOST_POINTS = 400  # per line: more than a picture of this width can show
 _FEWEST_TO_SMOOTH = 40  # points: with fewer a running mean adds nothing to the line
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 COLOURS = ("--c-forward", "--c-gather", "--c-update", "--c-sync", "--c-reduce")
 
 Point = tuple[int, float]
@@ -66,9 +66,9 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
         'xmlns="http://www.w3.org/2000/svg">'
     ]
     for tick in round_ticks(low, high):
-        y = place(first, tick)[1]
+        y, (number, prefix) = place(first, tick)[1], scaled(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{number:g}{prefix}</text>')
     # Steps are whole numbers: ticks between them would repeat after rounding.
     for tick in dict.fromkeys(round(tick) for tick in round_ticks(first, last)):
         if first <= tick <= last:
@@ -135,10 +135,3 @@ def _running_mean(points: Sequence[Point], weight: float = 0.1) -> list[Point]:
         weights += weight * (1 - weights)
         means.append((step, total / weights))
     return means
-
-
-def _number(value: float) -> str:
-    for factor, prefix in _PREFIXES:
-        if abs(value) >= 0.9995 * factor:
-            return f"{value / factor:g}{prefix}"
-    return f"{value:g}"

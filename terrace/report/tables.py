@@ -24,11 +24,17 @@ STEP_BAND, MEMORY_BAND = 0.20, 0.10
 
 def quantity(value: float, unit: str) -> str:
     """A number with a metric prefix: 1234567 B -> 1.23 MB."""
+    number, prefix = scaled(value)
+    return f"{value:.0f} {unit}" if not prefix and value == int(value) else f"{number:.3g} {prefix}{unit}"
+
+
+def scaled(value: float) -> tuple[float, str]:
+    """(number, metric prefix) of a value."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # Three digits round up to the next prefix.
         if abs(value) >= 0.9995 * factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.0f} {unit}" if value == int(value) else f"{value:.3g} {unit}"
+            return value / factor, prefix
+    return value, ""
 
 
 def seconds(value: float) -> str:
