@@ -87,6 +87,10 @@ class BlockSpec:
         """Whether it has attention, whose cost depends on the sequences that its tokens are in."""
         return self.computes is Computes.RESIDUAL
 
+    def forward_flops(self, batch_size: int, sequence: int) -> int:
+        """FLOPs of one forward pass on (B, S) tokens: two an element of its matrices and a token."""
+        return 2 * batch_size * sequence * sum(inputs * outputs for inputs, outputs in self.matrices)
+
     @property
     def num_trainable(self) -> int:
         """Number of trainable elements owned."""

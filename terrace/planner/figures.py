@@ -1,9 +1,10 @@
 """Utilisation and throughput of a predicted step."""
 
+from collections.abc import Sequence
+
+from terrace.model.spec import BlockSpec
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.task import Task
-from terrace.simulate.layers import hardware_flops, model_flops
-from terrace.simulate.work import Work
 
 
 def mfu(task: Task, estimate: Cost) -> float:
@@ -11,20 +12,23 @@ def mfu(task: Task, estimate: Cost) -> float:
 
     Attention counts its full square (Korthikanti et al. 2205.05198, section 6).
     """
-    return model_flops(task.model, task.sequence, task.batch) / _possible_flops(task, estimate)
+    return 3 * _forward_flops(task, task.blocks) / _possible_flops(task, estimate)
 
 
 def hfu(task: Task, estimate: Estimate) -> float:
     """Hardware FLOPs utilisation: as `mfu`, with recomputed forwards."""
     # Hardware FLOPs count the recomputed forward; `mfu` does not, so recomputation lowers it.
-    recompute = "full" if estimate.choice.recompute else "none"
-    work = Work(model=task.model, sequence=task.sequence, recompute=recompute)  # type: ignore[arg-type]
-    return hardware_flops(work, task.batch) / _possible_flops(task, estimate)
+    again = [block for block in task.blocks if estimate.choice.recompute and not block.at_an_end]
+    return (3 * _forward_flops(task, task.blocks) + _forward_flops(task, again)) / _possible_flops(task, estimate)
 
 
 def tokens_per_s(task: Task, estimate: Cost) -> float:
     """Tokens per second of all devices."""
     return task.batch * task.sequence / estimate.step_s
+
+
+def _forward_flops(task: Task, blocks: Sequence[BlockSpec]) -> int:
+    return sum(block.forward_flops(task.batch, task.sequence) for block in blocks)
 
 
 def _possible_flops(task: Task, estimate: Cost) -> float:
