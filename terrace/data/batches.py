@@ -108,8 +108,8 @@ class Batches:
         ]
         # Held-out samples are the last ones of each source; the training order permutes only the samples before them.
         self._orders = [
-            SampleOrder(samples.num_samples - held, seed)
-            for samples, held in zip(self._samples, self._held, strict=True)
+            SampleOrder(samples.num_samples - held, seed, source)
+            for source, (samples, held) in enumerate(zip(self._samples, self._held, strict=True))
         ]
         self._blend = Blend([source.weight for source in self.sources])
         # Rows have positions as soon as one source keeps documents apart.

@@ -11,8 +11,9 @@ permutation is a Feistel network with cycle walking:
   next member below n is a permutation of 0 ... n - 1, and as n > 2^(b-1) fewer than two
   encryptions are needed on average.
 
-Keys come from a hash of (seed, epoch). A position costs O(1) and no state is kept between calls, so a run resumes at
-any step at once, and the order cannot depend on the number of ranks. The shuffle is for statistics, not secrecy.
+Keys come from a hash of (seed, epoch, source). A position costs O(1) and no state is kept between calls, so a run
+resumes at any step at once, and the order cannot depend on the number of ranks. The shuffle is for statistics, not
+secrecy.
 
 Sources: Luby and Rackoff 1988 (Feistel permutations), Black and Rogaway 2002 (cycle walking), the 64-bit finaliser of
 MurmurHash3 (constants of `_mix`).
@@ -36,11 +37,15 @@ _NUM_ROUNDS = 8
 class SampleOrder:
     """The sample at every position of a run over `num_samples` samples, whatever the world size.
 
+    Sources of a mixture, numbered by `source`, have orders of their own: sources of equal size would else always meet
+    sample by sample.
+
     Raises `DataError` when there is no sample.
     """
 
     num_samples: int
     seed: int
+    source: int = 0
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -63,7 +68,8 @@ class SampleOrder:
         return samples
 
     def _permute(self, offsets: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
-        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
+        name = f"{self.seed}/{epoch}/{self.source}" if self.source else f"{self.seed}/{epoch}"
+        digest = hashlib.blake2b(name.encode(), digest_size=8 * _NUM_ROUNDS).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         num_bits = (self.num_samples - 1).bit_length()
         values = _encrypt(offsets.astype(np.uint64), keys, num_bits)

@@ -12,6 +12,7 @@ from terrace.data.tokens import prepare_tokens
 
 _OF_A_SOURCE = ("digest", "weight", "documents", "too_long")
 # Checkpoints that name no sources were made from one text, joined.
+_OWN_ORDERS = "of its own for each source"
 _BEFORE_SOURCES: Mapping[str, Any] = {"weight": 1.0, "documents": "join"}
 
 
@@ -40,7 +41,8 @@ def prepare_sources(
 
 def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:
     """Facts that, with seed, batch and sequence, decide which tokens a step sees; stored in checkpoints."""
-    return {"data": [source.facts() for source in sources], "holdout": holdout}
+    orders = {"orders": _OWN_ORDERS} if len(sources) > 1 else {}
+    return {"data": [source.facts() for source in sources], "holdout": holdout, **orders}
 
 
 def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: float) -> dict[str, tuple[Any, Any]]:
@@ -60,6 +62,9 @@ def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: 
             if old.get(name) != new.get(name):
                 label = "data" if name == "digest" else f"data.{name}"
                 different[f"{label}{of}"] = (old.get(name), new.get(name))
+    # Earlier checkpoints of a mixture had one order for all of its sources.
+    if len(here) > 1 and there.get("orders", "one for all") != _OWN_ORDERS:
+        different["the order of sources"] = (there.get("orders", "one for all"), _OWN_ORDERS)
     if there.get("holdout", 0.0) != holdout:
         different["data.holdout"] = (there.get("holdout", 0.0), holdout)
     return different

@@ -47,6 +47,14 @@ def test_epochs_and_seeds_differ() -> None:
     assert tuple(range(50)) not in orders
 
 
+def test_sources_of_one_size_have_orders_of_their_own() -> None:
+    """Two sources would else meet document by document in every batch: translations, or a corpus in two forms."""
+    first, second = (np.array(epoch_of(SampleOrder(500, 7, source), 0)) for source in (0, 1))
+    assert sorted(second) == list(range(500))
+    assert (first == second).sum() < 8  # one is expected
+    assert epoch_of(SampleOrder(500, 7, 0), 0) == epoch_of(SampleOrder(500, 7), 0)
+
+
 def test_one_call_may_span_epochs_and_have_any_shape() -> None:
     order = SampleOrder(7, 0)
     flat = order.sample(np.arange(21))

@@ -155,6 +155,44 @@ def test_what_blocks_would_lose_is_refused(name: str, words: str) -> None:
         terrace.blocks_of(model_of(name))
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [
+        ("Gemma2", {"head_dim": 4}, "final_logit_softcapping = 30.0"),
+        ("Granite", {"logits_scaling": 1.0005}, "logits_scaling = 1.0005"),
+        ("Mixtral", {"output_router_logits": True, "num_local_experts": 2}, "output_router_logits = True"),
+        ("Gemma3", {"head_dim": 4}, "cannot run by itself"),
+    ],
+)
+def test_what_the_loss_of_blocks_would_lack_is_refused_by_name(family: str, more: dict[str, Any], words: str) -> None:
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**_GROUPED | more)).eval()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with pytest.raises(ModelError, match=words):
+        terrace.blocks_of(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_an_unnamed_cap_shows_at_large_logits() -> None:
+    """A model from scratch has small logits, on which a cap is all but the identity: the comparison scales them up."""
+    model = model_of("llama").eval()
+    before = model.lm_head.weight.detach().clone()
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits)
+    assert len(terrace.blocks_of(model)) == 4
+    assert torch.equal(model.lm_head.weight, before)
+    whole = model.forward
+
+    def capped(*arguments: Any, **named: Any) -> Any:
+        found = whole(*arguments, **named)
+        found.logits = 30 * torch.tanh(found.logits / 30)
+        return found
+
+    model.forward = capped
+    with pytest.raises(ModelError, match="do not give its logits"):
+        terrace.blocks_of(model)
+
+
 def test_dropout_is_refused_in_training_mode_alone() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2))
     with pytest.raises(ModelError, match=r"= 0\.1 of GPT2LMHeadModel is dropout"):

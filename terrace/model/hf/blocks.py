@@ -5,9 +5,9 @@ then the final norm with the output matrix. The model's forward also hands posit
 sliding mask to every layer; here each block makes these itself, with the model's rotary module and the masks of
 `transformers`.
 
-No family is known here by name. A model is taken if its parts are found, its layers ask for nothing else, and the
-blocks give the model's own logits on a few tokens; otherwise it is refused. So extras of a family (scaled embeddings,
-capped logits, router losses) cannot be lost unseen.
+No family is known here by name. A model is taken if its parts are found, its layers ask for nothing else, its
+configuration names nothing that the loss would lack (capped or scaled logits, router losses), and the blocks give the
+model's own logits on a few tokens, with an output matrix scaled up until a cap would show; otherwise it is refused.
 
 Shape legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -32,7 +32,9 @@ _EMBEDDED_DROPOUTS = ("drop", "emb_dropout", "embd_dropout", "dropout")
 _KNOWN = {*_LAYERS, *_NORMS, *_LEARNED, *_EMBEDDED_DROPOUTS, "rotary_emb"}
 
 _CHECK_TOKENS = 12
-_CHECK_TOLERANCE = 1e-3  # of the largest logit; blocks and model call the same kernels, in bf16 maybe in other shapes
+_LARGE_LOGIT = 100.0  # of the comparison: above every cap in use
+_CHECK_TOLERANCE = 1e-5  # of the largest logit; blocks and model call the same kernels
+_CHECK_TOLERANCE_16 = 1e-3  # the same in 16 bits, where kernels may take other shapes
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -69,7 +71,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     blocks: list[nn.Module] = [embedding, *middle, _Head(norm, output)]
     # Names first: they are part of the blocks, which the comparison runs as a whole.
     _name(model, blocks, what)
-    _compare(model, blocks, what)
+    _check_loss(model.config, what)
+    _compare(model, blocks, output, what)
     return blocks
 
 
@@ -216,8 +219,24 @@ def _name(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
         block.original_names = names  # type: ignore[assignment]
 
 
+def _check_loss(config: Any, what: str) -> None:
+    # Parts of the model's own forward or loss that the blocks, which end in plain logits, would lack.
+    lacking = {
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "logits_scaling": getattr(config, "logits_scaling", 1.0) != 1.0,
+        "logit_scale": getattr(config, "logit_scale", 1.0) != 1.0,
+        "output_router_logits": getattr(config, "output_router_logits", False),
+    }
+    for name, present in lacking.items():
+        if present:
+            raise ModelError(
+                f"{what} has {name} = {getattr(config, name)} in its config, which the loss of its blocks would lack: "
+                "write its blocks by hand (docs/python.md), or train without it"
+            )
+
+
 @torch.no_grad()
-def _compare(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
+def _compare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, what: str) -> None:
     first = next(model.parameters())
     if first.device.type == "meta":
         raise ModelError(f"{what} is on the meta device: load its values first")
@@ -227,14 +246,36 @@ def _compare(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
     # Distinct, scattered tokens without drawing from the random generator.
     tokens = (torch.arange(min(_CHECK_TOKENS, limit), device=first.device) * 7919 + 1) % vocabulary
     tokens = torch.stack([tokens, (tokens * 31 + 3) % vocabulary])
-    wanted = model(tokens, use_cache=False).logits
-    x: Tensor = tokens
-    for block in blocks:
-        x = block(x)
+    weight: Any = getattr(output, "weight", None)
+    before = None if weight is None else weight.detach().clone()
+    try:
+        if weight is not None:
+            # A cap on the logits shows where they are large; those of a new model are small.
+            weight.mul_(_LARGE_LOGIT / max(float(model(tokens, use_cache=False).logits.abs().max()), 1e-6))
+        wanted = model(tokens, use_cache=False).logits
+        x = _logits(blocks, tokens, what)
+    finally:
+        if before is not None:
+            weight.copy_(before)
     difference, largest = float((x - wanted).abs().max()), float(wanted.abs().max())
-    if x.shape != wanted.shape or not difference <= _CHECK_TOLERANCE * max(largest, 1e-6):
+    tolerance = _CHECK_TOLERANCE if torch.finfo(first.dtype).bits >= 32 else _CHECK_TOLERANCE_16
+    if x.shape != wanted.shape or not difference <= tolerance * max(largest, 1e-6):
         raise ModelError(
             f"the blocks of {what} do not give its logits (they differ by {difference:.3g}, the largest is "
             f"{largest:.3g}): its forward does more than embedding, layers, norm and output matrix; write its "
             "blocks by hand (docs/python.md)"
         )
+
+
+def _logits(blocks: list[nn.Module], tokens: Tensor, what: str) -> Tensor:
+    x = tokens
+    for block in blocks:
+        try:
+            x = block(x)
+        except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ModelError(
+                f"{getattr(block, 'block_name', 'a block')} of {what} cannot run by itself ({reason}): its parts ask "
+                "for more than positions, masks and rotary tables; write its blocks by hand (docs/python.md)"
+            ) from error
+    return x
