@@ -71,9 +71,12 @@ class AttentionBytes:
         # Ring messages go to one rank, dealt ones to every other Ulysses rank.
         if message.leg not in _DEALT:
             return ((message.tier, self.keys),)
+        return tuple(_dealt(self.ulysses, self.dealt(message)))
+
+    def dealt(self, message: ContextMessage) -> int:
+        """Bytes that every other Ulysses rank gets of a dealt message."""
         # A backward sends gradients the other way: into carries the output's, back the inputs'.
-        is_inputs = (message.leg is ContextLeg.INTO) is not message.backward
-        return tuple(_dealt(self.ulysses, self.inputs if is_inputs else self.outputs))
+        return self.inputs if (message.leg is ContextLeg.INTO) is not message.backward else self.outputs
 
     def totals(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Bytes by tier index of a forward, and of a backward by itself."""

@@ -91,11 +91,11 @@ class InBlockPrices:
         return found
 
     def _seconds(self, message: InBlockMessage) -> float:
-        if isinstance(message, TensorMessage) or self._attention is None:
+        attention = self._attention
+        if isinstance(message, TensorMessage) or attention is None:
             return sum(self.by_tier(message).values())
         # Forward and backward, keys and their gradients often have the same bytes.
-        dealt = self._attention.ulysses if message.tier < 0 else ()
-        key = (dealt, self._attention.sends(message))
+        key = (message.tier, attention.keys) if message.tier >= 0 else (attention.ulysses, attention.dealt(message))
         found = self._sends.get(key)
         if found is None:
             found = self._sends[key] = sum(self.by_tier(message).values())
