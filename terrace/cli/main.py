@@ -36,10 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replace_unprintable()
     try:
         # Commands are imported inside the try: importing takes a moment, and Ctrl-C then must print one line, too.
-        words, command = import_module("terrace.cli.rehearse").split_command(
-            sys.argv[1:] if arguments is None else arguments
-        )
-        options, rest = _parser().parse_known_args(words)
+        words, command = list(sys.argv[1:] if arguments is None else arguments), list[str]()
+        if words[:1] == ["rehearse"]:
+            words, command = import_module("terrace.cli.rehearse").split_command(words)
+        options, rest = _parser(words[:1]).parse_known_args(words)
         options.command_words = command
         code: int = options.run(options, rest)
         # A closed pipe shows itself here, inside the try, not at interpreter exit.
@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="terrace",
         description="Train large language models on clusters whose links are unequal.",
@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _COMMANDS:
+    # Help and errors list all commands; a command needs its own module alone.
+    for name in named if named and named[0] in _COMMANDS else _COMMANDS:
         import_module(f"terrace.cli.{name}").add_parser(commands)
     return parser
 

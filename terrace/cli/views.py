@@ -32,7 +32,7 @@ from terrace.report.stages import exposed_table, path_sentence, played_words, st
 from terrace.report.tables import bytes_table, memory_table, plan_table, quantity, seconds, time_table, wire_words
 from terrace.simulate.changes import Change, changes
 from terrace.simulate.critical import critical_words
-from terrace.simulate.recorded import RecordedStep, record_step
+from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.step import Prediction, predict_step
 from terrace.simulate.timeline_picture import memory_picture, passes_picture
 from terrace.simulate.trace import stages_trace_json, trace_json
@@ -74,12 +74,12 @@ class StepView:
     @cached_property
     def recorded(self) -> RecordedStep:
         """The step with the recording of each stage."""
-        return record_step(step_of(self.run))
+        return record_predicted(self.predicted)
 
     @cached_property
     def candidates(self) -> list[Change]:
         """Single changes, shortest step first."""
-        return changes(step_of(self.run))
+        return changes(step_of(self.run), base=self.predicted)
 
     @property
     def is_pipelined(self) -> bool:

@@ -114,6 +114,12 @@ class Program:
         vars(found).update({name: getattr(self, name) for name in shared})
         return found
 
+    def on(self, cluster: Cluster) -> "Program":
+        """The same program on a cluster whose tiers have other figures, but the same sizes; all else is shared."""
+        found = replace(self, cluster=cluster)
+        vars(found).update({name: value for name, value in vars(self).items() if name != "cluster"})
+        return found
+
     @cached_property
     def folded(self) -> tuple[tuple[Instruction, ...], list[int]]:
         """The distinct instructions in order of their first run, and the number of the one at every position.

@@ -17,7 +17,7 @@ from terrace.plan.wire import PLACEABLE, MessageClass
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names, takes
 from terrace.program.stages import num_virtual, plan_schedule
-from terrace.simulate.step import Step, predict_step
+from terrace.simulate.step import Prediction, Step, predict_on, predict_step
 
 Fits = Callable[[Program], bool]
 
@@ -40,14 +40,16 @@ def model_state_fits(program: Program) -> bool:
     return sum(needed.values()) <= program.cluster.device.memory_bytes
 
 
-def changes(step: Step, fits: Fits = model_state_fits) -> list[Change]:
+def changes(step: Step, fits: Fits = model_state_fits, base: Prediction | None = None) -> list[Change]:
     """Every candidate with its predicted step, the shortest first; ties in the order tried.
 
-    `fits` says whether the program of a stage may run. The number of micro-batches stays, so that every candidate does
-    the same work. A change of a pipeline shares the blocks anew unless the plan names its stages.
+    `fits` says whether the program of a stage may run; `base` is the step's prediction, where it is known. The number
+    of micro-batches stays, so that every candidate does the same work. A change of a pipeline shares the blocks anew
+    unless the plan names its stages.
     """
     found: list[Change] = []
-    seen, program = [step.plan], predict_step(step).programs[0]
+    base = base or predict_step(step)
+    seen, program = [step.plan], base.programs[0]
     for change in (*_plan_changes(step, program), *_schedule_changes(step), *_cluster_changes(step, program)):
         if change.kind == "plan":
             # A move may change nothing, such as int8 on a tier that no message crosses.
@@ -55,7 +57,8 @@ def changes(step: Step, fits: Fits = model_state_fits) -> list[Change]:
                 continue
             seen.append(change.plan)
         try:
-            predicted = predict_step(replace(step, cluster=change.cluster, plan=change.plan))
+            changed = replace(step, cluster=change.cluster, plan=change.plan)
+            predicted = predict_on(base, changed) if change.kind == "cluster" else predict_step(changed)
         # An invalid plan is simply not a candidate.
         except PlanError:
             continue

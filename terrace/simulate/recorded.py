@@ -61,7 +61,11 @@ class RecordedStep:
 
 def record_step(step: Step) -> RecordedStep:
     """Predict and record a step; raises `PlanError` for a plan that cannot run."""
-    prediction = predict_step(step)
+    return record_predicted(predict_step(step))
+
+
+def record_predicted(prediction: Prediction) -> RecordedStep:
+    """Record a predicted step."""
     # A folded prediction has no times for the micro-batches in between.
     whole = prediction if prediction.is_whole else play_whole(prediction.step)
     recordings = record_stages(whole.programs, whole.costs)

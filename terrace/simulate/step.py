@@ -157,6 +157,17 @@ def predict_step(step: Step) -> Prediction:
     return _play(step, step.num_micros)
 
 
+def predict_on(prediction: Prediction, step: Step) -> Prediction:
+    """The prediction of `step`, which is the predicted one on a cluster with other figures; `PlanError` as before.
+
+    Programs do not depend on figures, so a step that was played whole is not lowered again.
+    """
+    step = resolved(step)
+    if not prediction.is_whole or step.plan != prediction.step.plan:
+        return predict_step(step)
+    return _played(step, [program.on(step.cluster) for program in prediction.programs])
+
+
 def play_whole(step: Step) -> Prediction:
     """The prediction with every micro-batch played, however many there are: for timelines and traces."""
     step = resolved(step)
@@ -207,7 +218,10 @@ def _block_s(costs: Costs, block: int) -> float:
 
 
 def _play(step: Step, num_micros: int) -> Prediction:
-    programs = build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence)
+    return _played(step, build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence))
+
+
+def _played(step: Step, programs: Sequence[Program]) -> Prediction:
     costs, times_s = play_stages(programs, step.work)
     return Prediction(
         step=step,
