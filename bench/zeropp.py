@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from bench.validation.software import exposed
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
@@ -109,21 +110,22 @@ class Contest:
 
 def contest(task: Task) -> Contest:
     """Search both sides of a task."""
-    loud = replace(task, software=replace(task.software, hides_messages=False))
     return Contest(
         task=task,
         megatron=_best([each for pins in MEGATRON for each in _found(task, pins)]),
         with_tensor=_best([each for pins in MEGATRON for each in _found(task, ("tensor>=2", *pins))]),
-        waiting=_best([each for pins in MEGATRON for each in _found(loud, ("tensor>=2", *pins))]),
+        waiting=_best(
+            [each for pins in MEGATRON for each in _found(task, ("tensor>=2", *pins), evaluator=exposed(task))]
+        ),
         zeropp=_zeropp(task),
         best=_best([*_found(task, ()), *_found(task, ("schedule=zeropp",))]),
     )
 
 
-def _found(task: Task, pins: Sequence[str], count: int = 1) -> tuple[Estimate, ...]:
+def _found(task: Task, pins: Sequence[str], count: int = 1, evaluator: Evaluator | None = None) -> tuple[Estimate, ...]:
     """The best plans that satisfy the pins, by a search that ends with a proof."""
     space = Space(task=task, axes=AXES, pins=parse_pins(pins, task.cluster, schedule_names()))
-    found, _ = find(space, count=count, limit=_EVERYTHING)
+    found, _ = find(space, count=count, limit=_EVERYTHING, evaluator=evaluator)
     assert found.proved or not found.best, f"the search of {pins} ended without a proof"
     return found.best
 

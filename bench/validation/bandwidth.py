@@ -3,9 +3,10 @@
 import math
 
 from bench.validation.rows import Row, Table, read_rows
+from bench.validation.software import gather_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.simulate.links import gather_s, rate_bytes_per_s
+from terrace.simulate.links import rate_bytes_per_s
 
 _NUM_NODES = 64
 _MESSAGE_BYTES = 1e9  # large: the table has no sizes

@@ -8,11 +8,11 @@ The parameter counts show GPT blocks with biases, learned positions and tied emb
 from dataclasses import dataclass, replace
 
 from bench.validation.rows import Row, Table, gpt, read_rows
+from bench.validation.software import gather_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, num_params
 from terrace.simulate.layers import model_flops, optimizer_s, seconds_of
-from terrace.simulate.links import gather_s
 from terrace.simulate.work import Work
 
 VOCAB = 50368

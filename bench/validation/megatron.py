@@ -2,19 +2,17 @@
 
 Every row is evaluated as `terrace plan` evaluates a choice: the row's mapping, batch, micro-batch and schedule, all
 states replicated over the data ranks, and full recomputation. What Megatron-LM did in another way than this project
-is said by `terrace.planner.task.MEGATRON`: attention that writes its scores, dropout, norms on every tensor rank,
+is said by `bench.validation.software`: attention that writes its scores, dropout, norms on every tensor rank,
 sends that hold up the stages they join, and gradients that a pipeline sums after its last backward. Tensor ranks fill
 a node from inside, and pipeline stages are nodes.
 """
 
 from bench.validation.rows import Row, Table, gpt, read_rows
+from bench.validation.software import megatron
 from terrace.cluster.presets import load_cluster
 from terrace.plan.mesh import Mesh
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Evaluator
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import MEGATRON, Choice, Placement, Task
+from terrace.planner.task import Choice, Placement, Task
 from terrace.simulate.layers import hardware_flops
 from terrace.simulate.work import Work
 
@@ -25,7 +23,7 @@ _TEXT = """
 Seconds of a training step. The published time is the operation count of the paper's equation 3 over the published
 aggregate PFLOP/s, which has two to four digits (the first rows are rounded by up to 1 %). Preset `dgx-a100`. Every row
 is evaluated by the planner, as `terrace plan` evaluates its choices, with what Megatron-LM does in another way stated
-(`MEGATRON` in `terrace/planner/task.py`): attention that writes its scores, dropout, norms on every tensor rank, stages
+(`bench/validation/software.py`): attention that writes its scores, dropout, norms on every tensor rank, stages
 that wait while they exchange a micro-batch, and a pipeline's gradients summed after its last backward. What the model
 does not know: data loading, checks of the loss scale, stragglers.
 """
@@ -38,7 +36,7 @@ def table() -> Table:
         task, choice = setting(line)
         work = Work(model=task.model, sequence=_SEQUENCE, recompute="full", flash=False)
         published_s = hardware_flops(work, task.batch) / (float(line["petaflops"]) * 1e15)
-        estimate = Evaluator(Bounds(Estimator(task))).evaluate(choice)
+        estimate = megatron(task).evaluate(choice)
         cells = (line["model"], str(task.cluster.world_size), line["tensor"], line["pipeline"], line["data"])
         rows.append(Row(cells=cells, published=published_s, modelled=estimate.step_s))
     return Table(
@@ -62,7 +60,6 @@ def setting(line: dict[str, str]) -> tuple[Task, Choice]:
         cluster=load_cluster("dgx-a100").resized(num_nodes),
         batch=int(line["global_batch"]),
         sequence=_SEQUENCE,
-        software=MEGATRON,
     )
     interleaved = "interleaved" if chunks > 1 else "1f1b"
     choice = Choice(

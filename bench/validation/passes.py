@@ -1,6 +1,7 @@
 """Qi et al. 2401.10241: profiled forward, input-gradient and weight-gradient passes of a pipeline stage."""
 
 from bench.validation.rows import Row, Table, gpt, read_rows
+from bench.validation.software import with_dropout
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs
 from terrace.simulate.layers import seconds_of
@@ -27,9 +28,9 @@ def table() -> Table:
             sequence=sequence,
             micro_batch=int(line["micro_batch"]),
             flash=False,
-            dropout=True,
         )
         blocks = [seconds_of(device, work, block) for block in block_specs(work.model)]
+        blocks[1:-1] = [with_dropout(layer, device, work) for layer in blocks[1:-1]]
         passes = {
             "forward": sum(block.forward_s for block in blocks),
             "input": sum(block.input_s for block in blocks),

@@ -30,7 +30,7 @@ from terrace.simulate.footprint import (
     stage_footprint,
 )
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
-from terrace.simulate.links import gather_s, rate_bytes_per_s, send_s
+from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention
 from terrace.simulate.states import Stage, stage_of, state_layout
 from terrace.simulate.work import Work
@@ -56,8 +56,7 @@ class Estimator:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
         self.inner = Inner(task)
-        attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
-        self._flash = attends and task.software.flash
+        self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._works: dict[tuple[Mesh, int, int], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[int, Mesh, int, bool], PassSeconds] = {}
@@ -74,7 +73,6 @@ class Estimator:
         key = (mesh.inside, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
-            software = self.task.software
             found = self._works[key] = Work(
                 model=self.task.model,
                 sequence=self.task.sequence,
@@ -83,10 +81,8 @@ class Estimator:
                 columns=mesh.total("columns"),
                 ulysses=mesh.total("ulysses"),
                 ring=mesh.total("ring"),
-                sequence_parallel=software.sequence_parallel,
                 recompute="full" if recompute else "none",
                 flash=self._flash,
-                dropout=software.dropout,
                 compute=self.task.compute,
             )
         return found
@@ -176,18 +172,13 @@ class Estimator:
         if found is None:
             part = self._boundary_bytes(mesh, micro_batch)
             found = max((send_s(self.task.cluster, tier, part) for tier in crossed), default=0.0)
-            if crossed and not self.task.software.sequence_parallel:
-                # The parts are put together on the other side (Narayanan et al. 2104.04473, section 4.1).
-                found += gather_s(self.task.cluster, mesh.group("tensor"), part * mesh.total("tensor"))
             self._edges[key] = found
         return found
 
-    def edge_penalty(self, mesh: Mesh) -> float:
-        """Share of its time by which a message between stages slows computing, on the outermost tier crossed."""
-        cluster = self.task.cluster
-        crossed = mesh.tiers("pipeline")
-        own = cluster.tiers[crossed[-1]].overlap_penalty if crossed else 0.0
-        return cluster.device.overlap_penalty if own is None else own
+    def sending_s(self, mesh: Mesh, micro_batch: int) -> float:
+        """Seconds by which a message to the next stage slows computing, on the outermost tier crossed."""
+        cluster, crossed = self.task.cluster, mesh.tiers("pipeline")
+        return self.boundary_s(mesh, micro_batch) * tier_penalty(cluster, crossed[-1]) if crossed else 0.0
 
     def tie_s(self, choice: Choice, lender: int) -> float:
         """Seconds in which two stages sum the gradient of a block that one lends the other (terrace.plan.edges)."""

@@ -34,7 +34,7 @@ from terrace.planner.parts import Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stages import SERIAL, pipeline
-from terrace.planner.task import Choice, Software, Task, Wire, num_micros, plan_of
+from terrace.planner.task import Choice, Task, Wire, num_micros, plan_of
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.schedules.registry import takes_unit
@@ -46,7 +46,6 @@ from terrace.simulate.masks import work_in
 from terrace.simulate.step import Prediction, Step, predict_step
 
 BUBBLE = "wait pipeline"
-SYNC = f"wait {MessageClass.SYNC.value}"
 TIE = f"wait {MessageClass.TIE.value}"
 
 
@@ -88,6 +87,10 @@ class Evaluator:
         self.bounds, self.estimator, self.task = bounds, bounds.estimator, bounds.task
         self._played: dict[tuple[object, ...], _Played] = {}
 
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice."""
+        return plan_of(self.task, choice)
+
     def evaluate(self, choice: Choice) -> Estimate:
         """Cost of a choice, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
         micros = num_micros(self.task, choice)
@@ -100,14 +103,10 @@ class Evaluator:
     def played(self, choice: Choice) -> Estimate:
         """Cost of a choice from the programs of its stages, for everything shown to users. Raises as `evaluate` does.
 
-        Seconds are of the busiest stage, bytes of the stage that sends most, memory of the stage that needs most. Other
-        software has no programs here, so it gets the estimate of `evaluate`.
+        Seconds are of the busiest stage, bytes of the stage that sends most, memory of the stage that needs most.
         """
         task = self.task
-        # Programs exist only for this project's runtime, with or without sequence parallelism.
-        if replace(task.software, sequence_parallel=True) != Software():
-            return self.evaluate(choice)
-        predicted = predict_step(step_of(task, plan_of(task, choice)))
+        predicted = predict_step(step_of(task, self.plan(choice)))
         sent = max(predicted.sent_bytes, key=lambda each: sum(each.values()))
         return replace(
             self._estimate(choice, predicted.times_s[predicted.busiest], self._memory(choice, predicted)),
@@ -160,21 +159,12 @@ class Evaluator:
         units = num_micros(self.task, choice) // choice.unit
         # Inner stages are mostly alike; each distinct one is computed once.
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
-        if self.task.software.late_sync:
-            known = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in known.items()}
         found = [known[part] for part in pipeline.parts]
         for lender, stages in _ties(self.task, pipeline):
             tie_s = self.estimator.tie_s(choice, lender)
             for stage in stages if tie_s > 0 else ():
                 found[stage] = found[stage] | {TIE: found[stage].get(TIE, 0.0) + tie_s}
         return found
-
-    def _sync_s(self, part: Part, choice: Choice) -> float:
-        mesh = choice.mesh
-        numels = self.estimator.numels(mesh)
-        sync = self.bounds.mail.messages(mesh.state, numels, choice.placement).sync
-        # Late synchronisation is not overlapped: the blocks' messages follow each other.
-        return math.fsum(count * sync.seconds[kind] for kind, count in part.runs)
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(
@@ -214,7 +204,7 @@ class Evaluator:
         # Without a pipeline the plan's own program is small enough to simulate, messages inside blocks included.
         if choice.schedule == SERIAL and mesh.total("tensor") * mesh.total("context") > 1:
             return self._whole_program(part, choice, micros)
-        plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
+        plan = replace(self.plan(choice), mapping={}, wire=_data_wire(task), schedule=None)
         if takes_unit(choice.schedule):
             return self._chunks_program(part, choice, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
@@ -251,7 +241,7 @@ class Evaluator:
 
     def _whole_program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
         task = self.task
-        program = build(task.cluster, plan_of(task, choice), task.blocks, micros, task.sequence)
+        program = build(task.cluster, self.plan(choice), task.blocks, micros, task.sequence)
         known = [self.estimator.compute(kind, choice) for kind in range(len(self.estimator.specs))]
         seconds = [known[kind] for kind in part.kinds]
         work, device = self.estimator.work(choice.mesh, choice.micro_batch), task.cluster.device
@@ -262,7 +252,6 @@ class Evaluator:
             update_s=update_seconds(program),
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
-            hides_inside=task.software.hides_messages,
             rounds=tuple(rounds[kind] for kind in part.kinds),
         )
         return program, costs

@@ -12,7 +12,16 @@ from terrace.planner.task import Task
 from terrace.program.block_program.attention import attention_moments
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import Moment, moments_of
-from terrace.simulate.inside import InBlockPrices, PricedMoment, attention_bytes, exposed, rooms_of
+from terrace.simulate.inside import (
+    NO_ROUNDS,
+    InBlockPrices,
+    PricedMoment,
+    Rooms,
+    Rounds,
+    attention_bytes,
+    exposed,
+    rooms_of,
+)
 from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
@@ -39,8 +48,7 @@ class Inner:
         """Seconds a block waits for its tensor ranks on one micro-batch, if its computing takes `own`."""
         if work.tensor == 1:
             return _NOTHING
-        hides = self.task.software.hides_messages
-        rooms = rooms_of(own.forward_s, own.input_s, own.weight_s) if hides else {}
+        rooms = self.rooms(own.forward_s, own.input_s, own.weight_s)
         forward_s, backward_s, with_forward_s = (
             exposed(moments, rooms).get(MessageClass.TENSOR, 0.0) for moments in self._passes(kind, mesh, work.tokens)
         )
@@ -59,7 +67,7 @@ class Inner:
             cluster = self.task.cluster
             work = work_in(work, spec, self.task.backend)
             rounds = core_rounds(cluster.device, work)
-            rooms = rooms_of(0.0, 0.0, 0.0, rounds) if self.task.software.hides_messages else {}
+            rooms = self.rooms(0.0, 0.0, 0.0, rounds)
             bytes_of = attention_bytes(work, *degrees)
             prices = InBlockPrices(cluster, None, bytes_of, self._sends)
             forward_s, backward_s = (
@@ -110,19 +118,26 @@ class Inner:
         return self._moments[key]
 
     def _axis(self, mesh: Mesh, num_tokens: int) -> TensorTraffic:
+        cluster = self.task.cluster
+        plan = self.plan(mesh)
+        return TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, num_tokens)
+
+    def rooms(self, forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:
+        """Seconds of computing behind which messages inside a block hide."""
+        return rooms_of(forward_s, input_s, weight_s, rounds)
+
+    def plan(self, mesh: Mesh) -> Plan:
+        """A plan of which only the messages inside blocks count."""
         task = self.task
-        tiers = [tier.name for tier in task.cluster.tiers]
-        plan = Plan(
+        return Plan(
             params="device",
             grads="device",
             optimizer="device",
-            mapping=mesh.mapping(tiers),
+            mapping=mesh.mapping([tier.name for tier in task.cluster.tiers]),
             wire={name: row for name, row in task.wire.items() if name == MessageClass.TENSOR.value},
             compute=task.compute,
             master=task.master,
-            sequence_parallel=task.software.sequence_parallel,
         )
-        return TensorTraffic.of(Mesh.of(task.cluster, plan), tiers, plan, num_tokens)
 
 
 def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMoment:

@@ -30,9 +30,8 @@ class Chain(NamedTuple):
 class Pipeline:
     """Orders, blocks of each stage, `works[stage][chunk]` per micro-batch, and `edge_s` of a message between stages.
 
-    `waiting[stage][chunk]`: micro-batches in flight at the peak. A message in flight slows computing by the share
-    `slowed` of its time. With `blocking_sends` a task that sends to another stage is longer by the message, and neither
-    stage computes meanwhile.
+    `waiting[stage][chunk]`: micro-batches in flight at the peak. A task that sends to another stage is longer by
+    `send_s`, by which the message slows computing.
     """
 
     orders: Orders
@@ -40,8 +39,7 @@ class Pipeline:
     parts: tuple[Part, ...]
     works: tuple[tuple[Work, ...], ...]
     edge_s: float
-    blocking_sends: bool = False
-    slowed: float = 0.0
+    send_s: float = 0.0
 
     def seconds(self, stretch: Sequence[float]) -> TaskSeconds:
         """Seconds of each task, with stage r slowed by the factor `stretch[r]`."""
@@ -55,16 +53,15 @@ class Pipeline:
             backward_s=tuple(work[1] + send_s for work, send_s in zip(found, back, strict=True)),
             input_s=tuple(work[1] - work[2] + send_s for work, send_s in zip(found, back, strict=True)),
             weight_s=tuple(work[2] for work in found),
-            edge_s=(0.0 if self.blocking_sends else self.edge_s,) * (self.orders.num_virtual - 1),
+            edge_s=(self.edge_s,) * (self.orders.num_virtual - 1),
         )
 
     @cached_property
     def sends_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds by which sending delays a forward and a backward, per virtual stage."""
         holders, num_virtual = self.orders.holders(), self.orders.num_virtual
-        cost = self.edge_s * (1.0 if self.blocking_sends else self.slowed)
         # Neighbouring chunks on one stage, as at the turn of a V, exchange nothing.
-        between = [cost * (holders[k][0] != holders[k + 1][0]) for k in range(num_virtual - 1)]
+        between = [self.send_s * (holders[k][0] != holders[k + 1][0]) for k in range(num_virtual - 1)]
         return (*between, 0.0), (0.0, *between)
 
     @cached_property
@@ -144,8 +141,7 @@ def build_pipeline(
         parts=parts_of(contents, orders.placement),
         works=tuple(works),
         edge_s=estimator.boundary_s(mesh, micro_batch),
-        blocking_sends=estimator.task.software.blocking_sends,
-        slowed=estimator.edge_penalty(mesh),
+        send_s=estimator.sending_s(mesh, micro_batch),
     )
 
 

@@ -298,12 +298,12 @@ def runs_today(task: Task, choice: Choice) -> str | None:
     return None
 
 
-def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluator]:
+def find(space: Space, count: int = 5, limit: int = 400, evaluator: Evaluator | None = None) -> tuple[Found, Evaluator]:
     """Search a space with the memory of its cluster's device; also returns the evaluator, for further questions.
 
     `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
     """
-    evaluator = Evaluator(Bounds(Estimator(space.task)))
+    evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with _no_collection():
         found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
         # The programs may order nearly equal plans differently, so they are sorted again.

@@ -24,33 +24,8 @@ Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software:
-    """How the predicted runtime computes and communicates; the defaults are this project's.
-
-    `flash`: attention that never writes its scores; `dropout`: masks are drawn and kept; `sequence_parallel`: norms and
-    residuals are sharded over the tensor ranks; `hides_messages`: messages inside a block overlap with its matrix
-    products where terrace.simulate.inside says so, otherwise all are exposed. With `blocking_sends` a stage does not
-    compute while it sends a micro-batch on: the exchange after each task is exposed. With `late_sync` a pipeline sums
-    its gradients over the data ranks after all stages have ended, without overlap. `MEGATRON` is Megatron-LM as
-    Narayanan et al. (2104.04473) ran it.
-    """
-
-    flash: bool = True
-    dropout: bool = False
-    sequence_parallel: bool = True
-    hides_messages: bool = True
-    blocking_sends: bool = False
-    late_sync: bool = False
-
-
-MEGATRON = Software(
-    flash=False, dropout=True, sequence_parallel=False, hides_messages=False, blocking_sends=True, late_sync=True
-)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, a cluster, a global batch in sequences, a sequence length in tokens, dtypes and software.
+    """A model, a cluster, a global batch in sequences, a sequence length in tokens, and dtypes.
 
     The blocks are the ones of `model`'s configuration, or `declared`, which may differ in any way; `model` then has the
     sizes that they share. `wire` holds the formats of every plan of the task; the search never chooses to round a
@@ -64,7 +39,6 @@ class Task:
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     master: Literal["fp32", "fp64"] = "fp32"
     wire: Wire = field(default_factory=dict, hash=False)
-    software: Software = Software()
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
@@ -183,7 +157,6 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
         micro_batch=choice.micro_batch,
         recompute=task.recompute if choice.recompute else (),
         unit=choice.unit,
-        sequence_parallel=task.software.sequence_parallel,
         schedule=schedule_text(choice.schedule, choice.chunks) if choice.mesh.total("pipeline") > 1 else None,
     )
 

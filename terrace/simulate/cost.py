@@ -58,7 +58,6 @@ class Costs:
     update_s: tuple[float, ...]
     program: "Program"
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
-    hides_inside: bool = True  # whether messages inside blocks overlap products, as in this project's runtime
     rounds: tuple[Rounds, ...] = ()  # of each block's attention, which hide messages of context ranks; empty: none
 
     def collective_s(self, instruction: Instruction) -> float:
@@ -119,15 +118,16 @@ class Costs:
         key = (instruction.op, id(steps), self.forward_s[block], self.backward_s[block], weight_s, rounds)
         found = self._waits.get(key)
         if found is None:
-            # Without rooms nothing hides, and every message inside the block is waited for in full.
-            rooms: Rooms = {}
-            if self.hides_inside:
-                rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, rounds)
+            rooms = self.rooms(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, rounds)
             prices = self._prices.get(id(steps))
             if prices is None:
                 prices = self._prices[id(steps)] = block_prices(self.program, block)
             found = self._waits[key] = exposed(prices.priced(steps.moments(instruction.op)), rooms)
         return found
+
+    def rooms(self, forward_s: float, input_s: float, weight_s: float, rounds: Rounds) -> Rooms:
+        """Seconds of a block's computing behind which its messages hide."""
+        return rooms_of(forward_s, input_s, weight_s, rounds)
 
     @cached_property
     def _prices(self) -> dict[int, InBlockPrices]:

@@ -66,7 +66,6 @@ def attention_s(
     head_dim: int,
     flash: bool = True,
     causal: bool = True,
-    dropout: bool = False,
     dtype: str = "bf16",
 ) -> tuple[float, float]:
     """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
@@ -74,31 +73,28 @@ def attention_s(
     A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, at the share `attention` of the peak,
     and 2.5 times as much backward; its traffic is neglected (Dao 2307.08691, section 2). Without it there are two
     batched products forward and four backward over the full square, and the scores pass through memory: with bf16, 4
-    bytes a score forward and 6 backward for the fused scale, mask and softmax, 5 each way for dropout and its mask of
-    one byte (Korthikanti et al. 2205.05198, section 4.1, lists the stored tensors).
+    bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al. 2205.05198, section
+    4.1, lists the stored tensors).
     """
     pairs = batch * heads
     if flash:
         flops = 4.0 * pairs * queries * keys * head_dim * (0.5 if causal else 1.0)
         forward = flops / (peak_flops_per_s(device, dtype) * device.kernels.attention)
         return forward + device.kernels.launch_s, _FLASH_BACKWARD * forward + device.kernels.launch_s
-    return _plain_attention_s(device, pairs, queries, keys, head_dim, dropout, dtype)
+    return _plain_attention_s(device, pairs, queries, keys, head_dim, dtype)
 
 
 @lru_cache(maxsize=65536)
 def _plain_attention_s(
-    device: Device, pairs: int, queries: int, keys: int, head_dim: int, dropout: bool, dtype: str
+    device: Device, pairs: int, queries: int, keys: int, head_dim: int, dtype: str
 ) -> tuple[float, float]:
     item = FORMATS[dtype].element_bytes
     scores = pairs * queries * keys
-    # Scores read and written once more, and a mask of one byte.
-    dropped = (2 * item + 1) * scores if dropout else 0
-    passes = 2 if dropout else 1
     to_scores = gemm_s(device, queries, head_dim, keys, pairs, dtype)  # Q K^T; backward, dO V^T
     from_scores = gemm_s(device, queries, keys, head_dim, pairs, dtype)  # P V; backward, dS K
     transposed = gemm_s(device, keys, queries, head_dim, pairs, dtype)  # backward: P^T dO, dS^T Q
-    forward = to_scores + from_scores + memory_s(device, 2 * item * scores + dropped, passes)
-    backward = to_scores + from_scores + 2 * transposed + memory_s(device, 3 * item * scores + dropped, passes)
+    forward = to_scores + from_scores + memory_s(device, 2 * item * scores)
+    backward = to_scores + from_scores + 2 * transposed + memory_s(device, 3 * item * scores)
     return forward, backward
 
 

@@ -2,14 +2,14 @@
 
 A layer is priced kernel by kernel (`terrace.simulate.kernels`): its matrix products, its attention core, and the passes
 over memory between them. With T tokens on a rank, hidden size H, intermediate size I, query width Q, key and value
-width K each, t tensor rows and e bytes an element (m: 1 for a dropout mask, else 0), the passes are
+width K each, t tensor rows and e bytes an element, the passes are
 
-    forward    2 norms 2eHT, 2 residual sums (3e + m)HT; activation 2eIT/t (gated 3eIT/t), RoPE 2e(Q + K)T/t
-    backward   2 norms 5eHT, 2 residual sums (3e + m)HT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
+    forward    2 norms 2eHT, 2 residual sums 3eHT; activation 2eIT/t (gated 3eIT/t), RoPE 2e(Q + K)T/t
+    backward   2 norms 5eHT, 2 residual sums 3eHT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
 
 and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention is
-not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT with dropout this
-is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. Sequence parallelism cuts everything outside the
+not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT this is
+(20 + 28/t)TH forward and (32 + 44/t)TH backward in bf16. Sequence parallelism cuts everything outside the
 tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
 repeat the rest. Query, key and value count as one product, and so do gate and up. Attention is summed over the rounds
 of a ring and covers the heads of a Ulysses rank. A block that declares its parameters alone is priced as a chain of
@@ -206,7 +206,6 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
         head_dim=work.model.head_dim,
         flash=work.flash,
         causal=causal,
-        dropout=work.dropout,
         dtype=work.compute,
     )
     if work.ring == 1:
@@ -228,8 +227,8 @@ def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     query, key = _widths(work)
     intermediate = math.ceil(model.intermediate_size / work.rows)
-    # Two residual sums read two operands and write one, plus a dropout mask of one byte.
-    residual = 2 * (3 * item + (1 if work.dropout else 0)) * model.hidden_size / work.stream_cut
+    # Two residual sums read two operands and write one.
+    residual = 2 * 3 * item * model.hidden_size / work.stream_cut
     norms = 2 * item * model.hidden_size / work.stream_cut
     rope = 2 * item * (query + key) if model.rotary_dim else 0
     # Plain products need contiguous operands: read and written once.

@@ -1,13 +1,9 @@
 """Seconds of a message on the tiers of a cluster: an alpha-beta model, tier after tier.
 
-A group is a tuple of degrees, innermost tier first: how many of its members differ on that tier. (2, 1, 4) on package,
-node, system is 8 ranks: pairs of a package on 4 nodes. Tiers that are left out have degree 1.
+A collective takes the seconds of its hops, one tier after the other, as the runtime sends it (terrace.plan.hops). Among
+g members of a tier whose rate for one rank is b, a hop that gathers or reduces S bytes takes
 
-With S the bytes that the whole group holds, g_i the degrees and b_i the rate of tier i for one rank, a gather takes
-
-sum over tiers of (g_i - 1) latency_i + (g_i - 1)/g_i S_i / b_i(S_i),  S_1 = S, S_(i+1) = S_i / g_i
-
-and a reduction, its mirror, takes the same; the runtime sends them this way (terrace.plan.hops).
+(g - 1) latency + (g - 1)/g S / b(S)
 
 A tier's bandwidth is the share of each device when all devices use the tier at the same time, on links of their own or
 (`shared`) on one link for all ranks inside a member. Several groups that each bring one rank per node, such as the
@@ -16,7 +12,6 @@ data-parallel groups of different tensor ranks, therefore do not slow each other
 
 from collections.abc import Iterable, Sequence
 
-from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster
 
 Group = Sequence[int]
@@ -44,21 +39,6 @@ def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
     whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
     rate = rate_bytes_per_s(cluster, tier, whole, degree=degree)
     return (degree - 1) * cluster.tiers[tier].latency_s + num_bytes / rate
-
-
-def gather_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Seconds until every rank of a group holds all `num_bytes`, starting from one part each.
-
-    A reduction takes as long. Raises `ClusterError` for a group that the cluster cannot hold.
-    """
-    total_s = 0.0
-    # Innermost tier first, as in the module's formula.
-    for tier, degree in enumerate(_degrees(cluster, group)):
-        if degree > 1 and num_bytes:
-            total_s += hop_s(cluster, tier, degree, num_bytes * (degree - 1) / degree)
-            # Each member of this tier brings 1 / degree of the bytes, gathered over the outer tiers.
-            num_bytes /= degree
-    return total_s + cluster.device.kernels.launch_s if total_s else 0.0
 
 
 def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, int]]) -> dict[int, float]:
@@ -91,13 +71,3 @@ def send_s(cluster: Cluster, tier: int, num_bytes: float) -> float:
     here = cluster.tiers[tier]
     rate = rate_bytes_per_s(cluster, tier, num_bytes, degree=2)
     return here.latency_s + num_bytes / rate + cluster.device.kernels.launch_s
-
-
-def _degrees(cluster: Cluster, group: Group) -> tuple[int, ...]:
-    degrees = tuple(group)
-    if len(degrees) > len(cluster.tiers):
-        raise ClusterError(f"a group on {len(degrees)} tiers: cluster {cluster.name!r} has {len(cluster.tiers)}")
-    for degree, tier in zip(degrees, cluster.tiers, strict=False):
-        if not 1 <= degree <= tier.size:
-            raise ClusterError(f"a group of degree {degree} on tier {tier.name!r}: give 1 to {tier.size}")
-    return degrees

@@ -42,7 +42,6 @@ class Work:
     recompute: Literal["none", "full"] = "none"
     flash: bool = True
     causal: bool = True
-    dropout: bool = False  # whether masks of one byte an element are written and read
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     documents: bool = False
 

@@ -11,14 +11,15 @@ import pytest
 
 from bench.validation import megatron
 from bench.validation.rows import read_rows
+from bench.validation.software import ExposedEvaluator, MegatronEstimator, MegatronEvaluator
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
+from terrace.plan.mesh import Mesh
 from terrace.plan.presets import preset
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Evaluator
 from terrace.planner.scaling import curve, evaluate_plan
-from terrace.planner.task import MEGATRON, Software, Task, num_micros
+from terrace.planner.task import Task, num_micros
 from tests.support.planner_cases import gpt
 
 # GB/s per GCD of a pair, of 4 such pairs, and across nodes with 8 groups on the adapters: Singh et al. 2502.08145, the
@@ -84,18 +85,24 @@ def test_steps_of_megatron_are_near_the_published() -> None:
     assert max(errors) == pytest.approx(0.065, abs=0.001)
 
 
-@pytest.mark.parametrize("software", [Software(), replace(MEGATRON, blocking_sends=False)])
-def test_blocking_sends_and_late_sums_make_a_pipeline_longer(software: Software) -> None:
+class _Asynchronous(MegatronEstimator):
+    """Sends that run beside computing, as this project's do."""
+
+    def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
+        return Estimator.boundary_s(self, mesh, micro_batch)
+
+    def sending_s(self, mesh: Mesh, micro_batch: int) -> float:
+        return Estimator.sending_s(self, mesh, micro_batch)
+
+
+def test_blocking_sends_and_late_sums_make_a_pipeline_longer() -> None:
     """A stage that waits for its exchanges loses at least as much as one message a micro-batch of its chunks."""
     line = next(line for line in read_rows("megatron_table1.csv") if line["model"] == "530B")
     task, choice = megatron.setting(line)
-    plain = replace(task, software=replace(software, late_sync=False))
-    evaluator = Evaluator(Bounds(Estimator(plain)))
+    evaluator = ExposedEvaluator(Bounds(_Asynchronous(task)))
     base_s, edge_s = evaluator.evaluate(choice).step_s, evaluator.stages(choice)[0].edge_s
-    blocking = replace(plain, software=replace(plain.software, blocking_sends=True))
-    blocked_s = Evaluator(Bounds(Estimator(blocking))).evaluate(choice).step_s
+    blocked_s = ExposedEvaluator(Bounds(MegatronEstimator(task))).evaluate(choice).step_s
     assert blocked_s - base_s > 0.9 * edge_s * choice.chunks * num_micros(task, choice)
-    late = replace(blocking, software=replace(blocking.software, late_sync=True))
-    estimate = Evaluator(Bounds(Estimator(late))).evaluate(choice)
+    estimate = MegatronEvaluator(Bounds(MegatronEstimator(task))).evaluate(choice)
     assert estimate.step_s > blocked_s
     assert estimate.step_s == pytest.approx(sum(estimate.time_s.values()))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.validation.software import ExposedCosts
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.config import forward_flops
@@ -131,7 +132,7 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     assert (forward_s, backward_s) == pytest.approx(attention_waits(task.cluster, attention, rounds), rel=1e-9)
     assert program.context.attention(program.blocks[0]) is None
     assert costs.waits_inside(Instruction(Op.BACKWARD, 0)) == {}
-    alone = replace(costs, hides_inside=False).waits_inside(Instruction(Op.BACKWARD, LAYER))
+    alone = ExposedCosts.of(costs).waits_inside(Instruction(Op.BACKWARD, LAYER))
     assert alone[MessageClass.CONTEXT] >= recomputed_s
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.validation.rows import gpt
+from bench.validation.software import with_dropout
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
@@ -101,15 +102,12 @@ def test_flash_attention_by_hand() -> None:
 
 
 def test_unfused_attention_moves_the_scores() -> None:
-    """9 bytes a score forward and 11 backward with dropout, 4 and 6 without; the products take and leave the scores."""
+    """4 bytes a score forward and 6 backward; the products take and leave the scores."""
     scores = 2 * 3 * 512 * 512
     operands = 2 * 3 * 512 * 64 * 2
-    for dropout, forward_bytes, backward_bytes in ((True, 9, 11), (False, 4, 6)):
-        forward, backward = attention_s(
-            MEMORY_ONLY, batch=2, heads=3, queries=512, keys=512, head_dim=64, flash=False, dropout=dropout
-        )
-        assert forward * 2.039e12 == pytest.approx(forward_bytes * scores + 2 * (2 * scores + 2 * operands))
-        assert backward * 2.039e12 == pytest.approx(backward_bytes * scores + 4 * (2 * scores + 2 * operands))
+    forward, backward = attention_s(MEMORY_ONLY, batch=2, heads=3, queries=512, keys=512, head_dim=64, flash=False)
+    assert forward * 2.039e12 == pytest.approx(4 * scores + 2 * (2 * scores + 2 * operands))
+    assert backward * 2.039e12 == pytest.approx(6 * scores + 4 * (2 * scores + 2 * operands))
 
 
 def test_every_kernel_costs_its_launch() -> None:
@@ -151,18 +149,21 @@ def test_tensor_and_context_ranks_share_the_flops(model: ModelConfig) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_passes_of_a_gpt_layer_are_the_known_bytes(tensor: int) -> None:
-    """(22 + 28/t) and (34 + 44/t) bytes an element of the residual stream, beside scores and products."""
-    work = Work(model=GPT, sequence=512, tensor=tensor, sequence_parallel=False, flash=False, dropout=True)
+    """(22 + 28/t) and (34 + 44/t) bytes an element of the residual stream, beside scores and products, with dropout,
+    which adds 2 to each and 5 bytes a score.
+    """
+    work = Work(model=GPT, sequence=512, tensor=tensor, sequence_parallel=False, flash=False)
     seconds = block_seconds(MEMORY_ONLY, work, Computes.RESIDUAL)
-    core = attention_s(
-        MEMORY_ONLY, batch=1, heads=16 // tensor, queries=512, keys=512, head_dim=64, flash=False, dropout=True
-    )
+    core = attention_s(MEMORY_ONLY, batch=1, heads=16 // tensor, queries=512, keys=512, head_dim=64, flash=False)
     widths = [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]
     cuts = [(k, n // tensor) if n >= k and index != 1 else (k // tensor, n) for index, (k, n) in enumerate(widths)]
     products = sum(512 * k + k * n + 512 * n for k, n in cuts) * 2 / 2.039e12
     element = 512 * 1024 / 2.039e12
-    assert seconds.forward_s - core[0] - products == pytest.approx((22 + 28 / tensor) * element)
-    assert seconds.input_s - core[1] - products == pytest.approx((34 + 44 / tensor) * element)
+    assert seconds.forward_s - core[0] - products == pytest.approx((20 + 28 / tensor) * element)
+    assert seconds.input_s - core[1] - products == pytest.approx((32 + 44 / tensor) * element)
+    dropped, scores_s = with_dropout(seconds, MEMORY_ONLY, work), 5 * 16 / tensor * 512 * 512 / 2.039e12
+    assert dropped.forward_s - core[0] - products - scores_s == pytest.approx((22 + 28 / tensor) * element)
+    assert dropped.input_s - core[1] - products - scores_s == pytest.approx((34 + 44 / tensor) * element)
 
 
 @FAMILIES

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.validation.bandwidth import nested, ring_s
+from bench.validation.software import gather_s
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.simulate.links import (
     exchange_tiers,
-    gather_s,
     rate_bytes_per_s,
     send_s,
 )

@@ -1,0 +1,158 @@
+"""Software that works in another way than this project, as the planner's own classes with other parts.
+
+`exposed` waits for every message inside a block. `megatron` is Megatron-LM as Narayanan et al. (2104.04473) ran it:
+attention that writes its scores, dropout, norms on every tensor rank, messages inside blocks that hide behind nothing,
+stages that do not compute while they exchange a micro-batch, and gradients that a pipeline sums over the data ranks
+after its last backward.
+"""
+
+import math
+from dataclasses import fields, replace
+
+from terrace.base.errors import ClusterError
+from terrace.cluster.cluster import Cluster, Device
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.wire import FORMATS, MessageClass
+from terrace.planner.bound import Bounds
+from terrace.planner.estimate import Estimator
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.inner import Inner
+from terrace.planner.parts import Part
+from terrace.planner.ranking import Estimate
+from terrace.planner.task import Choice, Task
+from terrace.program.program import Program
+from terrace.simulate.cost import Costs
+from terrace.simulate.inside import NO_ROUNDS, Rooms, Rounds
+from terrace.simulate.kernels import memory_s
+from terrace.simulate.layers import BlockSeconds
+from terrace.simulate.links import hop_s
+from terrace.simulate.masks import core_keys
+from terrace.simulate.work import Work
+
+SYNC = f"wait {MessageClass.SYNC.value}"
+
+
+class ExposedInner(Inner):
+    """Messages inside blocks, all waited for."""
+
+    def rooms(self, forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:
+        return {}
+
+
+class ExposedCosts(Costs):
+    """Costs of a program that waits for all messages inside its blocks."""
+
+    @staticmethod
+    def of(costs: Costs) -> "ExposedCosts":
+        return ExposedCosts(**{field.name: getattr(costs, field.name) for field in fields(costs)})
+
+    def rooms(self, forward_s: float, input_s: float, weight_s: float, rounds: Rounds) -> Rooms:
+        return {}
+
+
+class ExposedEstimator(Estimator):
+    """Estimates with messages inside blocks that hide behind nothing."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.inner = ExposedInner(task)
+
+
+class ExposedEvaluator(Evaluator):
+    """Evaluates choices with messages inside blocks that hide behind nothing; no program runs this way."""
+
+    def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
+        program, costs = super().program(part, choice, micros)
+        return program, ExposedCosts.of(costs)
+
+    def played(self, choice: Choice) -> Estimate:
+        return self.evaluate(choice)
+
+
+class _MegatronInner(ExposedInner):
+    def plan(self, mesh: Mesh) -> Plan:
+        return replace(super().plan(mesh), sequence_parallel=False)
+
+
+class MegatronEstimator(Estimator):
+    """Estimates of Megatron-LM's blocks and of its blocking sends."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.inner = _MegatronInner(task)
+        self._flash = False
+
+    def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
+        return replace(super().work(mesh, micro_batch, recompute), sequence_parallel=False)
+
+    def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
+        own = super()._compute(kind, mesh, micro_batch, accumulate)
+        if not self.specs[kind].attends:
+            return own
+        return with_dropout(own, self.task.cluster.device, self.work(mesh, micro_batch))
+
+    def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
+        return 0.0  # in `sending_s`: the message is part of the tasks of both stages
+
+    def sending_s(self, mesh: Mesh, micro_batch: int) -> float:
+        message_s, part = super().boundary_s(mesh, micro_batch), self._boundary_bytes(mesh, micro_batch)
+        # The parts are put together on the other side (section 4.1 there).
+        whole_s = gather_s(self.task.cluster, mesh.group("tensor"), part * mesh.total("tensor"))
+        return message_s + whole_s if message_s else 0.0
+
+
+class MegatronEvaluator(ExposedEvaluator):
+    """Evaluates choices as Megatron-LM runs them."""
+
+    def plan(self, choice: Choice) -> Plan:
+        return replace(super().plan(choice), sequence_parallel=False)
+
+    def lines(self, choice: Choice) -> list[dict[str, float]]:
+        # Not overlapped: the messages of the blocks follow each other.
+        numels, mail = self.estimator.numels(choice.mesh), self.bounds.mail
+        seconds = mail.messages(choice.mesh.state, numels, choice.placement).sync.seconds
+        parts = self.stages(choice)[0].parts
+        sums = [math.fsum(count * seconds[kind] for kind, count in part.runs) for part in parts]
+        return [line | {SYNC: sync_s} for line, sync_s in zip(super().lines(choice), sums, strict=True)]
+
+
+def exposed(task: Task) -> Evaluator:
+    """An evaluator of `task` that waits for every message inside a block."""
+    return ExposedEvaluator(Bounds(ExposedEstimator(task)))
+
+
+def megatron(task: Task) -> Evaluator:
+    """An evaluator of `task` under Megatron-LM."""
+    return MegatronEvaluator(Bounds(MegatronEstimator(task)))
+
+
+def with_dropout(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:
+    """Seconds of a layer whose plain attention and two residual sums have dropout, with a mask of one byte an element.
+
+    The scores are read and written once more, 5 bytes each in bf16 with the mask.
+    """
+    keys, _ = core_keys(work, device.backend)
+    queries = math.ceil(work.attended / work.micro_batch)
+    scores = work.micro_batch * work.attended_heads * queries * keys
+    sums = work.tokens * 2 * work.model.hidden_size / work.stream_cut
+    more_s = memory_s(device, (2 * FORMATS[work.compute].element_bytes + 1) * scores) + memory_s(device, sums, 0)
+    return replace(own, forward_s=own.forward_s + more_s, input_s=own.input_s + more_s)
+
+
+def gather_s(cluster: Cluster, group: tuple[int, ...], num_bytes: float) -> float:
+    """Seconds until every rank of a group holds all `num_bytes`, starting from one part each; as long as a reduction.
+
+    `group` is the degrees of its ranks by tier. Hop after hop, as the messages of a program are priced. Raises
+    `ClusterError` for a group that the cluster cannot hold.
+    """
+    sizes = tuple(tier.size for tier in cluster.tiers)
+    if len(group) > len(sizes) or not all(1 <= degree <= size for degree, size in zip(group, sizes, strict=False)):
+        raise ClusterError(f"a group of {group} ranks by tier: cluster {cluster.name!r} has {sizes}")
+    total_s = 0.0
+    for tier, degree in enumerate(group):
+        if degree > 1 and num_bytes:
+            total_s += hop_s(cluster, tier, degree, num_bytes * (degree - 1) / degree)
+            # Each member of this tier brings 1 / degree of the bytes, gathered over the outer tiers.
+            num_bytes /= degree
+    return total_s + cluster.device.kernels.launch_s if total_s else 0.0
