@@ -121,5 +121,12 @@ def kinds_of(runs: Runs) -> list[int]:
 
 def work_of_runs(works: Sequence[Work], runs: Runs) -> Work:
     """Seconds of all blocks of `runs`."""
-    forward_s, backward_s, weight_s = (sum(count * works[kind][part] for kind, count in runs) for part in range(3))
+    forward_s = backward_s = weight_s = 0.0
+    for kind, count in runs:  # a search asks for every root and schedule
+        own = works[kind]
+        forward_s, backward_s, weight_s = (
+            forward_s + count * own[0],
+            backward_s + count * own[1],
+            weight_s + count * own[2],
+        )
     return forward_s, backward_s, weight_s
