@@ -28,6 +28,7 @@ Memory. Each state divided by the ranks it is sharded over, one gathered block, 
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
@@ -35,15 +36,25 @@ from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
 from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
-from terrace.planner.pipelines import Pipeline, block_work, build_pipeline, least_span_s
+from terrace.planner.pipelines import Pipeline, build_pipeline, least_span_s
 from terrace.planner.shares import shares_of
-from terrace.planner.space import OpenMesh, Space, closed
+from terrace.planner.space import OpenMesh
 from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, held, share_layers, traits
 from terrace.planner.task import Placement
+from terrace.planner.works import Works
 
 
 def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
     return core.schedule, core.shape.mesh.total("pipeline"), core.chunks, core.num_micros, core.unit
+
+
+class _Priced(NamedTuple):
+    """Seconds of a root's blocks and of an edge; its logits in layers, and in an open shape the dearest form's."""
+
+    works: list[Work]
+    logits_layers: float
+    dearest_layers: float | None
+    edge_s: float
 
 
 class Bounds:
@@ -51,15 +62,13 @@ class Bounds:
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
-        self.split, self.specs = estimator.split, estimator.specs
+        self.split = estimator.split
         self.num_inner = len(self.task.inner)
         self.mail = Mail(estimator)
-        self._space = Space(task=self.task)
-        self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
-        self._block_works: dict[tuple[Mesh, bool, int, int, bool, bool], list[Work]] = {}
-        self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
+        self.works = Works(estimator)
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
+        self._newest: tuple[PartialCandidate, _Priced] | None = None
 
     def root(self, shape: OpenMesh, micro_batch: int, recompute: int, *, context: bool = True) -> PartialCandidate:
         """Bound over all schedules of a shape, with the stages of the lightest possible pipeline.
@@ -67,7 +76,10 @@ class Bounds:
         For an open shape it is also a bound over its context forms. Without `context` it leaves out the messages of
         context ranks: lower, and found in less time.
         """
-        works, kept = self._works(shape, micro_batch, recompute, context), self._kept(shape, micro_batch, recompute)
+        works, kept = (
+            self.works.of(shape, micro_batch, recompute, context),
+            self.works.kept(shape, micro_batch, recompute),
+        )
         numels = self.estimator.own_numels(shape.mesh)
         micros = self.task.batch // (shape.mesh.total("data") * micro_batch)
         stages, alike = shape.mesh.total("pipeline"), self.split.alike
@@ -116,25 +128,20 @@ class Bounds:
         # The same limits as of splits and of `pipeline`, without the cost of an exception.
         if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
             return None
-        works = self._works(shape, root.micro_batch, root.recompute)
+        works, logits_layers, dearest_layers, edge_s = self._priced(root)
         trait = traits()[schedule]
         if alike is None:
             return self._core_of_differing(root._replace(schedule=schedule, chunks=chunks), works, trait)
-        in_layers = self.split.logits_in_layers
-        shares = shares_of(num_layers, stages, chunks, in_layers(works), trait.looped, trait.folded)
-        if shape.is_open:
-            most = self._most_works(shape, root.micro_batch, root.recompute)
-            # The split is monotone in the logits' cost, so equal ends mean that every form between them has this
-            # split.
-            least_counts, most_counts = (
-                share_layers(num_layers, num_virtual, in_layers(each)) for each in (works, most)
-            )
-            if least_counts != most_counts:
-                return root._replace(schedule=schedule, chunks=chunks, heavy=None)
+        # The split is monotone in the logits' cost, so equal ends mean that every form between them has this split.
+        if dearest_layers is not None and (
+            share_layers(num_layers, num_virtual, logits_layers)
+            != share_layers(num_layers, num_virtual, dearest_layers)
+        ):
+            return root._replace(schedule=schedule, chunks=chunks, heavy=None)
+        shares = shares_of(num_layers, stages, chunks, logits_layers, trait.looped, trait.folded)
         forward_s, backward_s, weight_s = works[alike]
         logits = work_of_runs(works, self.split.after)
         logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
-        edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
         micros, least = root.num_micros, shares.least
         # A split schedule may delay the weight gradient beyond the path to the previous stage.
         back_s = backward_s - weight_s if trait.split else backward_s
@@ -153,6 +160,19 @@ class Bounds:
         span_s = max(root.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
         heavy = None if shares.heavy is None else self.split.equal(*shares.heavy)
         return root._replace(schedule=schedule, chunks=chunks, heavy=heavy, span_s=span_s)
+
+    def _priced(self, root: PartialCandidate) -> _Priced:
+        # All schedules of a root come one after the other.
+        if self._newest is None or self._newest[0] is not root:
+            shape, numbers = root.shape, (root.micro_batch, root.recompute)
+            works, in_layers, alike = self.works.of(shape, *numbers), self.split.logits_in_layers, self.split.alike
+            dearest = in_layers(self.works.most(shape, *numbers)) if shape.is_open and alike is not None else None
+            layers = 0.0 if alike is None else in_layers(works)
+            self._newest = (
+                root,
+                _Priced(works, layers, dearest, self.estimator.boundary_s(shape.mesh, root.micro_batch)),
+            )
+        return self._newest[1]
 
     def _core_of_differing(self, core: PartialCandidate, works: Sequence[Work], trait: Trait) -> PartialCandidate:
         # The forms of an open shape may split the blocks in different ways.
@@ -182,9 +202,9 @@ class Bounds:
         """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""
         shape, stages = core.shape, core.shape.mesh.total("pipeline")
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
-        works = self._works(shape, core.micro_batch, core.recompute)
+        works = self.works.of(shape, core.micro_batch, core.recompute)
         parts = parts_of(self.split.contents(self.split.counts(works, stages * core.chunks)), placement)
-        kept = self._kept(shape, core.micro_batch, core.recompute)
+        kept = self.works.kept(shape, core.micro_batch, core.recompute)
         numels = self.estimator.own_numels(shape.mesh)
         # A set: the inner stages of a deep pipeline are mostly alike.
         needs = {
@@ -258,7 +278,7 @@ class Bounds:
         numels = estimator.own_numels(shape.mesh)
         messages = self.mail.messages(shape.mesh.state, numels, placement)
         # An excess must not be overestimated for any form, so the form with the most computing counts.
-        works = self._most_works(shape, core.micro_batch, core.recompute)  # all of it hides messages
+        works = self.works.most(shape, core.micro_batch, core.recompute)  # all of it hides messages
         held = sum(numels[kind] * count for kind, count in runs)
         update_s = estimator.update_s(shape.mesh.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (
@@ -296,7 +316,7 @@ class Bounds:
         shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
         if alike is None:
             return 0.0
-        works = self._works(shape, core.micro_batch, core.recompute)
+        works = self.works.of(shape, core.micro_batch, core.recompute)
         num_stages = shape.mesh.total("pipeline")
         counts = self.split.counts(works, num_stages * chunks)
         # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
@@ -350,51 +370,3 @@ class Bounds:
         times = 1 if core.unit else unit
         least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * SLACK
-
-    def _works(self, shape: OpenMesh, micro_batch: int, recompute: int, context: bool = True) -> list[Work]:
-        accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
-        key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate, context)
-        found = self._block_works.get(key)
-        if found is None:
-            forms, numbers = self._forms(shape), (micro_batch, recompute, accumulate)
-            kinds = range(len(self.specs))
-            found = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
-            self._block_works[key] = found
-        return found
-
-    def _most_works(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
-        works = self._works(shape, micro_batch, recompute)
-        if not shape.is_open:
-            return works
-        accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
-        key = (shape.mesh.inside, micro_batch, recompute, accumulate)
-        found = self._most_layer.get(key)
-        if found is None:
-            found = list(works)
-            for kind, spec in enumerate(self.specs):
-                # Only attention depends on the form.
-                if spec.attends:
-                    each = [
-                        block_work(self.estimator, kind, (form,), micro_batch, recompute, accumulate)
-                        for form in self._forms(shape)
-                    ]
-                    # Maxima may come from different forms; a bound does not need one form that attains them all.
-                    forward_s, backward_s, weight_s = map(max, zip(*each, strict=True))
-                    found[kind] = (forward_s, backward_s, weight_s)
-            self._most_layer[key] = found
-        return found
-
-    def _kept(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[int]:
-        # Ulysses beyond the number of key-value heads replicates them, so the form with fewest Ulysses ranks keeps
-        # least. Logits exist only while they are computed.
-        numbers = self._forms(shape)[0], micro_batch, recompute
-        kept = self.estimator.kept_bytes
-        return [0 if spec.at_an_end else kept(kind, *numbers) for kind, spec in enumerate(self.specs)]
-
-    def _forms(self, shape: OpenMesh) -> Sequence[Mesh]:
-        if not shape.is_open:
-            return (shape.mesh.inside,)
-        found = self._known_forms.get(shape.mesh.inside)
-        if found is None:
-            found = self._known_forms[shape.mesh.inside] = [form.inside for form in closed(self._space, shape.mesh)]
-        return found
