@@ -29,7 +29,7 @@ from terrace.planner.ranking import Estimate, ranked
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Task, schedule_text
+from terrace.planner.task import Candidate, Task, schedule_text
 from terrace.program.schedules.registry import schedule_names
 from terrace.simulate.step import WAITS_ON_STAGES
 
@@ -177,7 +177,7 @@ def plan_words(estimate: Estimate) -> str:
     return " ".join(words)
 
 
-def crossed(task: Task, choice: Choice) -> str:
+def crossed(task: Task, choice: Candidate) -> str:
     """The outermost tier crossed by the tensor ranks of a plan."""
     tiers = choice.mesh.tiers("tensor")
     return task.cluster.tiers[tiers[-1]].name if tiers else ""

@@ -12,7 +12,7 @@ from bench.validation.software import megatron
 from terrace.cluster.presets import load_cluster
 from terrace.plan.mesh import Mesh
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Placement, Task
+from terrace.planner.task import Candidate, Placement, Task
 from terrace.simulate.layers import hardware_flops
 from terrace.simulate.work import Work
 
@@ -50,7 +50,7 @@ def table() -> Table:
     )
 
 
-def setting(line: dict[str, str]) -> tuple[Task, Choice]:
+def setting(line: dict[str, str]) -> tuple[Task, Candidate]:
     """Return what a published row trained, and how."""
     tensor, pipeline, data = (int(line[axis]) for axis in ("tensor", "pipeline", "data"))
     chunks = int(line["chunks"])
@@ -62,7 +62,7 @@ def setting(line: dict[str, str]) -> tuple[Task, Choice]:
         sequence=_SEQUENCE,
     )
     interleaved = "interleaved" if chunks > 1 else "1f1b"
-    choice = Choice(
+    choice = Candidate(
         recompute=1,
         unit=1,
         schedule=interleaved if pipeline > 1 else SERIAL,

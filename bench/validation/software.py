@@ -20,7 +20,7 @@ from terrace.planner.evaluate import Evaluator
 from terrace.planner.inner import Inner
 from terrace.planner.parts import Part
 from terrace.planner.ranking import Estimate
-from terrace.planner.task import Choice, Task
+from terrace.planner.task import Candidate, Task
 from terrace.program.program import Program
 from terrace.simulate.cost import Costs
 from terrace.simulate.inside import NO_ROUNDS, Rooms, Rounds
@@ -62,11 +62,11 @@ class ExposedEstimator(Estimator):
 class ExposedEvaluator(Evaluator):
     """Evaluates choices with messages inside blocks that hide behind nothing; no program runs this way."""
 
-    def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
+    def program(self, part: Part, choice: Candidate, micros: int) -> tuple[Program, Costs]:
         program, costs = super().program(part, choice, micros)
         return program, ExposedCosts.of(costs)
 
-    def played(self, choice: Choice) -> Estimate:
+    def played(self, choice: Candidate) -> Estimate:
         return self.evaluate(choice)
 
 
@@ -105,10 +105,10 @@ class MegatronEstimator(Estimator):
 class MegatronEvaluator(ExposedEvaluator):
     """Evaluates choices as Megatron-LM runs them."""
 
-    def plan(self, choice: Choice) -> Plan:
+    def plan(self, choice: Candidate) -> Plan:
         return replace(super().plan(choice), sequence_parallel=False)
 
-    def lines(self, choice: Choice) -> list[dict[str, float]]:
+    def lines(self, choice: Candidate) -> list[dict[str, float]]:
         # Not overlapped: the messages of the blocks follow each other.
         numels, mail = self.estimator.numels(choice.mesh), self.bounds.mail
         seconds = mail.messages(choice.mesh.state, numels, choice.placement).sync.seconds

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load
 from terrace.data.batches import Source
 from terrace.train.config import RunConfig, parse_run, run_toml
@@ -45,9 +46,13 @@ def job_text(job: RunJob) -> str:
 
 def read_job(text: str) -> RunJob:
     """Inverse of `job_text`. Raises `ConfigError` for anything else."""
-    table = load(_JobText, json.loads(text), "job")
+    try:
+        table = load(_JobText, json.loads(text), "job")
+        run = tomllib.loads(table.run)
+    except ValueError as error:
+        raise ConfigError(f"the job of rank 0 cannot be read ({error}): start the run again") from error
     return RunJob(
-        run=parse_run(tomllib.loads(table.run)),
+        run=parse_run(run),
         folder=table.folder,
         sources=table.sources,
         tokenizer_fingerprint=table.tokenizer_fingerprint,
@@ -63,7 +68,7 @@ def sources_text(sources: Sequence[Source]) -> str:
 
 
 def read_sources(text: str) -> tuple[Source, ...]:
-    """Inverse of `sources_text`. Raises `ConfigError` for anything else."""
+    """Inverse of `sources_text`."""
     return load(_Sources, json.loads(text), "sources").sources
 
 

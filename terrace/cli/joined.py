@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from terrace.base.errors import ConfigError, TerraceError
+from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.machines import check_tiers
 from terrace.launch.world import World
@@ -36,14 +36,14 @@ def check_world(world: World, cluster: Cluster) -> None:
             f"{cluster.world_size}: start {cluster.world_size}, or resize a tier, for example "
             f"--cluster.tiers.{cluster.tiers[-1].name}.size N"
         )
-    check_tiers(world.hosts, [(tier.name, tier.size) for tier in cluster.tiers])
+    check_tiers(world.machines, [(tier.name, tier.size) for tier in cluster.tiers])
 
 
 def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], str]) -> str:
     """Text of `make`, called on one rank (`mine`) and sent to the others through the store.
 
-    If it raises, only that rank reports the error; the other `num_others` exit. Raises `ConfigError` for a text that no
-    rank of this run wrote.
+    If it raises anything, only that rank reports the error; the other `num_others` exit. Raises `ConfigError` for a
+    text that no rank of this run wrote.
     """
     if not mine:
         world.store.wait([key], _PREPARE_TIMEOUT)
@@ -55,7 +55,7 @@ def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callabl
         return said.removeprefix(_MADE)
     try:
         made = make()
-    except TerraceError:
+    except BaseException:
         world.store.set(key, world.seal.close(key, _FAILED))
         # The store may be in this process: it stays until the others have heard.
         deadline_s = time.monotonic() + _HEARD_S

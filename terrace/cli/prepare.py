@@ -77,6 +77,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         )
     _check_disk(resume or folder or _RUNS, config)
     carried = source_files(config) if resume is None else {}
+    is_new = there is None
     chosen = resume or _new_folder(folder, going_on)
     # A file of an earlier start is replaced by rank 0, once the ranks are ready and it holds the folder.
     earlier = _earlier(chosen)
@@ -87,7 +88,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
             if earlier is None:
                 write_atomic(chosen / "config.toml", run_toml(config))
     except OSError as error:
-        if resume is None:
+        if is_new:
             shutil.rmtree(chosen, ignore_errors=True)
         raise _unusable(chosen, error) from error
     return RunJob(
@@ -97,12 +98,17 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
         config="" if earlier is None else run_toml(config),
-        changes=() if checkpoint is None else changes(earlier or {}, tomllib.loads(run_toml(config))),
+        changes=() if checkpoint is None else changes(earlier, tomllib.loads(run_toml(config))),
     )
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings of a resumed run that may change its numbers and differ from the earlier start's: `key old -> new`."""
+def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings of a resumed run that may change its numbers and differ from the earlier start's: `key old -> new`.
+
+    Data, model and ranks are compared with the checkpoint, and named elsewhere.
+    """
+    if not old:
+        return ("the settings of the earlier start cannot be read, so changes of them are not known",)
     found = []
     for section in ("train", "optimizer", "plan", "lora"):
         before, after = (_flat(table.get(section, {}), section) for table in (old, new))

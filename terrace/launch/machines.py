@@ -21,11 +21,13 @@ _MAX_SHOWN = 8  # machines in the line of the map
 class Facts:
     """A rank's part of the meeting: where it runs, and which code and configuration it would run.
 
-    `device`: a CUDA device's uuid, empty on a CPU; `numa`: its NUMA node, or -1; `versions`: of Python, torch and
-    Terrace's files; `sections`: a digest of each section of its configuration.
+    `boot`: the id of the running kernel, equal in all containers of a machine and empty where there is none; `device`:
+    a CUDA device's uuid, empty on a CPU; `numa`: its NUMA node, or -1; `versions`: of Python, torch and Terrace's
+    files; `sections`: a digest of each section of its configuration.
     """
 
     host: str
+    boot: str = ""
     device: str = ""
     numa: int = -1
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -84,32 +86,58 @@ def other_configurations(facts: Sequence[Facts]) -> list[str]:
     ]
 
 
-def arrange(hosts: Sequence[str]) -> list[int]:
-    """New number of every rank, by its old one, so that the ranks of a machine follow one another.
+def boot_id() -> str:
+    """Id of the running kernel: host names may repeat, and containers of a machine have names of their own."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
-    Machines keep the order of their first ranks, and ranks of a machine keep theirs; rank 0 stays rank 0.
+
+def names_of(facts: Sequence[Facts]) -> tuple[list[str], list[str]]:
+    """Name of every rank's host, and of its machine: the machine's first host. Equal names of several get a number."""
+    boots: dict[str, list[str]] = {}
+    for each in facts:
+        known = boots.setdefault(each.host, [])
+        if each.boot not in known:
+            known.append(each.boot)
+    hosts = []
+    for each in facts:
+        number = boots[each.host].index(each.boot) + 1
+        hosts.append(each.host if number == 1 else f"{each.host} ({number})")
+    first: dict[str, str] = {}
+    machines = [first.setdefault(each.boot or host, host) for each, host in zip(facts, hosts, strict=True)]
+    return hosts, machines
+
+
+def arrange(machines: Sequence[str], numas: Sequence[int] = ()) -> list[int]:
+    """New number of every rank, by its old one, so that the ranks of a machine, and of its NUMA nodes, are neighbours.
+
+    Machines and NUMA nodes keep the order of their first ranks, and the ranks of one keep theirs; rank 0 stays rank 0.
     """
-    first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
-    order = sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
-    new = [0] * len(hosts)
+    nodes = list(zip(machines, numas or [-1] * len(machines), strict=True))
+    first = {machine: rank for rank, machine in reversed(list(enumerate(machines)))}
+    of_node = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+    order = sorted(range(len(nodes)), key=lambda rank: (first[machines[rank]], of_node[nodes[rank]], rank))
+    new = [0] * len(order)
     for number, rank in enumerate(order):
         new[rank] = number
     return new
 
 
-def check_tiers(hosts: Sequence[str], tiers: Sequence[tuple[str, int]]) -> None:
+def check_tiers(machines: Sequence[str], tiers: Sequence[tuple[str, int]]) -> None:
     """Raises `ConfigError` unless every tier up to the machine's lies inside one machine.
 
-    `hosts` are the hosts of the ranks in order; `tiers` are names and sizes, innermost first. Ranks on a single host
-    may stand for any cluster.
+    `machines` are the ranks' in order; `tiers` are names and sizes, innermost first. Ranks on a single machine may
+    stand for any cluster.
     """
-    if len(set(hosts)) < 2:
+    if len(set(machines)) < 2:
         return
     names = [name for name, _ in tiers]
     inside = max((names.index(name) for name in MACHINE_TIERS if name in names), default=-1)
     for (name, _), joined in list(zip(tiers, accumulate((size for _, size in tiers), mul), strict=True))[: inside + 1]:
-        for start in range(0, len(hosts), joined):
-            members = hosts[start : start + joined]
+        for start in range(0, len(machines), joined):
+            members = machines[start : start + joined]
             if len(set(members)) > 1:
                 raise ConfigError(
                     f"tier {name!r} joins {joined} ranks of one machine, but ranks {start} to "
@@ -119,13 +147,13 @@ def check_tiers(hosts: Sequence[str], tiers: Sequence[tuple[str, int]]) -> None:
                 )
 
 
-def machine_map(hosts: Sequence[str], started: Sequence[int] | None = None) -> str:
+def machine_map(machines: Sequence[str], started: Sequence[int] | None = None) -> str:
     """A line that says which ranks run where; `started` has the numbers by which the launcher started them."""
-    counts = Counter(hosts)
-    runs = [list(group) for _, group in groupby(range(len(hosts)), key=hosts.__getitem__)]
+    counts = Counter(machines)
+    runs = [list(group) for _, group in groupby(range(len(machines)), key=machines.__getitem__)]
     parts = []
     for ranks in runs:
-        text = f"{compress(ranks)} on {hosts[ranks[0]]}"
+        text = f"{compress(ranks)} on {machines[ranks[0]]}"
         if started is not None and [started[rank] for rank in ranks] != ranks:
             text += f" (started as {compress(sorted(started[rank] for rank in ranks))})"
         parts.append(text)

@@ -127,7 +127,9 @@ class ProcessPool:
         done = {report.rank: report for report in reports if report.kind == "done"}
         if len(done) == world_size:
             for member in members:
-                member.link.send("end")
+                # A rank may be killed after it has reported: its result is here.
+                with suppress(OSError):
+                    member.link.send("end")
             return [pickle.loads(done[rank].payload) for rank in range(world_size)]
         # No rank failed and time is up: only stacks can tell where they wait.
         if late:

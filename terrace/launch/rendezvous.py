@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.schema import load
-from terrace.launch.machines import Facts, arrange, check_same_code, machine_map, other_configurations
+from terrace.launch.machines import Facts, arrange, check_same_code, machine_map, names_of, other_configurations
 from terrace.launch.postmortem import in_words
 from terrace.launch.seal import Seal
 
@@ -41,21 +41,27 @@ def host_store(address: str, port: int, timeout_s: float) -> Store:
     For a loopback address it listens there only: torch's own server listens on every interface. Raises `ConfigError`
     for a port that is in use or is none.
     """
-    loopback = _is_loopback(address)
+    own = _loopback(address)
     try:
-        if loopback or not socket.has_dualstack_ipv6():
-            listener = socket.create_server(("127.0.0.1" if loopback else "", port), backlog=_BACKLOG)
-        else:
+        if own is not None:
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            listener = socket.create_server((own, port), family=family, backlog=_BACKLOG)
+        elif socket.has_dualstack_ipv6():
             listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen on port {port} for the ranks of the run: {error}; set MASTER_PORT to a free port, "
-            "from 1024 to 65535"
+            f"cannot listen on {own or 'all interfaces'}, port {port}, for the ranks of the run: {error}; under a "
+            "launcher set MASTER_PORT to a free port, from 1024 to 65535"
         ) from error
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=timeout_s)
     return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        own or "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -92,22 +98,26 @@ def open_store(address: str, port: int, timeout_s: float, say: Callable[[str], N
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _is_loopback(address: str) -> bool:
+def _loopback(address: str) -> str | None:
+    # The address itself: 127.0.1.1 and ::1 are other addresses than 127.0.0.1. None: it is to be reached from outside.
+    if address == "localhost":
+        return "127.0.0.1"
     try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+        return address if ipaddress.ip_address(address).is_loopback else None
     except ValueError:
-        return False
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Outcome of a meeting: the world's life, the seal for its values, this rank's number, and every rank's host."""
+    """Outcome of a meeting: the world's life, the seal for its values, this rank's number, and where every rank is."""
 
     life: str
     seal: Seal
     rank: int
     num_here: int  # ranks on this machine
     hosts: tuple[str, ...]
+    machines: tuple[str, ...]
     map: str  # which ranks run where
     notes: tuple[str, ...] = ()
 
@@ -123,6 +133,7 @@ class _Go:
     refused: bool
     ranks: tuple[int, ...] = ()  # new number of every rank, by the launcher's
     hosts: tuple[str, ...] = ()  # of the ranks, by their new numbers
+    machines: tuple[str, ...] = ()
 
 
 def meet(
@@ -143,6 +154,7 @@ def meet(
         store.wait([f"answer/{token}"], timeout)
         life = seal.open(f"answer/{token}", bytes(store.get(f"answer/{token}")), "rank 0")
         inner = seal.within(life)
+        store.set(f"{life}/in/{rank}", inner.close(f"in/{rank}", token))
         store.add(f"{life}/in", 1)
         store.wait([f"{life}/go"], timeout)
         go = _read(_Go, inner.open("go", bytes(store.get(f"{life}/go"))))
@@ -170,25 +182,26 @@ class _Host:
         try:
             facts = [own, *self._gathered()]
             check_same_code(facts)
-            hosts = [each.host for each in facts]
-            ranks = arrange(hosts)
+            hosts, machines = names_of(facts)
+            ranks = arrange(machines, [each.numa for each in facts] if renumber else ())
             if ranks != list(range(self._world_size)) and not renumber:
                 raise ConfigError(
-                    f"the ranks of a machine are not neighbours ({machine_map(hosts)}): start one machine's ranks "
+                    f"the ranks of a machine are not neighbours ({machine_map(machines)}): start one machine's ranks "
                     "after the other's (srun --distribution=block, mpirun --map-by slot)"
                 )
         except ConfigError:
             self._refuse()
             raise
         order = sorted(range(self._world_size), key=ranks.__getitem__)
-        go = _Go(refused=False, ranks=tuple(ranks), hosts=tuple(hosts[old] for old in order))
+        there = tuple(hosts[old] for old in order), tuple(machines[old] for old in order)
+        go = _Go(refused=False, ranks=tuple(ranks), hosts=there[0], machines=there[1])
         self._say(go)
         return _meeting(self._life, self._inner, 0, go, other_configurations(facts))
 
     def _gathered(self) -> list[Facts]:
         num_seen = 0
         deadline_s = time.monotonic() + self._timeout_s
-        while self._store.add(f"{self._life}/in", 0) < self._world_size - 1:
+        while self._store.add(f"{self._life}/in", 0) < self._world_size - 1 or not self._all_in():
             # One counter is asked for between knocks, not a key for every rank.
             num_knocks = self._store.add("knocks", 0)
             if num_knocks != num_seen:
@@ -200,6 +213,16 @@ class _Host:
                 raise HangError(f"{who} did not join the world within {self._timeout_s:g} s")
             time.sleep(_POLL_S)
         return [self._knocks[rank].facts for rank in range(1, self._world_size)]
+
+    def _all_in(self) -> bool:
+        # The counter may count a rank twice that died and knocked again, so each rank's own word is read at the end.
+        for rank in range(1, self._world_size):
+            knock, key = self._knocks.get(rank), f"in/{rank}"
+            if knock is None or not self._store.check([f"{self._life}/{key}"]):
+                return False
+            if self._inner.open(key, bytes(self._store.get(f"{self._life}/{key}")), f"rank {rank}") != knock.token:
+                return False
+        return True
 
     def _answer(self) -> None:
         # Keys that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
@@ -233,7 +256,8 @@ def _meeting(life: str, seal: Seal, rank: int, go: _Go, notes: Sequence[str] = (
         rank=new,
         num_here=go.hosts.count(go.hosts[new]),
         hosts=go.hosts,
-        map=machine_map(go.hosts, started),
+        machines=go.machines,
+        map=machine_map(go.machines, started),
         notes=tuple(notes),
     )
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError
-from terrace.launch.machines import Facts, files_digest, numa_of
+from terrace.launch.machines import Facts, boot_id, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
 from terrace.launch.rendezvous import host_store, meet, open_store
 from terrace.launch.seal import Seal, user_secret
@@ -115,6 +115,8 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", os.environ["MASTER_PORT"]) or 0
+    if port == 0:
+        raise ConfigError("MASTER_PORT=0 is no port that other ranks could know: set it to one from 1024 to 65535")
     seal = _secret()
     hosting = place.rank == 0 and not agent_hosts
     waiting = say if place.local_rank == 0 or place.rank == 0 else _silent
@@ -127,7 +129,7 @@ def join(
     _agree_on_backend(store, met.seal, met.rank, backend, why)
     if met.rank == 0:
         say(f"{place.world_size} ranks under {place.launcher}, backend {backend}: {why}")
-        for line in (met.map, *met.notes) if len(set(met.hosts)) > 1 else met.notes:
+        for line in (met.map, *met.notes) if len(set(met.machines)) > 1 else met.notes:
             say(line)
     dist.init_process_group(
         backend,
@@ -147,6 +149,7 @@ def join(
         store_rank=None if agent_hosts else 0,
         seal=met.seal,
         hosts=met.hosts,
+        machines=met.machines,
     )
 
 
@@ -261,22 +264,28 @@ def _why_no_nccl() -> str:
 def _secret() -> Seal:
     text = os.environ.get("TERRACE_SECRET")
     if text is None:
-        return user_secret(Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "terrace")
+        folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        if not os.path.isabs(folder):
+            raise ConfigError(
+                "the ranks of a run know each other by a secret, and there is no home folder to keep one in: set "
+                "TERRACE_SECRET to the same random text for every rank"
+            )
+        return user_secret(Path(folder, "terrace"))
     if len(text) < _LEAST_SECRET:
         raise ConfigError(
             f"TERRACE_SECRET has {len(text)} characters, at least {_LEAST_SECRET} are needed: set the same random text "
             "for every rank, such as that of openssl rand -hex 16"
         )
-    return Seal(text.encode(), "TERRACE_SECRET")
+    return Seal(os.fsencode(text), "TERRACE_SECRET")
 
 
 def _facts(device: torch.device | None, sections: Mapping[str, str]) -> Facts:
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "Terrace's files": files_digest()}
     host = socket.gethostname()
     if device is None:
-        return Facts(host, versions=versions, sections=sections)
+        return Facts(host, boot_id(), versions=versions, sections=sections)
     properties = torch.cuda.get_device_properties(device)
-    return Facts(host, str(properties.uuid), numa_of(properties), versions, sections)
+    return Facts(host, boot_id(), str(properties.uuid), numa_of(properties), versions, sections)
 
 
 def _silent(text: str) -> None:
@@ -302,9 +311,9 @@ def _start_forkserver(module: str = "__main__") -> None:
     # Forking is safe only from a single-threaded server; each child sets its own number of threads.
     defaults = {"OMP_NUM_THREADS": "1"}
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    # Gloo would otherwise look up the machine's name on the network.
-    if loopback:
-        defaults["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
+    for name in loopback:
+        defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them.
     with _defaults_in_environment(defaults), handled(SIGNALS, signal.SIG_IGN):
         multiprocessing.forkserver.ensure_running()

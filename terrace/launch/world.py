@@ -24,8 +24,8 @@ class World:
     `store` is a fresh name space shared by all ranks of this life of the world. `on_hang`, if any, delivers a hang
     message to the parent process. `supervised`: the launcher sends SIGTERM to every rank as soon as one dies.
     `store_rank` is the rank that hosts the store, or None if the store outlives every rank. `seal` closes values that
-    go into the store and opens them when they come out. `hosts`: the host names of ranks under a
-    launcher.
+    go into the store and opens them when they come out. `hosts` and `machines` name where
+    each rank of a launcher is; several hosts, such as containers, may be on one machine.
     """
 
     rank: int
@@ -38,6 +38,7 @@ class World:
     store_rank: int | None = None
     seal: Seal = field(default_factory=Seal.fresh, repr=False, compare=False)
     hosts: tuple[str, ...] = ()
+    machines: tuple[str, ...] = ()
 
 
 def is_communication_error(error: BaseException, *, waiting: bool) -> bool:

@@ -36,11 +36,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads, attention_tokens, is_context_parallel, local_tokens
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS
 
@@ -116,7 +115,7 @@ class ContextTraffic:
         """
         heads = attention_heads(block, self.mesh.total("rows")) if self.has_formula else None
         if self.has_formula and self.sequence < 1:
-            raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
+            raise no_sequence("context")
         return None if heads is None else self._attention(heads)
 
     def _attention(self, heads: Heads) -> AttentionBytes:

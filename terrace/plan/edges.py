@@ -14,11 +14,10 @@ A block that two stages hold, a tied embedding, has its accumulated gradient sha
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
 from terrace.plan.in_block_messages import Leg, TensorMessage
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS
@@ -39,7 +38,7 @@ class Edge:
 def edge_of(tensor: TensorTraffic, blocks: Sequence[BlockSpec]) -> Edge:
     """The activation at every edge of a pipeline; raises `PlanError` where its size is not known."""
     if tensor.tokens < 1:
-        raise PlanError("a plan with a pipeline axis needs the length of a sequence: its messages are activations")
+        raise no_sequence("pipeline")
     rows, features = tensor.rows.degree, hidden_size(blocks) // tensor.columns.degree
     # Ranks hold distinct tokens already, so nothing is sent twice.
     if tensor.splits_tokens:

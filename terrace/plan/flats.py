@@ -51,12 +51,12 @@ class FlatParamSpec:
         return self.layout.padded(self.numel)
 
 
-def everyone(cluster: Cluster, plan: Plan) -> Layout:
+def stage_layout(cluster: Cluster, plan: Plan) -> Layout:
     """Layout of all ranks that hold some part of a block together."""
     return Layout.of(cluster, plan, STAGE)
 
 
-def world(cluster: Cluster, plan: Plan) -> Layout:
+def world_layout(cluster: Cluster, plan: Plan) -> Layout:
     """Layout of all ranks of every stage, crossed by control messages."""
     return Layout.of(cluster, plan, ORDER)
 

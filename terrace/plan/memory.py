@@ -27,7 +27,7 @@ from itertools import chain
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.flats import FlatParamSpec, block_flats, everyone, orthogonalised
+from terrace.plan.flats import FlatParamSpec, block_flats, orthogonalised, stage_layout
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.in_block_messages import Leg
 from terrace.plan.layout import Layout, message_lane
@@ -74,7 +74,7 @@ def model_state_bytes(
     total["gathered"] = _peak_gathered(stays, whole) * compute
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
     tensor = TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
-    total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, stays, held)
+    total["buffers"] = _largest_buffers(stage_layout(cluster, plan), plan, stays, held)
     # Messages inside blocks have a lane and memory of their own.
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
     total["buffers"] += _peak_directions(flats, stage.held) * compute

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from terrace.base.errors import PlanError
+
 if TYPE_CHECKING:
     from terrace.cluster.cluster import Cluster
     from terrace.plan.plan import Plan
@@ -227,6 +229,11 @@ def _interned(degrees: tuple[tuple[int, ...], ...]) -> Mesh:
 @lru_cache(maxsize=256)
 def _positions(axes: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(ORDER.index(part) for axis in axes for part in _FACTORED.get(axis, (axis,)))
+
+
+def no_sequence(axis: str) -> PlanError:
+    """The error for programs of a plan with `axis` where sequences have no length."""
+    return PlanError(f"a plan with a {axis} axis needs the length of a sequence: its messages are activations")
 
 
 def tier_degrees(row: _Table) -> dict[str, int]:

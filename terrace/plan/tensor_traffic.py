@@ -24,14 +24,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import batch_shape
 from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.routes import gather_hops, reduce_hops
 from terrace.plan.wire import FORMATS, MessageClass
@@ -148,7 +147,7 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
     if tensor.degree == 1:
         return forward, backward
     if tensor.tokens < 1:
-        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
+        raise no_sequence("tensor")
     block = blocks[index]
     forward_norms = _norm_messages(tensor, block)
     whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * hidden_size(blocks)

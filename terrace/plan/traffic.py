@@ -27,7 +27,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import edge_of, stage_sends
-from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
+from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed, residencies
@@ -54,7 +54,7 @@ def step_bytes(
     out, and the messages of context ranks with `balance = "cost"`, which depend on the batch. Raises `ClusterError` for
     an unknown tier.
     """
-    layout = everyone(cluster, plan)
+    layout = stage_layout(cluster, plan)
     flats = block_flats(cluster, plan, blocks)
     total: Bytes = defaultdict(int)
 
@@ -76,7 +76,7 @@ def step_bytes(
             if route.carries in ("trainable", "orthogonal") and flat.travels_in(message):
                 add(message, flat, times=num_units if message is MessageClass.REDUCE else 1)
     # Control messages join all stages of an island, so they use the world's degrees.
-    for tier, (name, degree) in enumerate(zip(layout.tiers, world(cluster, plan).degrees, strict=True)):
+    for tier, (name, degree) in enumerate(zip(layout.tiers, world_layout(cluster, plan).degrees, strict=True)):
         if degree > 1 and tier <= layout.island:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
     mesh = Mesh.of(cluster, plan)

@@ -1,17 +1,17 @@
-"""A partial candidate of the search: a choice without placement and unit, with its lower bounds."""
+"""A partial candidate of the search: a candidate without placement and unit, with its lower bounds."""
 
 from typing import NamedTuple
 
 from terrace.planner.parts import Runs
 from terrace.planner.space import OpenMesh
 from terrace.planner.stages import SERIAL, SIMPLEST
-from terrace.planner.task import Choice, Placement
+from terrace.planner.task import Candidate, Placement
 
 SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
 
 class PartialCandidate(NamedTuple):
-    """A choice without placement and unit, with the lower bounds of its computing.
+    """A candidate without placement and unit, with the lower bounds of its computing.
 
     `span_s`: seconds of computing; `mean_s`: the mean over stages; `heavy`: blocks of the stage with most of them, if
     known. `stages`: (parameters per tensor rank, bytes of one micro-batch in flight at the peak) of the stages that
@@ -49,7 +49,7 @@ class PartialCandidate(NamedTuple):
         stages = tuple((numel, unit * kept) for numel, kept in self.stages)
         return self._replace(unit=unit, stages=stages, heavy=None)
 
-    def choice(self, placement: Placement, unit: int) -> Choice:
+    def choice(self, placement: Placement, unit: int) -> Candidate:
         """The whole choice; a root stands for its simplest schedule."""
         schedule = self.schedule or (SIMPLEST if self.shape.mesh.total("pipeline") > 1 else SERIAL)
-        return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh)
+        return Candidate(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh)

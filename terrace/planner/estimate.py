@@ -20,7 +20,7 @@ from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.inner import Inner, PassSeconds
 from terrace.planner.parts import Part, Split, kinds_of
-from terrace.planner.task import Choice, Placement, Task, plan_of
+from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import activations_of
 from terrace.simulate.footprint import (
@@ -65,7 +65,7 @@ class Estimator:
         self._kept: dict[tuple[int, Mesh, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
         self._numels: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._plans: dict[Choice, Plan] = {}
+        self._plans: dict[Candidate, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
@@ -147,7 +147,7 @@ class Estimator:
             found = self._tensors[key] = self.inner.tensor(kind, mesh, self.work(mesh, micro_batch), own)
         return found
 
-    def compute(self, kind: int, choice: Choice) -> BlockSeconds:
+    def compute(self, kind: int, choice: Candidate) -> BlockSeconds:
         """Seconds of a block on one micro-batch without messages."""
         accumulate = choice.mesh.total("data") * choice.micro_batch < self.task.batch
         return self._compute(kind, choice.mesh, choice.micro_batch, accumulate)
@@ -180,7 +180,7 @@ class Estimator:
         cluster, crossed = self.task.cluster, mesh.tiers("pipeline")
         return self.boundary_s(mesh, micro_batch) * tier_penalty(cluster, crossed[-1]) if crossed else 0.0
 
-    def tie_s(self, choice: Choice, lender: int) -> float:
+    def tie_s(self, choice: Candidate, lender: int) -> float:
         """Seconds in which two stages sum the gradient of a block that one lends the other (terrace.plan.edges)."""
         mesh, cluster = choice.mesh, self.task.cluster
         numel = self.numels(mesh)[self.task.kinds.order[lender]]
@@ -202,7 +202,7 @@ class Estimator:
         key = (degrees, placement)
         if key not in self._layouts:
             mesh = Mesh.build(len(degrees), data=degrees)
-            plan = plan_of(self.task, Choice(0, 1, "", 1, 1, placement, mesh))
+            plan = plan_of(self.task, Candidate(0, 1, "", 1, 1, placement, mesh))
             self._layouts[key] = (Layout.of(data_cluster(self.task.cluster, degrees), plan), plan)
         return self._layouts[key]
 
@@ -282,7 +282,7 @@ class Estimator:
         sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
         return [sum(islice(sizes, len(kinds_of(runs)))) for runs in part.chunks]
 
-    def _whole_chunks(self, choice: Choice, part: Part) -> tuple[int, int] | None:
+    def _whole_chunks(self, choice: Candidate, part: Part) -> tuple[int, int] | None:
         # Only then is more than one block whole at a time.
         if not takes_unit(choice.schedule):
             return None
@@ -295,7 +295,7 @@ class Estimator:
         in_place = accumulates_in_place(plan, layout)
         return num_bytes if layout.params > DEVICE else 0, 0 if in_place else num_bytes
 
-    def memory_bytes(self, choice: Choice, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
+    def memory_bytes(self, choice: Candidate, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
         """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""
         task, plan = self.task, self._plan(choice)
         chunks = [self._blocks_of(kinds_of(runs)) for runs in part.chunks]
@@ -312,7 +312,7 @@ class Estimator:
         )
         return {name: size for name, size in found.items() if size}
 
-    def _plan(self, choice: Choice) -> Plan:
+    def _plan(self, choice: Candidate) -> Plan:
         if choice not in self._plans:
             self._plans[choice] = replace(plan_of(self.task, choice), schedule=None)  # memory knows it by `waiting`
         return self._plans[choice]

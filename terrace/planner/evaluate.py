@@ -34,7 +34,7 @@ from terrace.planner.parts import Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stages import SERIAL, pipeline
-from terrace.planner.task import Choice, Task, Wire, num_micros, plan_of
+from terrace.planner.task import Candidate, Task, Wire, num_micros, plan_of
 from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.schedules.registry import takes_unit
@@ -87,11 +87,11 @@ class Evaluator:
         self.bounds, self.estimator, self.task = bounds, bounds.estimator, bounds.task
         self._played: dict[tuple[object, ...], _Played] = {}
 
-    def plan(self, choice: Choice) -> Plan:
+    def plan(self, choice: Candidate) -> Plan:
         """The plan of a choice."""
         return plan_of(self.task, choice)
 
-    def evaluate(self, choice: Choice) -> Estimate:
+    def evaluate(self, choice: Candidate) -> Estimate:
         """Cost of a choice, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
         micros = num_micros(self.task, choice)
         if choice.schedule != SERIAL:
@@ -100,7 +100,7 @@ class Evaluator:
         time_s = self._stage(part, choice, micros).report(micros // choice.unit)
         return self._estimate(choice, time_s, self.estimator.memory_bytes(choice, part, (choice.unit,), micros))
 
-    def played(self, choice: Choice) -> Estimate:
+    def played(self, choice: Candidate) -> Estimate:
         """Cost of a choice from the programs of its stages, for everything shown to users. Raises as `evaluate` does.
 
         Seconds are of the busiest stage, bytes of the stage that sends most, memory of the stage that needs most.
@@ -115,7 +115,7 @@ class Evaluator:
             stages=predicted.step.plan.stages,
         )
 
-    def _memory(self, choice: Choice, predicted: Prediction) -> Mapping[str, int]:
+    def _memory(self, choice: Candidate, predicted: Prediction) -> Mapping[str, int]:
         micros = num_micros(self.task, choice)
         if choice.schedule == SERIAL:
             return self.estimator.memory_bytes(choice, self._whole(), (choice.unit,), micros)
@@ -133,13 +133,13 @@ class Evaluator:
     def _whole(self) -> Part:
         return self.estimator.split.whole()
 
-    def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
+    def stages(self, choice: Candidate) -> tuple[Pipeline, list[_Played]]:
         """The pipeline of a choice, and the step of each stage on its own."""
         key = (choice.mesh, choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
         pipeline = self.bounds.pipeline(*key)
         return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
 
-    def _pipelined(self, choice: Choice, micros: int) -> Estimate:
+    def _pipelined(self, choice: Candidate, micros: int) -> Estimate:
         pipeline, played = self.stages(choice)
         alone_s, lines, units = pipeline.stages_s, self.lines(choice), micros // choice.unit
         totals = [math.fsum(line.values()) for line in lines]
@@ -153,7 +153,7 @@ class Evaluator:
         memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
         return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
 
-    def lines(self, choice: Choice) -> list[dict[str, float]]:
+    def lines(self, choice: Candidate) -> list[dict[str, float]]:
         """Seconds by category of each stage's step on its own."""
         pipeline, played = self.stages(choice)
         units = num_micros(self.task, choice) // choice.unit
@@ -166,7 +166,7 @@ class Evaluator:
                 found[stage] = found[stage] | {TIE: found[stage].get(TIE, 0.0) + tie_s}
         return found
 
-    def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
+    def _estimate(self, choice: Candidate, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(
             choice=choice,
             num_micros=num_micros(self.task, choice),
@@ -175,7 +175,7 @@ class Evaluator:
             memory_bytes=memory,
         )
 
-    def _stage(self, part: Part, choice: Choice, micros: int) -> _Played:
+    def _stage(self, part: Part, choice: Candidate, micros: int) -> _Played:
         units = micros // choice.unit
         # Up to three units are simulated directly. Otherwise two lengths give the line; the first unit differs from
         # the rest.
@@ -187,14 +187,14 @@ class Evaluator:
             self._played[key] = self._play(part, choice, lengths)
         return self._played[key]
 
-    def _play(self, part: Part, choice: Choice, lengths: tuple[int, ...]) -> _Played:
+    def _play(self, part: Part, choice: Candidate, lengths: tuple[int, ...]) -> _Played:
         steps = [step_seconds(*self.program(part, choice, units * choice.unit)) for units in lengths]
         names = dict.fromkeys(name for step in steps for name in step)
         # The difference of the two lengths is one more unit, category by category.
         further = {name: steps[-1].get(name, 0.0) - steps[0].get(name, 0.0) for name in names}
         return _Played(steps[0], further, lengths[0])
 
-    def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
+    def program(self, part: Part, choice: Candidate, micros: int) -> tuple[Program, Costs]:
         """The program of a stage for `micros` micro-batches, and its costs.
 
         Without a pipeline it is the program of the plan. With one it is the program of the data ranks only, and tensor
@@ -218,7 +218,7 @@ class Evaluator:
         )
         return program, costs
 
-    def _chunks_program(self, part: Part, choice: Choice, plan: Plan, micros: int) -> tuple[Program, Costs]:
+    def _chunks_program(self, part: Part, choice: Candidate, plan: Plan, micros: int) -> tuple[Program, Costs]:
         mesh = choice.mesh
         sizes = self.estimator.chunk_numels(part, mesh)
         blocks = [
@@ -239,7 +239,7 @@ class Evaluator:
         )
         return program, costs
 
-    def _whole_program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
+    def _whole_program(self, part: Part, choice: Candidate, micros: int) -> tuple[Program, Costs]:
         task = self.task
         program = build(task.cluster, self.plan(choice), task.blocks, micros, task.sequence)
         known = [self.estimator.compute(kind, choice) for kind in range(len(self.estimator.specs))]

@@ -15,7 +15,7 @@ from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Placement, Task, num_micros
+from terrace.planner.task import Candidate, Placement, Task, num_micros
 from terrace.planner.verdicts import Verdict, lack
 from terrace.program.schedules.registry import takes_unit
 
@@ -58,7 +58,7 @@ def _rounded(plan: Plan) -> str:
     return f"rounds {' and '.join(formats)}" if formats else ""
 
 
-def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]:
+def reasons(space: Space, evaluator: Evaluator, choice: Candidate) -> list[Verdict]:
     """Verdict on every plan one step away from a choice."""
     found = []
     for what, other in _neighbours(space, choice):
@@ -72,7 +72,7 @@ def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]
     return found
 
 
-def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
+def _neighbours(space: Space, choice: Candidate) -> list[tuple[str, Candidate]]:
     task, mesh = space.task, choice.mesh
     free = Space(task=task, axes=space.axes)  # values that the pins rule out deserve a verdict, too
     tiers = ["device", *(tier.name for tier in task.cluster.tiers)]

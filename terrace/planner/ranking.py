@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from terrace.plan.plan import AXES
-from terrace.planner.task import Choice
+from terrace.planner.task import Candidate
 
 TIE = 1e-3
 
@@ -38,12 +38,12 @@ class Cost:
 class Estimate(Cost):
     """Cost of a choice. Only `Evaluator.played` fills in bytes and the split of blocks."""
 
-    choice: Choice
+    choice: Candidate
     sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
     stages: tuple[int, ...] = ()  # blocks of every virtual stage
 
     @property
-    def simplicity(self) -> tuple[int, int, int, Choice]:
+    def simplicity(self) -> tuple[int, int, int, Candidate]:
         """Total order of equally fast plans: less recomputation, less memory, fewer axes first."""
         num_axes = sum(self.choice.mesh.total(axis) > 1 for axis in AXES)
         return self.choice.recompute, self.needed_bytes, num_axes, self.choice

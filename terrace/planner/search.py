@@ -42,7 +42,7 @@ from terrace.planner.space import (
     units,
 )
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
-from terrace.planner.task import Choice, Placement, Task, plan_of
+from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 
 
@@ -83,7 +83,7 @@ class Search:
     def __init__(self, space: Space, evaluator: Evaluator, capacity_bytes: float) -> None:
         self.space, self.evaluator, self.capacity_bytes = space, evaluator, capacity_bytes
         self.bounds = evaluator.bounds
-        self._smallest: tuple[float, Choice] | None = None
+        self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, list[tuple[str, int]]] = {}
         self._num_played = 0
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
@@ -226,11 +226,11 @@ class Search:
         least = self.bounds.least_bytes(core, placement, unit)
         return least <= self.capacity_bytes or self._has_room(least, partial(self._choice, core, placement, unit))
 
-    def _choice(self, core: PartialCandidate, placement: Placement, unit: int) -> Choice:
+    def _choice(self, core: PartialCandidate, placement: Placement, unit: int) -> Candidate:
         mesh = closed(self.space, core.shape.mesh)[0] if core.shape.is_open else core.shape.mesh
         return core._replace(shape=OpenMesh(mesh)).choice(placement, unit)
 
-    def _has_room(self, needed_bytes: float, choice: Callable[[], Choice]) -> bool:
+    def _has_room(self, needed_bytes: float, choice: Callable[[], Candidate]) -> bool:
         if needed_bytes <= self.capacity_bytes:
             return True
         # Remembered for the error message in case that nothing fits.
@@ -281,7 +281,7 @@ def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
     return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]
 
 
-def attempt(evaluator: Evaluator, choice: Choice) -> Estimate | None:
+def attempt(evaluator: Evaluator, choice: Candidate) -> Estimate | None:
     """The estimate, or None if building the step shows that the choice breaks a rule."""
     try:
         return evaluator.evaluate(choice)
@@ -289,7 +289,7 @@ def attempt(evaluator: Evaluator, choice: Choice) -> Estimate | None:
         return None
 
 
-def runs_today(task: Task, choice: Choice) -> str | None:
+def runs_today(task: Task, choice: Candidate) -> str | None:
     """Reason why a choice cannot be trained, or None."""
     try:
         validate(task.cluster, plan_of(task, choice), task.blocks)

@@ -121,7 +121,7 @@ class Placement(NamedTuple):
     backward: int = -1
 
 
-class Choice(NamedTuple):
+class Candidate(NamedTuple):
     """One point of the search space. Equal costs are resolved by sort order."""
 
     recompute: int  # 1: the forwards of all blocks but look-ups and logits are run again in the backward
@@ -133,12 +133,12 @@ class Choice(NamedTuple):
     mesh: Mesh
 
 
-def num_micros(task: Task, choice: Choice) -> int:
+def num_micros(task: Task, choice: Candidate) -> int:
     """Micro-batches per step and data rank."""
     return task.batch // (choice.mesh.total("data") * choice.micro_batch)
 
 
-def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
+def plan_of(task: Task, choice: Candidate, name: str = "planned") -> Plan:
     """The choice as a plan."""
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)

@@ -30,7 +30,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.layout import DEVICE
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
@@ -101,9 +101,9 @@ def build_stages(
     else:
         stages = (whole_stage(len(blocks), num_micros, plan.unit),)
     if is_context_parallel(mesh, plan) and sequence < 1:
-        raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
+        raise no_sequence("context")
     if mesh.total("tensor") > 1 and sequence < 1:
-        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
+        raise no_sequence("tensor")
     # A program without instructions: lowering reads the derived values (flats, layout) from it.
     frame = Program(
         cluster=cluster, plan=plan, layout=layout, blocks=sliced, stage=stages[0], instructions=(), sequence=sequence

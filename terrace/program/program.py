@@ -9,7 +9,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of
-from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
+from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
@@ -64,14 +64,14 @@ class Program:
         return self.stage.num_micros
 
     @cached_property
-    def everyone(self) -> Layout:
+    def stage_layout(self) -> Layout:
         """The layout of all ranks that hold some part of a block together; `layout` where there is no tensor axis."""
-        return everyone(self.cluster, self.plan)
+        return stage_layout(self.cluster, self.plan)
 
     @cached_property
-    def world(self) -> Layout:
+    def world_layout(self) -> Layout:
         """The layout of all ranks, whatever they hold."""
-        return world(self.cluster, self.plan)
+        return world_layout(self.cluster, self.plan)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -159,10 +159,10 @@ class Program:
         # Blocks that are alike share one tuple of flat buffers, so identity is enough to visit each shape once.
         for flats in {id(flats): flats for flats in self.flats}.values():
             for message_class in ROUTES:
-                yield from block_message(message_class, self.everyone, self.plan, flats).transfers
+                yield from block_message(message_class, self.stage_layout, self.plan, flats).transfers
         # Calibration measures the first in a pipeline too, where CLIP is among all stages.
-        for ranks in (self.everyone, self.world):
-            yield from control_message(self.everyone, ranks, self.plan).transfers
+        for ranks in (self.stage_layout, self.world_layout):
+            yield from control_message(self.stage_layout, ranks, self.plan).transfers
         for line in self.tensor.lines:
             yield line_transfer(line, self.plan, Leg.GATHER, line.degree)
 
@@ -199,14 +199,14 @@ class Program:
             return stage_message(message_class, tier, self.edge_bytes, received=instruction.op is Op.RECV)
         # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
-            return control_message(self.everyone, self.world, self.plan)
+            return control_message(self.stage_layout, self.world_layout, self.plan)
         # The secondary copy starts a gather from its own, inner tier.
         source = self.layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]
         key = (message_class, source, id(flats))  # blocks that are alike share their flat buffers, and so the message
         found = self._of_blocks.get(key)
         if found is None:
-            found = self._of_blocks[key] = block_message(message_class, self.everyone, self.plan, flats, source)
+            found = self._of_blocks[key] = block_message(message_class, self.stage_layout, self.plan, flats, source)
         return found
 
     @property
@@ -298,7 +298,7 @@ class Program:
 
 # Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
 _OF_THE_PLAN = (
-    *("everyone", "world", "mesh", "flats", "tensor", "context"),
+    *("stage_layout", "world_layout", "mesh", "flats", "tensor", "context"),
     *("_of_blocks", "_of_lines", "_inside", "_block_programs", "_recomputed"),
 )
 

@@ -18,14 +18,18 @@ from terrace.program.message import Message, Transfer
 
 
 def block_message(
-    message_class: MessageClass, everyone: Layout, plan: Plan, flats: Sequence[FlatParamSpec], source: int | None = None
+    message_class: MessageClass,
+    stage_layout: Layout,
+    plan: Plan,
+    flats: Sequence[FlatParamSpec],
+    source: int | None = None,
 ) -> Message:
     """Message of one class for a block with the flat buffers `flats`.
 
-    `everyone` is the layout of all ranks that hold some part of a block. `source` overrides the tier that a gather of
-    parameters starts from; the default is the one its class names.
+    `stage_layout` is the layout of all ranks that hold some part of a block. `source` overrides the tier that a gather
+    of parameters starts from; the default is the one its class names.
     """
-    lane, tiers = message_lane(everyone, message_class, source), message_tiers(everyone, message_class, source)
+    lane, tiers = message_lane(stage_layout, message_class, source), message_tiers(stage_layout, message_class, source)
     # Buffers that do not travel in this class (frozen, or not orthogonalised) have no transfer.
     transfers = [
         flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number)
@@ -35,7 +39,7 @@ def block_message(
     # A pure gather crosses the outermost tier first.
     if ROUTES[message_class].reduction is None:
         tiers = tiers[::-1]
-    return _collective(message_class, plan, lane, tiers, everyone, transfers)
+    return _collective(message_class, plan, lane, tiers, stage_layout, transfers)
 
 
 def flat_transfer(
@@ -61,12 +65,14 @@ def flat_transfer(
     )
 
 
-def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
+def control_message(stage_layout: Layout, world_layout: Layout, plan: Plan) -> Message:
     """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives."""
-    tiers = tuple(tier for tier, degree in enumerate(world.degrees) if degree > 1 and tier <= world.island)
-    numbers = control_numbers(everyone, plan)
+    tiers = tuple(
+        tier for tier, degree in enumerate(world_layout.degrees) if degree > 1 and tier <= world_layout.island
+    )
+    numbers = control_numbers(stage_layout, plan)
     # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
-    hops = tuple(Hop(tier, world.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
+    hops = tuple(Hop(tier, world_layout.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
     # As for block messages, the outermost tier names the lane.
     lane, message_class = max(tiers, default=0), MessageClass.CONTROL
     return _collective(
@@ -74,8 +80,8 @@ def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
         plan,
         lane,
         tiers,
-        world,
-        [Transfer(message_class=message_class, lane=lane, ranks=world, gathering=hops)],
+        world_layout,
+        [Transfer(message_class=message_class, lane=lane, ranks=world_layout, gathering=hops)],
     )
 
 

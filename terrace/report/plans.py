@@ -8,7 +8,7 @@ from terrace.plan.plan import AXES
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Task, plan_of
+from terrace.planner.task import Candidate, Task, plan_of
 from terrace.planner.verdicts import Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
@@ -44,7 +44,7 @@ def _figures(task: Task, estimate: Cost) -> list[str]:
     return [seconds(estimate.step_s), quantity(rate, "").strip(), percent(mfu(task, estimate)), quantity(size, "B")]
 
 
-def plan_words(task: Task, choice: Choice) -> str:
+def plan_words(task: Task, choice: Candidate) -> str:
     """One-line summary of a choice."""
     plan = plan_of(task, choice)
     states = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
@@ -128,7 +128,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _axes_words(task: Task, choice: Choice) -> str:
+def _axes_words(task: Task, choice: Candidate) -> str:
     degrees = {axis: choice.mesh.total(axis) for axis in AXES}
     if degrees["data"] == task.cluster.world_size:
         return ""
@@ -137,7 +137,7 @@ def _axes_words(task: Task, choice: Choice) -> str:
     return ", ".join(f"{name} {degree}{factors.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 
 
-def _notes(task: Task, choice: Choice) -> str:
+def _notes(task: Task, choice: Candidate) -> str:
     notes = ["layers run again"] if choice.recompute else []
     if choice.unit > 1:
         notes.append(f"units of {choice.unit}")

@@ -109,7 +109,7 @@ class Comm:
 
     def _collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program
-        return Collectives(self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer)
+        return Collectives(self.groups, program.stage_layout, program.plan, ledger, meter, self.device, self.pacer)
 
 
 def _groups(program: Program, rank: int, timeout: timedelta, context_group: ContextGroup | None) -> TierGroups:

@@ -115,7 +115,7 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
 
 def _cluster_changes(step: Step, program: Program) -> Iterator[Change]:
     cluster, plan = step.cluster, step.plan
-    crossed = {tier for tier, degree in enumerate(program.everyone.degrees) if degree > 1}
+    crossed = {tier for tier, degree in enumerate(program.stage_layout.degrees) if degree > 1}
     crossed |= {tier for tier, degree in enumerate(program.mesh.group("pipeline")) if degree > 1}
 
     def change(words: str, changed: Cluster) -> Change:
@@ -163,7 +163,7 @@ def crossing(cluster: Cluster, plan: Plan) -> Plan:
 
 
 def _int8(plan: Plan, program: Program, tier: str) -> Plan:
-    layout = program.everyone
+    layout = program.stage_layout
     index = layout.tiers.index(tier)
     wire = {message: dict(row) for message, row in plan.wire.items()}
     for message in PLACEABLE:

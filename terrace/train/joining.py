@@ -12,7 +12,7 @@ import torch.distributed as dist
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
-from terrace.launch.machines import check_tiers
+from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.plan.plan import Plan
@@ -33,7 +33,7 @@ class Joined:
     world_size: int
     device: torch.device
     dog: Watchdog | None = None
-    hosts: tuple[str, ...] = ()  # of the ranks
+    machines: tuple[str, ...] = ()  # of the ranks
 
     def leave(self) -> None:
         """Leaves a world that was joined here; one that the user joined stays."""
@@ -46,8 +46,8 @@ class Joined:
 def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
     """Finds this process's world; joins the world of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
-        hosts = tuple(gather_plain(socket.gethostname(), _device()))
-        return Joined(dist.get_rank(), dist.get_world_size(), _device(), hosts=hosts)
+        machines = tuple(gather_plain(boot_id() or socket.gethostname(), _device()))
+        return Joined(dist.get_rank(), dist.get_world_size(), _device(), machines=machines)
     # No launcher: a plain script is a world of one.
     if not detect():
         return Joined(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -57,14 +57,14 @@ def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
     # Left in `Joined.leave`: the watchdog outlives this function.
     dog.__enter__()
     dog.idle("before the first step")
-    return Joined(world.rank, world.world_size, _device(), dog, world.hosts)
+    return Joined(world.rank, world.world_size, _device(), dog, world.machines)
 
 
-def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, hosts: Sequence[str] = ()) -> Cluster:
+def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, machines: Sequence[str] = ()) -> Cluster:
     """The cluster of a value, table, file or preset; "local" adapts to the number of ranks.
 
-    `hosts` are the host names of the ranks. Raises `ConfigError` when its number of ranks differs from the world's, or
-    when a tier of a machine lies across machines.
+    `machines` are the ranks'. Raises `ConfigError` when its number of ranks differs from the world's, or when a tier of
+    a machine lies across machines.
     """
     if isinstance(cluster, str):
         found = load_cluster(cluster)
@@ -79,7 +79,7 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, ho
             f"{'run' if world_size > 1 else 'runs'}: start {found.world_size} (torchrun --nproc-per-node "
             f'{found.world_size}), change the sizes of its tiers, or write cluster="local" for whatever runs here'
         )
-    check_tiers(hosts, [(tier.name, tier.size) for tier in found.tiers])
+    check_tiers(machines, [(tier.name, tier.size) for tier in found.tiers])
     return found
 
 

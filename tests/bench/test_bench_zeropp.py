@@ -15,7 +15,7 @@ from terrace.planner.pins import Pins, parse_pins
 from terrace.planner.search import Search, cores_of, units_of
 from terrace.planner.space import OpenMesh, Space, meshes, placements
 from terrace.planner.stages import traits
-from terrace.planner.task import Choice, Placement, Task, num_micros
+from terrace.planner.task import Candidate, Placement, Task, num_micros
 from terrace.program.instruction import Op
 from terrace.program.schedules.registry import schedule_names, takes_unit
 from tests.support.exhaustive import exhaustive
@@ -28,8 +28,8 @@ MESH = mesh_of((4, 1, 1, 1), (1, 1, 1, 2))  # four data ranks inside the node, t
 ZEROPP = Pins({"pipeline": (2, 8)}, "zeropp")
 
 
-def choice_in(unit: int, chunks: int = 4) -> Choice:
-    return Choice(0, unit, "zeropp", chunks, 1, Placement(0, 0, 0), MESH)
+def choice_in(unit: int, chunks: int = 4) -> Candidate:
+    return Candidate(0, unit, "zeropp", chunks, 1, Placement(0, 0, 0), MESH)
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])

@@ -14,6 +14,7 @@ from terrace.launch.machines import (
     check_tiers,
     files_digest,
     machine_map,
+    names_of,
     other_configurations,
 )
 
@@ -43,6 +44,21 @@ def test_cyclic_ranks_are_put_in_order() -> None:
         "2 machines: ranks 0-1 on a (started as 0, 2), 2-3 on b (started as 1, 3)"
     )
     assert machine_map([f"h{i // 8}" for i in range(96)]).endswith(", ..., 88-95 on h11")
+
+
+def test_ranks_of_a_numa_node_become_neighbours() -> None:
+    assert arrange(["a"] * 4, [1, 0, 1, 0]) == [0, 2, 1, 3]
+    assert arrange(["a", "b", "a", "b"], [0, 1, 1, 0]) == [0, 2, 1, 3]
+    assert arrange(["a"] * 4, [-1] * 4) == [0, 1, 2, 3]
+
+
+def test_machines_are_told_apart_by_their_kernels() -> None:
+    """Two images of one name are two machines; two containers of one machine are one."""
+    named = [Facts("localhost", "x"), Facts("localhost", "y"), Facts("localhost", "x")]
+    assert names_of(named) == (["localhost", "localhost (2)", "localhost"], ["localhost", "localhost (2)", "localhost"])
+    pods = [Facts("pod-0", "x"), Facts("pod-1", "x"), Facts("pod-2", "y")]
+    assert names_of(pods) == (["pod-0", "pod-1", "pod-2"], ["pod-0", "pod-0", "pod-2"])
+    assert names_of([Facts("a"), Facts("b"), Facts("a")])[1] == ["a", "b", "a"]
 
 
 def test_a_tier_of_a_machine_lies_on_one_machine() -> None:

@@ -77,6 +77,36 @@ def test_a_rank_without_the_secret_is_named_within_seconds() -> None:
     assert time.monotonic() - begin_s < 30
 
 
+def test_a_rank_that_knocks_twice_stands_for_nobody_else() -> None:
+    """Rank 1 died and was started again while rank 2 is late."""
+    store, seal, found = HashStore(), Seal.fresh(), dict[str, Any]()
+
+    def rank_of(name: str, rank: int) -> None:
+        found[name] = meet(store, rank, 3, Facts("a"), seal, 30.0, renumber=True)
+
+    def started(name: str, rank: int) -> threading.Thread:
+        thread = threading.Thread(target=rank_of, args=(name, rank), daemon=True)
+        thread.start()
+        return thread
+
+    host, first = started("host", 0), started("first life", 1)
+    store.wait(["knock/1"])
+    answer = json.loads(bytes(store.get("knock/1")).decode().partition(":")[2])["token"]
+    store.wait([f"answer/{answer}"])
+    again = started("second life", 1)
+    time.sleep(0.5)
+    assert not found
+    late = started("late", 2)
+    for thread in (host, first, again, late):
+        thread.join(40)
+    assert {name: each.rank for name, each in found.items()} == {
+        "host": 0,
+        "first life": 1,
+        "second life": 1,
+        "late": 2,
+    }
+
+
 def test_an_answer_of_a_stranger_is_not_believed() -> None:
     """A stranger who reads the knock and answers first: the rank refuses to follow."""
     store, seal, found = HashStore(), Seal.fresh(), list[BaseException]()
@@ -110,6 +140,13 @@ def test_a_store_of_this_machine_listens_on_loopback_alone() -> None:
     assert listening(store.port) == {"0100007F"}
     open_store("127.0.0.1", store.port, 5.0).set("a", "b")
     assert bytes(store.get("a")) == b"b"
+    other: Any = host_store("127.0.1.1", 0, 5.0)
+    assert listening(other.port) == {"0101007F"}
+    open_store("127.0.1.1", other.port, 5.0).set("a", "b")
+    if Path("/proc/net/if_inet6").exists():
+        sixth: Any = host_store("::1", 0, 5.0)
+        assert listening(sixth.port) == {"0" * 24 + "01000000"}
+        open_store("::1", sixth.port, 5.0).set("a", "b")
     everywhere: Any = host_store(socket.gethostname(), 0, 5.0)
     assert listening(everywhere.port) & {"00000000", "0" * 32}
 
@@ -117,9 +154,9 @@ def test_a_store_of_this_machine_listens_on_loopback_alone() -> None:
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        (lambda port: host_store("127.0.0.1", port, 5.0), r"cannot listen on port \d+ .* set MASTER_PORT"),
-        (lambda port: host_store("some-host", port, 5.0), r"cannot listen on port \d+"),
-        (lambda port: host_store("127.0.0.1", 99_999, 5.0), "cannot listen on port 99999"),
+        (lambda port: host_store("127.0.0.1", port, 5.0), r"cannot listen on 127.0.0.1, port \d+, .* set MASTER_PORT"),
+        (lambda port: host_store("some-host", port, 5.0), r"cannot listen on all interfaces, port \d+"),
+        (lambda port: host_store("127.0.0.1", 99_999, 5.0), "cannot listen on 127.0.0.1, port 99999"),
         (lambda port: open_store("127.0.0.1", 99_999, 5.0), "MASTER_PORT=99999 is no port"),
     ],
 )

@@ -12,7 +12,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.context import ContextGroup, attention_heads, local_tokens, ring_axes
-from terrace.plan.flats import everyone, world
+from terrace.plan.flats import stage_layout, world_layout
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import ORDER, Mesh
 from terrace.plan.plan import Plan
@@ -188,8 +188,8 @@ def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, A
     plan = replace(preset("zero3", cluster), mapping=mapping)
     layout, mesh = Layout.of(cluster, plan), Mesh.of(cluster, plan)
     assert layout.degree == mesh.total("ulysses") * mesh.total("ring") * mesh.total("data")
-    assert everyone(cluster, plan).degree == layout.degree * mesh.total("columns") * mesh.total("rows")
-    assert world(cluster, plan).degree == cluster.world_size
+    assert stage_layout(cluster, plan).degree == layout.degree * mesh.total("columns") * mesh.total("rows")
+    assert world_layout(cluster, plan).degree == cluster.world_size
     ring_ranks = [layout.data_place(rank) for rank in range(cluster.world_size)]
     share = cluster.world_size // layout.data_degree
     assert all(ring_ranks.count(ring_rank) == share for ring_rank in range(layout.data_degree))

@@ -15,7 +15,7 @@ from terrace.planner.ranking import ranked
 from terrace.planner.search import Search
 from terrace.planner.space import Space
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of
+from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.simulate.step import predict_step
 from tests.support.differing import differing, undeclared
 from tests.support.exhaustive import exhaustive
@@ -81,7 +81,7 @@ def test_the_memory_of_a_plan_is_the_exact_account_of_its_fullest_stage(
     chunks = 2 if schedule in ("zbv", "interleaved") else 1
     for placement in (Placement(-1, -1, -1), Placement(-1, 1, 2), Placement(0, 1, 2)):
         mesh = mesh_of((2, 1, 1, 1), (2, 1, 1, 1), (2 // stages, 1, 1, stages))
-        choice = Choice(0, 1, schedule, chunks, 1, placement, mesh)
+        choice = Candidate(0, 1, schedule, chunks, 1, placement, mesh)
         plan, shown, micros = plan_of(task, choice), evaluator.played(choice), num_micros(task, choice)
         programs = predict_step(step_of(task, plan)).programs
         states = [

@@ -16,7 +16,7 @@ from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.search import find, runs_today
 from terrace.planner.space import Space, meshes, placements
 from terrace.planner.stages import SERIAL, share_layers, traits
-from terrace.planner.task import Choice, Placement, Task, plan_of
+from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import schedule_names
 from tests.support.planner_cases import CLUSTERS, SMALL, gpt, mesh_of, sized, small_task
 
@@ -45,7 +45,7 @@ def test_columns_are_innermost_powers_of_two_and_only_there_by_a_pin() -> None:
         columns, tensor = mesh.group("columns"), mesh.group("tensor")
         for tier, outer in enumerate(columns[1:]):
             assert outer == 1 or columns[tier] == tensor[tier]
-        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh)
+        choice = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh)
         assert Mesh.of(task.cluster, plan_of(task, choice)) == mesh
     exact = parse_pins(["columns=2", "tensor=4"], task.cluster, [])
     chosen = list(meshes(Space(task=task, pins=exact)))
@@ -69,7 +69,7 @@ def test_placements_are_ordered_distinct_and_all_there() -> None:
     for each in found:
         assert each.params <= each.grads <= each.optimizer
         assert each.backward < max(each.params, 0)
-        choice = Choice(0, 1, SERIAL, 1, 1, each, mesh)
+        choice = Candidate(0, 1, SERIAL, 1, 1, each, mesh)
         validate(task.cluster, plan_of(task, choice), task.blocks)
 
 
@@ -122,7 +122,7 @@ def test_axes_are_read_and_all_of_them_run() -> None:
     task = small_task(CLUSTERS["dgx 4x2"])
     for axis in AXES:
         row = tuple(4 if name == axis else 1 for name in AXES)
-        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of(row, (2, 1, 1, 1)))
+        choice = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of(row, (2, 1, 1, 1)))
         assert runs_today(task, choice) is None
 
 

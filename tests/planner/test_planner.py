@@ -27,7 +27,7 @@ from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import Search, cores_of, find
 from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
-from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of
+from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
@@ -133,7 +133,7 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
     evaluator = evaluator_of(task)
     for unit, micro_batch in ((1, 3), (1, 2), (2, 1), (3, 1), (1, 1)):
         mesh = mesh_of(*((tier.size, 1, 1, 1) for tier in task.cluster.tiers))
-        choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), mesh)
+        choice = Candidate(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), mesh)
         estimate = evaluator.evaluate(choice)
         program, costs = evaluator.program(evaluator.estimator.split.whole(), choice, num_micros(task, choice))
         plan = plan_of(task, choice)
@@ -169,7 +169,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(mesh: M
         (2, 2, Placement(-1, 1, 2)),
         (1, 6, Placement(2, 2, 2)),
     ):
-        choice = Choice(again, unit, SERIAL, 1, micro_batch, placement, mesh)
+        choice = Candidate(again, unit, SERIAL, 1, micro_batch, placement, mesh)
         plan, micros = plan_of(task, choice), num_micros(task, choice)
         estimate = evaluator.evaluate(choice)
         real = build(task.cluster, plan, task.blocks, micros, task.sequence)
@@ -198,7 +198,7 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
     task = small_task(CLUSTERS["dgx 4x2"], batch=16, model=gpt(8, 512, 4, vocab=1000))
     evaluator = evaluator_of(task)
     for placement in (Placement(-1, -1, -1), Placement(1, 1, 1)):
-        choice = Choice(0, 1, "1f1b", 1, 1, placement, mesh_of((2, 1, 1, 2), (1, 1, 1, 2)))
+        choice = Candidate(0, 1, "1f1b", 1, 1, placement, mesh_of((2, 1, 1, 2), (1, 1, 1, 2)))
         estimate = evaluator.evaluate(choice)
         pipeline, stages = evaluator.stages(choice)
         stretch = [stage.unit_s / own_s for stage, own_s in zip(stages, pipeline.stages_s, strict=True)]
@@ -235,7 +235,7 @@ def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:
 
 def test_utilisation_follows_its_formula() -> None:
     task = small_task(CLUSTERS["dgx 4x2"])
-    choice = Choice(1, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
+    choice = Candidate(1, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
     estimate = evaluator_of(task).evaluate(choice)
     hidden, layers, vocab, tokens = 512, 4, 1000, 8 * 256
     # Narayanan et al. 2104.04473, equation 3, and Korthikanti et al. 2205.05198, section 6.
@@ -357,7 +357,7 @@ def test_a_search_leaves_the_garbage_collector_as_it_was(monkeypatch: pytest.Mon
 def test_what_is_as_good_as_equally_fast_is_ranked_by_simplicity() -> None:
     """A difference below a thousandth decides nothing; groups begin at their fastest, so they do not run on."""
     simple = evaluator_of(small_task(CLUSTERS["dgx 4x2"])).evaluate(
-        Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
+        Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
     )
 
     def plan(step_s: float, recompute: int = 0, more_bytes: int = 0, tensor: int = 1) -> Estimate:
@@ -384,6 +384,6 @@ def test_seconds_sum_to_the_step() -> None:
     task = small_task(CLUSTERS["dgx 4x2"], batch=16)
     serial, pipelined = mesh_of((4, 1, 1, 1), (2, 1, 1, 1)), mesh_of((2, 1, 1, 2), (1, 1, 1, 2))
     for schedule, mesh in ((SERIAL, serial), ("zb-h1", pipelined)):
-        estimate = evaluator_of(task).evaluate(Choice(0, 1, schedule, 1, 1, Placement(1, 1, 1), mesh))
+        estimate = evaluator_of(task).evaluate(Candidate(0, 1, schedule, 1, 1, Placement(1, 1, 1), mesh))
         assert estimate.step_s == pytest.approx(_total(estimate))
         assert mesh.total("pipeline") == 1 or estimate.time_s["wait pipeline"] > 0

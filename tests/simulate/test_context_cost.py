@@ -21,7 +21,7 @@ from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import OpenMesh, Space, closed, open_meshes
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of
+from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.program.block_program.attention import attention_moments, attention_steps
 from terrace.program.block_program.steps import Compute, Moment, Send, Steps, moments_of
 from terrace.program.instruction import Instruction, Op
@@ -71,11 +71,11 @@ def two_tiers(outer_bytes_per_s: float = 2e9) -> Cluster:
     return Cluster(name="two tiers", device=device, tiers=tiers)
 
 
-def choice_of(mesh: Mesh, recompute: int = 0, micro_batch: int = 1) -> Choice:
-    return Choice(recompute, 1, SERIAL, 1, micro_batch, REPLICATED, mesh)
+def choice_of(mesh: Mesh, recompute: int = 0, micro_batch: int = 1) -> Candidate:
+    return Candidate(recompute, 1, SERIAL, 1, micro_batch, REPLICATED, mesh)
 
 
-def program_of(task: Task, choice: Choice) -> Program:
+def program_of(task: Task, choice: Candidate) -> Program:
     return build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice), task.sequence)
 
 

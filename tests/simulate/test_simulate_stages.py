@@ -19,7 +19,7 @@ from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.stages import traits
-from terrace.planner.task import Choice, Placement, Task
+from terrace.planner.task import Candidate, Placement, Task
 from terrace.program.instruction import Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
@@ -206,7 +206,7 @@ def test_what_ranks_pipelines_in_a_search_is_near_what_their_programs_take(place
     task = Task(model=parse_model(LAYERED), cluster=machine, batch=256, sequence=2048)
     chunks, unit = traits()[schedule].chunks[0], 4 if schedule == "zeropp" else 1
     mesh = mesh_of((2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 1, 4))
-    choice = Choice(0, unit, schedule, chunks, 1, Placement(place, place, place), mesh)
+    choice = Candidate(0, unit, schedule, chunks, 1, Placement(place, place, place), mesh)
     evaluator = Evaluator(Bounds(Estimator(task)))
     ranked, played = evaluator.evaluate(choice), evaluator.played(choice)
     assert ranked.step_s / played.step_s - 1 == pytest.approx(0.0, abs=0.06 if place > 0 else 0.02)

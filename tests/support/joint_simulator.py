@@ -167,7 +167,9 @@ class _World:
         program, message = self.program, instruction.message_class
         assert message is not None, f"{instruction} sends nothing"
         if message is MessageClass.CONTROL:
-            yield from ((program.everyone, tier, num_bytes) for tier, num_bytes in program.message(instruction).sends)
+            yield from (
+                (program.stage_layout, tier, num_bytes) for tier, num_bytes in program.message(instruction).sends
+            )
             return
         source = program.layout.params_backward if instruction.secondary else None
         for flat in program.flats[instruction.block]:

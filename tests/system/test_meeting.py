@@ -117,5 +117,8 @@ def test_a_job_that_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Pat
 if __name__ == "__main__":
     socket.gethostname = lambda: sys.argv[1]
     from terrace.cli.main import main
+    from terrace.launch import start as launcher
+
+    launcher.__dict__["boot_id"] = lambda: sys.argv[1]
 
     sys.exit(main(sys.argv[2:]))

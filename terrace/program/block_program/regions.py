@@ -18,10 +18,10 @@ the first part is waited for, of a reduction the last. A recomputed block does n
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.mesh import no_sequence
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.program.block_program.steps import Await, Compute, ComputeKind, Send, Step, Steps
 
@@ -56,7 +56,7 @@ def tensor_steps(
     Raises `PlanError` where sequences have no length.
     """
     if tensor.tokens < 1:
-        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
+        raise no_sequence("tensor")
     writer = _Writer(tensor, hidden_size(blocks), regathers=tensor.splits_tokens and not recomputed)
     parts = _parts(tensor, block)
     if any(part is not _NORM for part in parts):
