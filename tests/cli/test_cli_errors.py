@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -297,7 +298,7 @@ def test_the_program_prints_one_line_too(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m terrace explain --plan zero3 | head -1; echo ${{PIPESTATUS[0]}}"
+    command = f"{shlex.quote(sys.executable)} -m terrace explain --plan zero3 | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
