@@ -47,6 +47,7 @@ from terrace.runtime.step_runner import StepRunner
 class StepResult:
     """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
 
+    Under a plan with islands, loss, norm and tokens are of this rank's island and its part of the batch.
     `quantisation_error` is the relative error of each message class that travelled in a block format between
     the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's.
     """
@@ -109,8 +110,9 @@ class Engine:
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
         self._period: Period | None = None  # the last that was run
-        self._forward: Program | None = None  # made by the first `evaluate`
-        self._outside = Counter[tuple[MessageClass, str]]()  # bytes of programs that are no training steps
+        self._forward: Program | None = None  # the default of `evaluate`, made by its first call
+        self._given: Program | None = None  # the last that `evaluate` was given
+        self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
@@ -152,24 +154,33 @@ class Engine:
         return self._run(batches, lr, self.program)
 
     def run_period(self, period: Period, batches: Iterable[Sequence[Batch]], lr: float) -> list[StepResult]:
-        """Run every program of a period; `batches` gives the micro-batches of each run that has some, in order.
+        """Run every program of a period; `batches` has the micro-batches of each step and evaluation, in order.
 
         The results are of these runs. Every rank calls this, with a period made from `stage_programs`. Raises
-        `ProgramError` for a period that breaks a rule or sends other bytes than its sum, and else as `step` does.
+        `ProgramError` for a period that breaks a rule or sends other bytes than its sum, for `batches` of another
+        length, and else as `step` does.
         """
+        stage, batches = self.program.stage.index, list(batches)
         if self._period is not period:
             verify_period(period)
-            self._check_own(period.turns[0].programs[self.program.stage.index])
+            self._check_own(period.turns[0].programs[stage])
             self._period = period
+        # Counted before the first message: a rank that stops in the middle would leave the others waiting.
+        num_runs = sum(program.phase in (Phase.TRAIN, Phase.FORWARD) for program in period.runs(stage))
+        if len(batches) != num_runs:
+            raise ProgramError(
+                f"batches for {len(batches)} runs, but the period has {num_runs} steps and evaluations: give the "
+                "micro-batches of each"
+            )
         results, given, declared = [], iter(batches), Counter(self.runner.declared_bytes)
-        for program in period.runs(self.program.stage.index):
+        for program in period.runs(stage):
             if program.phase is Phase.FORWARD:
-                results.append(self.evaluate(next(given), program))
+                results.append(self._evaluate(next(given), program))
             elif program.phase is Phase.TRAIN:
                 results.append(self._run(next(given), lr, program))
             else:
                 self.runner.run((), lr, program)
-        declared.update(period.sent_bytes(self.program.stage.index))
+        declared.update(period.sent_bytes(stage))
         if declared != self.runner.declared_bytes:
             raise ProgramError("the programs that were run declare other bytes than their period")
         return results
@@ -178,11 +189,23 @@ class Engine:
         """Mean loss and tokens of micro-batches, as many as a step has; the state does not change, `grad_norm` is 0.
 
         Every rank calls this. `program` is of forwards (terrace.program.forward_programs); the default one is built
-        at the first call, for a pipeline from the programs of all stages. Raises as `step` does.
+        at the first call, for a pipeline from the programs of all stages. Raises `ProgramError` for a program of
+        another phase, cluster, plan or model, and else as `step` does.
         """
-        if self._forward is None or (program is not None and program is not self._forward):
-            self._forward = program or forward_programs(self.stage_programs())[self.program.stage.index]
-            verify(self._forward, self.rank)
+        if program is None:
+            if self._forward is None:
+                self._forward = forward_programs(self.stage_programs())[self.program.stage.index]
+                verify(self._forward, self.rank)
+            return self._evaluate(batches, self._forward)
+        if program is not self._given:
+            if program.phase is not Phase.FORWARD:
+                raise ProgramError(f"an evaluation runs a program of forwards, not one for phase {program.phase.value}")
+            self._check_own(program)
+            verify(program, self.rank)
+            self._given = program
+        return self._evaluate(batches, program)
+
+    def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
         modules = self.state.modules.values()
         # Only modules in training mode are switched back: others may have been set to eval on purpose.
         training = [module for module in modules if module.training]
@@ -190,7 +213,7 @@ class Engine:
             module.eval()
         before = self._declared()
         try:
-            return self._run(batches, 0.0, self._forward)
+            return self._run(batches, 0.0, program)
         finally:
             self._outside.update(self._declared() - before)
             for module in training:
@@ -209,8 +232,11 @@ class Engine:
 
     def _check_own(self, program: Program) -> None:
         own = self.program
-        if (program.cluster, program.plan, program.blocks) != (own.cluster, own.plan, own.blocks):
-            raise ProgramError("the period was built for another cluster, plan or model than the engine")
+        expected = (own.cluster, own.plan, own.blocks, own.stage.index, own.stage.held)
+        if (program.cluster, program.plan, program.blocks, program.stage.index, program.stage.held) != expected:
+            raise ProgramError(
+                f"the {program.phase.value} program was built for another cluster, plan, model or stage than the engine"
+            )
 
     def _run(self, batches: Sequence[Batch], lr: float, program: Program) -> StepResult:
         for axis in self.axes:
@@ -268,9 +294,11 @@ class Engine:
         return Counter(expected)
 
     def report(self, time_s: dict[str, float]) -> StepReport:
-        """The measured report of a step with these times; bytes are the mean of all training steps so far."""
+        """The measured report of a step with these times; bytes are the mean over all training steps so far.
+
+        Exchanges of islands count, since steps cause them; evaluations and restoring do not.
+        """
         steps, total = max(1, self._num_steps), self.comm.ledger.total()
-        # Bytes of other programs are taken out, so that they do not inflate a step.
         sent = {key: (num_bytes - self._outside[key]) // steps for key, num_bytes in total.items()}
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self.comm.meter.peak())
 

@@ -16,7 +16,8 @@ from terrace.runtime.norm import squared_norm
 class StepSums:
     """The results of CLIP: mean loss and gradient norm over the valid tokens of the global batch.
 
-    `rounding` holds squared error and square of every lossy message class since the previous CLIP.
+    Under a plan with islands, CLIP sums over one island, and these are of its part of the batch. `rounding` holds
+    squared error and square of every lossy message class since the previous CLIP.
     """
 
     loss: Tensor
@@ -26,7 +27,7 @@ class StepSums:
 
     @staticmethod
     def of(total: Tensor) -> "StepSums":
-        """The figures of `total`: squared norm, loss and tokens of all ranks, then rounding errors."""
+        """The figures of `total`: squared norm, loss and tokens of the ranks of CLIP, then rounding errors."""
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rounding = total[:3].unbind(), total[3:]
         count = count.clamp(min=1.0)

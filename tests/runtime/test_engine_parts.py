@@ -1,14 +1,18 @@
 """The parts of an engine by themselves: a state that is loaded without communication, a runner of any program."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from terrace.base.errors import ProgramError
 from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
 from terrace.program.lowering import build, forward_programs, restoring_program
+from terrace.program.period import Period, Turn
 from terrace.program.verify import verify
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
@@ -97,4 +101,47 @@ def test_one_runner_without_an_engine_runs_forwards_and_steps_in_turn() -> None:
     assert losses[2] == engine.step(batches_of(2), ADAMW.lr).loss
     runner.drain()
     comm.close()
+    engine.close()
+
+
+def states_of(engine: Engine) -> torch.Tensor:
+    """Master parameters and moments."""
+    parts = parts_of(engine.state, slices_of(engine.program.mesh, 0))
+    return torch.cat([value.flatten().clone() for _, part in parts for value in part.values.values()])
+
+
+def test_an_evaluation_refuses_every_program_but_forwards_of_its_engine() -> None:
+    engine, _ = trained()
+    (forward,) = forward_programs(engine.stage_programs())
+    (other,) = forward_programs([build(CLUSTER, exact("ddp", CLUSTER), engine.state.specs, num_micros=2)])
+    damaged = replace(forward, instructions=forward.instructions * 2)
+    values, loss = states_of(engine), engine.evaluate(batches_of(2)).loss
+    for program, words in (
+        (engine.program, "not one for phase train"),
+        (restoring_program(engine.program), "not one for phase restore"),
+        (other, "built for another cluster, plan, model or stage"),
+        (damaged, "it runs twice"),
+        (damaged, "it runs twice"),  # still, the second time
+    ):
+        with pytest.raises(ProgramError, match=words):
+            engine.evaluate(batches_of(2), program)
+    assert torch.equal(states_of(engine), values)
+    # Neither a refused program nor a given one replaces the default.
+    assert engine.evaluate(batches_of(2)).loss == loss == engine.evaluate(batches_of(2), forward).loss
+    engine.close()
+
+
+def test_a_period_without_batches_for_every_run_is_refused_before_the_first() -> None:
+    engine, _ = trained()
+    steps = tuple(engine.stage_programs())
+    period = Period((Turn(tuple(forward_programs(steps))), Turn(steps, 2)))
+    batches = [batches_of(step) for step in range(4)]
+    values, sent = states_of(engine), engine.comm.ledger.total()
+    for given in (batches[:2], batches, []):
+        with pytest.raises(ProgramError, match=f"batches for {len(given)} runs, but the period has 3 steps"):
+            engine.run_period(period, given, ADAMW.lr)
+    engine.drain()
+    assert torch.equal(states_of(engine), values)
+    assert engine.comm.ledger.total() == sent
+    assert len(engine.run_period(period, iter(batches[:3]), ADAMW.lr)) == 3
     engine.close()
