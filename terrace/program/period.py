@@ -33,6 +33,11 @@ class Turn:
         """The purpose of its programs."""
         return self.programs[0].phase
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Equal for turns that run the same program objects on all stages."""
+        return tuple(map(id, self.programs))
+
 
 @dataclass(frozen=True)
 class Period:

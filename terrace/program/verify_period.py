@@ -4,8 +4,9 @@
 2. All programs are for the same cluster, plan, blocks and stages, so that each finds the states it reads where another
    left them.
 3. A restoring program has no place in a period: no state is loaded there, and it would send what is up to date.
-4. Steps of islands are followed by an outer program, before the period ends or begins again, and an outer program
-   follows a step.
+4. With islands, a period that trains has an outer program. The last program before an outer one is a step; the last
+   before a program of forwards, other forwards left out, is not, since islands then have different parameters. Before
+   the first turn comes the last, because a period repeats.
 """
 
 from terrace.base.errors import ProgramError
@@ -19,7 +20,7 @@ def verify_period(period: Period) -> None:
     if not period.turns:
         raise ProgramError("a period has at least one turn")
     first = period.turns[0]
-    verified: set[int] = set()
+    verified: set[tuple[int, ...]] = set()
     for number, turn in enumerate(period.turns):
         where = f"turn {number} of the period ({turn.phase.value})"
         if turn.times < 1:
@@ -27,28 +28,31 @@ def verify_period(period: Period) -> None:
         _check_alike(where, turn, first)
         if turn.phase is Phase.RESTORE:
             raise ProgramError(f"{where}: a restoring program follows a loaded state, and none is loaded in a period")
-        # A turn may come again with the programs of another.
-        if id(turn.programs[0]) not in verified:
+        # The programs of a turn may come again in a later one.
+        if turn.key not in verified:
             verify_stages(turn.programs)
-            verified.add(id(turn.programs[0]))
+            verified.add(turn.key)
     _check_islands(period)
 
 
 def _check_islands(period: Period) -> None:
-    # Two in a row stand for more.
-    phases = [
-        turn.phase
-        for turn in period.turns
-        for _ in range(min(turn.times, 2))
-        if turn.phase in (Phase.TRAIN, Phase.OUTER)
-    ]
-    has_islands = period.turns[0].programs[0].layout.num_islands > 1
-    if has_islands and Phase.TRAIN in phases and Phase.OUTER not in phases:
+    if period.turns[0].programs[0].layout.num_islands == 1:
+        return  # no program is an outer one
+    phases = {turn.phase for turn in period.turns}
+    if Phase.TRAIN in phases and Phase.OUTER not in phases:
         raise ProgramError("the islands of the plan never exchange what they learn: add a turn of outer programs")
-    # The turn before the first is the last: a period repeats.
-    for number, phase in enumerate(phases):
-        if phase is Phase.OUTER and phases[number - 1] is Phase.OUTER:
+    changes = [turn.phase for turn in period.turns if turn.phase is not Phase.FORWARD]
+    last = changes[-1] if changes else None  # a period repeats
+    for number, turn in enumerate(period.turns):
+        if turn.phase is Phase.OUTER and (last is not Phase.TRAIN or turn.times > 1):
             raise ProgramError("an outer program follows another, or nothing: no step has changed a parameter between")
+        if turn.phase is not Phase.FORWARD:
+            last = turn.phase
+        elif last is Phase.TRAIN:
+            raise ProgramError(
+                f"turn {number} of the period (forward) follows steps of islands, whose parameters differ: "
+                "put it after an outer program"
+            )
 
 
 def _check_alike(where: str, turn: Turn, first: Turn) -> None:

@@ -1,7 +1,8 @@
-"""The predicted period: each distinct program played once, as if it followed itself, and summed.
+"""The predicted period: the sum over its turns, each played alone as a steady repetition of its programs.
 
-A step that follows an evaluation is priced as one that follows a step: what a program leaves under way, its refreshes,
-is waited for by the next start of the same program. Programs are played whole, however many micro-batches they have.
+A step that follows an evaluation is therefore priced as one that follows a step: refreshes that a program leaves under
+way are waited for at the next start of the same program. Programs are played whole, however many micro-batches they
+have.
 """
 
 from collections import defaultdict
@@ -29,14 +30,12 @@ def predict_period(period: Period, work: Work | Sequence[float]) -> PeriodPredic
 
     Raises `PlanError` when the plan and the work disagree.
     """
-    known: dict[int, tuple[StepReport, ...]] = {}
+    known: dict[tuple[int, ...], tuple[StepReport, ...]] = {}
     turns = []
     for turn in period.turns:
-        key = id(turn.programs[0])
-        if key not in known:
-            stages = zip(turn.programs, play_stages(turn.programs, work)[1], strict=True)
-            known[key] = tuple(report(program, time_s) for program, time_s in stages)
-        turns.append(known[key])
+        if turn.key not in known:
+            known[turn.key] = tuple(map(report, turn.programs, play_stages(turn.programs, work)[1]))
+        turns.append(known[turn.key])
     reports = []
     for stage in range(period.num_stages):
         time_s = defaultdict[str, float](float)

@@ -34,6 +34,22 @@ def step_of(plan: Plan) -> Program:
     return build(CLUSTER, plan, MODEL.declared, 2, SEQUENCE)
 
 
+def synchronised_bytes(step: Program) -> dict[tuple[MessageClass, str], int]:
+    """By tier: gradients added up outside `grads`, gathered outside `optimizer`; three fp64 numbers of every rank."""
+    tiers, plan = ["device", "package", "node"], step.plan
+    grads, optimizer, numel = tiers.index(plan.grads), tiers.index(plan.optimizer), padded_numel(step)
+    item, total = {"fp32": 4, "bf16": 2}[plan.compute], dict[tuple[MessageClass, str], int]()
+    for tier in (1, 2):  # a tier joins two ranks, so a rank sends half of what it holds inside, each way
+        reduced, gathered = tier > grads, tier > max(grads, optimizer)
+        total[MessageClass.SYNC, tiers[tier]] = (reduced + gathered) * numel // 2**tier * item
+        total[MessageClass.CONTROL, tiers[tier]] = 3 * 8
+    return total
+
+
+def padded_numel(step: Program) -> int:
+    return sum(flat.padded for flats in step.flats for flat in flats if flat.trainable)
+
+
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "three-level", "hsdp"])
 def test_only_the_outer_program_leaves_an_island(name: str) -> None:
     step = step_of(island_plan(name))
@@ -44,12 +60,14 @@ def test_only_the_outer_program_leaves_an_island(name: str) -> None:
     assert {message for (message, tier) in outer.sent_bytes if tier == "system"} == {MessageClass.OUTER}
     # Of P elements in bf16 or fp32, each of the 4 ranks of an island exchanges a quarter, half of it each way.
     item = {"fp32": 4, "bf16": 2}[step.plan.compute]
-    numel = sum(flat.padded for flats in step.flats for flat in flats if flat.trainable)
+    numel = padded_numel(step)
     assert period.sent_bytes()[MessageClass.OUTER, "system"] == 2 * numel * item // 4 // 2
     # All else of a step is as without islands.
     whole = step_of(replace(step.plan, island=None)).sent_bytes
     for key, size in step.sent_bytes.items():
         assert size == whole[key] or key[0] in (MessageClass.SYNC, MessageClass.CONTROL)
+    for key, size in synchronised_bytes(step).items():
+        assert step.sent_bytes.get(key, 0) == size
     for place in (period, Period((Turn((step,)), Turn((outer,))))):
         assert place.state_bytes() == model_state_bytes(CLUSTER, step.plan, step.blocks, 2, SEQUENCE)
     assert period.state_bytes()["outer"] > 0
@@ -108,9 +126,16 @@ def test_a_period_without_an_exchange_or_with_one_too_many_is_refused() -> None:
         ((Turn((step,)), Turn(outer, 2)), "no step has changed a parameter"),
         ((Turn((step,)), Turn(outer), Turn((forward,)), Turn(outer)), "no step has changed a parameter"),
         ((Turn(outer),), "no step has changed a parameter"),
+        ((Turn((step,)), Turn((forward,)), Turn(outer)), "follows steps of islands, whose parameters differ"),
+        # The step at the end is before the forwards at the beginning.
+        ((Turn((forward,), 2), Turn((step,)), Turn(outer), Turn((step,))), "turn 0 of the period .* parameters differ"),
     ):
         with pytest.raises(ProgramError, match=words):
             verify_period(Period(turns))
+    # A period may end with steps: it repeats, and the next exchange is of theirs.
+    verify_period(Period((Turn((step,)), Turn(outer), Turn((forward,)), Turn((step,)))))
+    verify_period(Period((Turn((forward,)), Turn((step,)), Turn(outer))))
+    verify_period(Period((Turn((forward,)),)))
 
 
 def test_an_exchange_in_another_order_is_refused() -> None:

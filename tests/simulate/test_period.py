@@ -6,6 +6,7 @@ import pytest
 
 from terrace.base.errors import ProgramError
 from terrace.plan.presets import preset
+from terrace.program.instruction import Op
 from terrace.program.lowering import build_stages, forward_programs, restoring_program
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
@@ -107,6 +108,19 @@ def test_what_a_period_cannot_be_is_named() -> None:
     ):
         with pytest.raises(ProgramError, match=words):
             verify_period(Period(turns))
+
+
+def test_turns_that_share_their_first_program_are_told_apart() -> None:
+    first, second = steps_of("1f1b")
+    twice = replace(second, instructions=second.instructions * 2)
+    with pytest.raises(ProgramError, match="it runs twice"):
+        verify_period(Period((Turn((first, second)), Turn((first, twice)))))
+    # No program of a run, but one whose figures differ.
+    short = replace(second, instructions=tuple(now for now in second.instructions if now.op is not Op.UPDATE))
+    found = predict_period(Period((Turn((first, second)), Turn((first, short)))), FLOPS)
+    for turn, programs in zip(found.turns, ((first, second), (first, short)), strict=True):
+        assert turn == predict_period(Period((Turn(programs),)), FLOPS).turns[0]
+    assert found.turns[0] != found.turns[1]
 
 
 def test_the_table_of_a_period_adds_up() -> None:
