@@ -208,7 +208,7 @@ def _trained_part(block: BlockSpec) -> float:
 
 
 def update_seconds(program: "Program") -> tuple[float, ...]:
-    """Seconds of the optimizer on a rank's part of every block; its constant is added to the last block held."""
+    """Seconds of the optimizer on a rank's part of every block; its constant is added to the last that trains."""
     device = program.cluster.device
     known = {
         # The constant counts once a step, below, not once a block.
@@ -216,7 +216,9 @@ def update_seconds(program: "Program") -> tuple[float, ...]:
         for parts in {id(parts): parts for parts in program.flats}.values()  # blocks that are alike share theirs
     }
     update = [known[id(parts)] for parts in program.flats]
-    update[program.stage.held[-1]] += device.kernels.optimizer_s  # once a step, on every stage
+    trained = [block for block in program.stage.held if program.blocks[block].num_trainable]
+    if trained:  # only their UPDATE is played
+        update[trained[-1]] += device.kernels.optimizer_s  # once a step, on every stage
     return tuple(update)
 
 

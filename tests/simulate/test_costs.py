@@ -14,7 +14,7 @@ from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_model
-from terrace.model.spec import Computes
+from terrace.model.spec import Computes, freeze
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
@@ -257,6 +257,17 @@ def test_step_costs_take_work() -> None:
     owned = sum(program.layout.padded(block.num_trainable) // 16 for block in program.blocks)
     assert sum(costs.update_s) == pytest.approx(constants + owned * 44 / (0.8 * 2.039e12))
     assert simulate(program, costs).step_s > 2 * sum(costs.forward_s) + 2 * sum(costs.backward_s)
+
+
+def test_the_optimizer_s_constant_counts_once_where_the_last_block_is_frozen() -> None:
+    cluster, blocks = load_cluster("dgx-a100"), block_specs(LLAMA)
+    frozen = freeze(blocks, (f"{blocks[-1].name}.*",))
+    program = build(cluster, replace(preset("zero3", cluster), compute="bf16"), frozen, 2)
+    work = Work(model=LLAMA, sequence=512)
+    update_s, whole_s = step_costs(program, work).update_s, step_costs(_program(), work).update_s
+    assert update_s[:-2] == whole_s[:-2]
+    assert update_s[-2] == pytest.approx(whole_s[-2] + A100.kernels.optimizer_s)
+    assert simulate(program, step_costs(program, work)).time_s["update"] == pytest.approx(sum(update_s[:-1]))
 
 
 def test_work_that_is_not_the_plan_s_is_refused() -> None:
