@@ -79,7 +79,7 @@ def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> di
     """Group and shape of every parameter of whole blocks."""
     return {
         block.name: {
-            param.name: (group_of(param, optimizer, is_layer(index, len(blocks))), list(param.shape))
+            param.name: (group_of(param, optimizer, is_layer(blocks, index)), list(param.shape))
             for param in block.params
         }
         for index, block in enumerate(blocks)

@@ -46,9 +46,15 @@ def hidden_size(blocks: Sequence[BlockSpec]) -> int:
     return size
 
 
-def is_layer(block: int, num_blocks: int) -> bool:
-    """Whether a block is a layer: neither the first, which embeds, nor the last, the head."""
-    return 0 < block < num_blocks - 1
+def is_layer(blocks: Sequence[BlockSpec], index: int) -> bool:
+    """Whether a block is a layer, neither an embedding nor the head.
+
+    Of blocks that do not declare what they compute, the model's first is taken for the embedding and its last for the
+    head.
+    """
+    if blocks[index].computes is None:
+        return 0 < index < len(blocks) - 1
+    return not blocks[index].at_an_end
 
 
 def is_table(param: ParamSpec) -> bool:

@@ -92,7 +92,7 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
 
     keys = []
     for index, block in enumerate(blocks):
-        orthogonal = plan.update == "muon" and is_layer(index, len(blocks))
+        orthogonal = plan.update == "muon" and is_layer(blocks, index)
         keys.append((id(block.params), orthogonal))
         if keys[-1] in found:
             continue

@@ -236,7 +236,7 @@ def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> No
             "or use 'adamw' or 'lion'"
         )
     # Embedding and head are left to AdamW, as in Jordan's Muon.
-    inner = [param for index, block in enumerate(blocks) if is_layer(index, len(blocks)) for param in block.params]
+    inner = [param for index, block in enumerate(blocks) if is_layer(blocks, index) for param in block.params]
     # `decays` marks the weight matrices, as opposed to norms and biases.
     matrices = [param for param in inner if param.trainable and param.decays and param.numel]
     if not matrices:

@@ -50,7 +50,7 @@ class Stage:
     flats: tuple[tuple[tuple[str, ...], Sizes], ...]
     lent: tuple[tuple[int, int], ...] = ()
     vectors: Sizes = ()  # elements outside matrices by kind, padding included
-    ends: tuple[int, ...] = ()  # the first and the last block of the model
+    ends: tuple[int, ...] = ()  # blocks that are no layers
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -119,7 +119,7 @@ def stage_of(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shard
         flats=tuple(flats.items()),
         lent=tuple(lent),
         vectors=tuple(size - numel for size, numel in zip(whole, matrices, strict=True)),
-        ends=tuple(index for index, block in enumerate(held) if not is_layer(block, len(kinds.blocks))),
+        ends=tuple(index for index, block in enumerate(held) if not is_layer(kinds.blocks, block)),
     )
 
 
@@ -210,6 +210,7 @@ def model_states(
         steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
         steady["grads"] += total // here.span(here.grads) * master
         kept = total // here.span(here.optimizer) * (3 if keeps_master(plan, here) else 2)
+        steady["outer"] += total // here.span(here.optimizer) * master if here.num_islands > 1 else 0
         steady["optimizer"] += (kept - _spared_moments(plan, here, stage, sizes)) * master
         # Only gradients that are reduced need a whole buffer.
         if not accumulates_in_place(plan, here):
@@ -232,7 +233,7 @@ def model_states(
 
 def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
     span, spared = layout.span(layout.optimizer), 0
-    # Muon keeps one moment for matrices, and neither the first nor the last block of a model has any for it.
+    # Muon keeps one moment for matrices of layers.
     for kind, at_end in product(range(len(sizes)), (False, True)):
         count = sum(each == kind and (index in stage.ends) == at_end for index, each in enumerate(stage.order))
         elementwise = stage.vectors[kind] if plan.update == "muon" and not at_end else sizes[kind]
@@ -258,6 +259,8 @@ def _messages(
     cases: list[tuple[MessageClass, int | None]] = [
         (message, None) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)
     ]
+    if layout.num_islands > 1:
+        cases.append((MessageClass.OUTER, None))
     if layout.params != DEVICE:
         cases.append((MessageClass.GATHER, layout.params))
         if 2 * len(stage.order) - 1 > max(1, prefetch):  # else every block stays for the whole step

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.checkpoint.layout import block_layouts
 from terrace.launch.start import LocalPool, World
-from terrace.plan.flats import block_flats
+from terrace.model.config import model_of
+from terrace.plan.flats import block_flats, orthogonalised
+from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
 from terrace.plan.plan import Plan
@@ -26,6 +29,8 @@ from terrace.runtime.muon import newton_schulz
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
+from terrace.simulate.states import model_states, stage_of, state_layout
+from tests.support.differing import differing, undeclared
 from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
@@ -243,6 +248,20 @@ def test_newton_schulz_makes_singular_values_about_one(shape: tuple[int, int]) -
 def test_settings_that_cannot_be_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         OptimizerConfig(**values)
+
+
+def test_muon_takes_the_matrices_of_blocks_that_say_they_are_layers() -> None:
+    config, cluster = model_of(MODELS["llama tied"].declared), cluster_of(2)
+    plan = exact("zero1", cluster, update="muon")
+    headless, two_tables = differing(config)[2:]
+    for blocks, layers in ((headless, [1, 2]), (two_tables, [2, 3]), (undeclared(config)[0], [1, 2])):
+        program = build(cluster, plan, blocks, 1, SEQUENCE)
+        assert orthogonalised(program.flats, range(len(blocks))) == layers
+        groups = [{group for group, _ in params.values()} for params in block_layouts(blocks, MUON).values()]
+        assert [index for index, of_block in enumerate(groups) if "muon" in of_block] == layers
+        stage = stage_of(Kinds.of(blocks), range(len(blocks)), 1, 1, 2)
+        states = model_states(state_layout(cluster, plan), plan, stage, 1)
+        assert states.steady["optimizer"] == program.state_bytes["optimizer"]
 
 
 def test_muon_is_refused_where_matrices_are_cut_or_missing() -> None:

@@ -17,6 +17,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
+from terrace.program.lowering import build_stages
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
 from tests.support.differing import differing, undeclared
@@ -69,6 +70,21 @@ def test_presets_too() -> None:
         assert closed_form(plan, (2, 2, 2), block_specs(LLAMA), 3) == model_state_bytes(
             cluster, plan, block_specs(LLAMA), 3
         )
+
+
+def test_islands_keep_the_parameters_they_agreed_on() -> None:
+    cluster = cluster_of(2, 2, 2)
+    for name in PRESETS:
+        plan = preset(name, cluster)
+        inside = {state: "node" for state in ("params", "grads", "optimizer") if getattr(plan, state) == "system"}
+        pause = plan.params_backward and "package"
+        changes = inside | {"island": "node", "params_backward": pause, "compute": "bf16", "wire": {}}
+        plan = replace(plan, **changes)  # type: ignore[arg-type]
+        found = closed_form(plan, (2, 2, 2), block_specs(LLAMA), 3)
+        assert found == model_state_bytes(cluster, plan, block_specs(LLAMA), 3)
+        (program,) = build_stages(cluster, plan, block_specs(LLAMA), 3, 16)
+        assert found["outer"] == program.state_bytes["outer"] > 0
+        assert footprint(cluster, plan, Kinds.of(block_specs(LLAMA)), 16, 3)["outer"] == found["outer"]
 
 
 def test_tensor_ranks_and_stages_hold_the_whole_model() -> None:
