@@ -77,7 +77,7 @@ class Comm:
         return StageP2P(self.groups, program.mesh, self.rank, tiers=program.layout.tiers, ledger=ledger, pacer=pacer)
 
     def exchange(self, value: Any) -> list[Any]:
-        """The small `value` of every rank, in rank order: what JSON holds. Every rank calls this."""
+        """The `value` of every rank, in rank order; it is small and can be written as JSON. Every rank calls this."""
         return [value] if self._world is None else gather_plain(value, self.device, self._world)
 
     def exchange_tensors(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
