@@ -78,8 +78,8 @@ def test_islands_keep_the_parameters_they_agreed_on() -> None:
         plan = preset(name, cluster)
         inside = {state: "node" for state in ("params", "grads", "optimizer") if getattr(plan, state) == "system"}
         pause = plan.params_backward and "package"
-        changes = inside | {"island": "node", "params_backward": pause, "compute": "bf16", "wire": {}}
-        plan = replace(plan, **changes)  # type: ignore[arg-type]
+        plan = replace(plan, island="node", params_backward=pause, compute="bf16", wire={})
+        plan = replace(plan, **inside)  # type: ignore[arg-type]
         found = closed_form(plan, (2, 2, 2), block_specs(LLAMA), 3)
         assert found == model_state_bytes(cluster, plan, block_specs(LLAMA), 3)
         (program,) = build_stages(cluster, plan, block_specs(LLAMA), 3, 16)
