@@ -1,6 +1,7 @@
 """Terminal output of `terrace train`, and the result files of the run folder."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -122,10 +123,12 @@ class Screen:
     def _write_files(self, outcome: Outcome) -> None:
         folder, run = self._job.folder, self._job.run
         write_atomic(folder / "report.json", json.dumps(_report(outcome), indent=1) + "\n")
-        records = read_metrics(folder / "metrics.jsonl")
+        # Lines of an earlier start may be damaged: what is left need not be finite, nor any.
+        records = [each for each in read_metrics(folder / "metrics.jsonl") if math.isfinite(each.loss)]
         title = f"{run.model.family} under {run.plan.name}"
         steps, losses = [record.step for record in records], [record.loss for record in records]
-        write_atomic(folder / "loss.svg", loss_svg(steps, losses, title=title, target=run.train.target_loss))
+        if records:
+            write_atomic(folder / "loss.svg", loss_svg(steps, losses, title=title, target=run.train.target_loss))
         if outcome.sample is not None:
             write_atomic(folder / "sample.txt", outcome.sample + "\n")
 

@@ -124,7 +124,8 @@ def _joined(row: int, group: Sequence[Interval], words: Callable[[int, int], str
     spent: dict[str, float] = defaultdict(float)
     for piece in group:
         spent[piece.category] += piece.end_s - piece.start_s
-    length_s = last.end_s - first.start_s
+    # Pieces of no length at one moment have no shares.
+    length_s = last.end_s - first.start_s or 1.0
     shares = tuple((category, seconds / length_s) for category, seconds in sorted(spent.items()))
     # Shares are of the bar's length, so idle time is the missing rest.
     named = ", ".join(f"{category} {round(100 * share)} %" for category, share in shares)

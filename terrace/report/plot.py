@@ -8,7 +8,10 @@ _TOP = 36
 
 
 def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, target: float | None = None) -> str:
-    """Loss over steps as SVG: each step faint, the running mean strong, the target dashed."""
+    """Loss over steps as SVG: each step faint, the running mean strong, the target dashed.
+
+    Needs at least one loss; all are finite.
+    """
     low = min([*losses, *([target] if target is not None else [])])
     high = max(losses)
     # A margin of 5 %, and one of 0.05 for a constant loss.
@@ -66,10 +69,11 @@ def round_ticks(low: float, high: float) -> list[float]:
     """About five round numbers between `low` and `high`."""
     span = high - low
     # The decade from the printed exponent: log10 could round an exact power down.
-    step = 10.0 ** int(f"{span / 5:e}".split("e")[1])
+    step = 10.0 ** max(-300, int(f"{span / 5:e}".split("e")[1]))
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= span / 5)
     tick, ticks = -(-low // step) * step, []
-    while tick <= high:
+    # The span of great numbers may be below their rounding, so that a step would go nowhere.
+    while tick <= high and tick + step > tick:
         # -0.0 becomes 0.0, or an axis would say -0.
         ticks.append(round(tick, 10) + 0.0)
         tick += step

@@ -1,13 +1,14 @@
 """Contents of a run folder as a `RunView`: everything readable, and a sentence on each missing part.
 
-A run may be unfinished, killed, or damaged: no content of a file raises here.
+A run may be unfinished, killed, or damaged: no content of a file raises here. Values come through
+`terrace.base.fitting`, so that they have their types and every number is finite but losses, norms and rounding errors.
 """
 
-import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import TerraceError
+from terrace.base.fitting import numbers
 from terrace.base.schema import read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
 from terrace.report.run_curves import Curve
 from terrace.report.run_page import Compared, RunView
-from terrace.report.run_timeline import run_timeline
+from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
 from terrace.report.timeline import Timeline
 from terrace.simulate.recording import record
@@ -30,7 +32,7 @@ from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.metrics import StepRecord, read_metrics
 from terrace.train.prediction import step_of
-from terrace.train.recorder import PREDICTION, read_events
+from terrace.train.recorder import PREDICTION, Event, read_events, read_prediction
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 _US = 1e6
@@ -43,7 +45,7 @@ class _Left:
     folder: Path
     run: RunConfig | None
     records: Sequence[StepRecord]
-    events: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
     predicted: Mapping[str, Mapping[str, float]]  # name of an amount -> category -> value
     cluster: Cluster | None  # with the constants measured at the start
 
@@ -68,7 +70,7 @@ def run_view(folder: Path) -> RunView:
     for name, size in left.predicted["sent_bytes"].items():
         # Keys are "message.tier"; the page shows sums by tier.
         sent_bytes[name.rsplit(".", 1)[-1]] += size
-    first_steps = [int(event.get("first_step", 0)) for event in left.events if event["event"] == "started"]
+    first_steps = [event.first_step for event in left.events if event.event == "started"]
     return RunView(
         title=folder.resolve().name,
         subtitle="" if run is None else _subtitle(run),
@@ -78,7 +80,7 @@ def run_view(folder: Path) -> RunView:
         notes=_notes(left) if steady and left.predicted["time_s"] else (),
         curves=_curves(left),
         resumed=[step for step in first_steps if step],
-        plan=None if run is None else plan_rows(left.cluster or run.cluster, run.plan),
+        plan=_plan(left, missing),
         time_s=Compared(left.predicted["time_s"], _by_category([record.time_s for record in steady], statistics.fmean)),
         sent_bytes=Compared(
             sent_bytes,
@@ -110,33 +112,24 @@ def _read(folder: Path, missing: list[str]) -> _Left:
     else:
         if not records:
             missing.append("curves and times: no step has ended")
-    prediction: dict[str, Any] = {}
+    amounts: dict[str, Any] = {}
     cluster: Cluster | None = None
     try:
+        prediction = read_prediction(folder)
+        amounts = prediction.predicted
         # The prediction's cluster differs from the run's only where the start measured constants.
-        prediction = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
-        cluster = parse_cluster(prediction["cluster"]) if prediction["is_measured"] else None
+        cluster = parse_cluster(prediction.cluster) if prediction.is_measured else None
     except OSError:
         missing.append(f"predictions: there is no {PREDICTION}, which a run writes once it has measured its machine")
-    except (ValueError, TypeError, KeyError, TerraceError):
-        prediction = {}
+    except (ValueError, TerraceError):
+        amounts = {}
         missing.append(f"predictions: {PREDICTION} is damaged")
     if not (folder / "events.jsonl").is_file():
         missing.append("events: there is no events.jsonl")
-    # Events from a damaged file may lack their time, and cannot be shown.
-    events = [event for event in read_events(folder) if isinstance(event.get("time"), (int, float))]
-    amounts = prediction.get("predicted")
-    predicted = {
-        name: _numbers(amounts.get(name) if isinstance(amounts, Mapping) else None)
-        for name in ("time_s", "sent_bytes", "memory_bytes")
-    }
-    return _Left(folder=folder, run=run, records=records, events=events, predicted=predicted, cluster=cluster)
-
-
-def _numbers(table: object) -> dict[str, float]:
-    # Files may be damaged: values that are no numbers are left out.
-    values = table if isinstance(table, Mapping) else {}
-    return {str(key): value for key, value in values.items() if isinstance(value, (int, float))}
+    predicted = {name: numbers(amounts.get(name)) for name in ("time_s", "sent_bytes", "memory_bytes")}
+    return _Left(
+        folder=folder, run=run, records=records, events=read_events(folder), predicted=predicted, cluster=cluster
+    )
 
 
 def _subtitle(run: RunConfig) -> str:
@@ -148,14 +141,15 @@ def _subtitle(run: RunConfig) -> str:
 
 def _status(left: _Left) -> str:
     # The last event decides: a killed run has neither "finished" nor "stopped".
-    last = left.events[-1]["event"] if left.events else ""
+    last = left.events[-1] if left.events else Event(event="")
     done = left.records[-1].step if left.records else 0
     wanted = f" of {left.run.train.steps}" if left.run is not None else ""
-    if last == "finished":
-        return f"Finished after {done} steps, with a loss of {left.events[-1].get('final_loss', math.nan):.4g}."
-    if last == "stopped":
-        return f"Stopped after step {done}{wanted}: {left.events[-1].get('why', 'no reason recorded')}."
-    when = f" at {_when(left.records[-1].time)} UTC" if left.records and left.records[-1].time else ""
+    if last.event == "finished":
+        return f"Finished after {done} steps, with a loss of {last.final_loss:.4g}."
+    if last.event == "stopped":
+        return f"Stopped after step {done}{wanted}: {last.why or 'no reason recorded'}."
+    when = _when(left.records[-1].time) if left.records and left.records[-1].time else ""
+    when = f" at {when} UTC" if when else ""
     if done:
         return f"Not finished: step {done}{wanted} is the last{when}. It still runs, or it was killed."
     return "Not finished: no step has ended yet."
@@ -167,11 +161,14 @@ def _notes(left: _Left) -> list[str]:
     waits_s = statistics.fmean(
         sum(spent for name, spent in record.time_s.items() if name.startswith("wait ")) for record in left.steady
     )
-    notes = [
-        f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)} "
-        f"({100 * (predicted_s / measured_s - 1):+.0f} %). Rank 0 waits for messages for "
-        f"{100 * waits_s / measured_s:.0f} % of it."
-    ]
+    notes = []
+    # A damaged file may have steps of no length, which have no shares.
+    if measured_s > 0:
+        notes.append(
+            f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)} "
+            f"({100 * (predicted_s / measured_s - 1):+.0f} %). Rank 0 waits for messages for "
+            f"{100 * waits_s / measured_s:.0f} % of it."
+        )
     if left.run is not None and left.run.plan.balance == "cost":
         notes.append("Messages of attention depend on the documents of a batch, and no prediction has them.")
     return notes
@@ -231,24 +228,32 @@ def _curves(left: _Left) -> list[Curve]:
     return curves
 
 
+def _plan(left: _Left, missing: list[str]) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    if left.run is None:
+        return None
+    try:
+        return plan_rows(left.cluster or left.run.cluster, left.run.plan)
+    except TerraceError as error:
+        missing.append(f"the plan's table: {error}")
+        return None
+
+
 def _timeline(left: _Left, missing: list[str]) -> tuple[Timeline | None, str]:
     # The newest readable trace, else the prediction above the mean measured seconds. A damaged trace is reported.
     for path in sorted((left.folder / "profile").glob("step-*-rank-0.json"), key=_step_of_trace, reverse=True):
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-            found = run_timeline(table["traceEvents"], {0: "predicted", 1: "measured"})
-            other = table["otherData"]
-            passes = " for the passes of its stage" * (other["predicted"] == "passes")
-            words = (
-                f"Step {other['step']} of rank {other['rank']}: predicted {seconds(other['predicted_s'])}{passes}, "
-                f"measured {seconds(other['measured_s'])}, both from their own beginning. A message stands on the lane "
-                f"of the outermost tier it crosses. From {path.parent.name}/{path.name}, which Perfetto opens."
-            )
-        except (OSError, ValueError, TypeError, KeyError):
+            trace, compared = read_trace(path)
+        except (OSError, ValueError):
             missing.append(f"{path.parent.name}/{path.name} is damaged")
             continue
+        found = run_timeline(trace, {0: "predicted", 1: "measured"})
         if found is not None:
-            return found, words
+            passes = " for the passes of its stage" * (compared.predicted == "passes")
+            return found, (
+                f"Step {compared.step} of rank {compared.rank}: predicted {seconds(compared.predicted_s)}{passes}, "
+                f"measured {seconds(compared.measured_s)}, both from their own beginning. A message stands on the lane "
+                f"of the outermost tier it crosses. From {path.parent.name}/{path.name}, which Perfetto opens."
+            )
     # Without a trace the page still has the prediction, above the mean seconds.
     missing.append('the measured timeline: no step was traced; --train.profile "10-12" traces three')
     if left.run is None or not any(left.predicted.values()):
@@ -256,7 +261,12 @@ def _timeline(left: _Left, missing: list[str]) -> tuple[Timeline | None, str]:
     measured = _totals(_by_category([record.time_s for record in left.steady], statistics.fmean))
     words = "What was predicted of a steady step" + (", above the mean seconds measured by category." * bool(measured))
     headings = {0: "predicted", 1: "measured in the mean, without order"} if measured else {0: "predicted"}
-    return run_timeline([*_predicted_events(left.run, left.cluster), *measured], headings), words
+    try:
+        expected = _predicted_events(left.run, left.cluster)
+    except TerraceError as error:
+        missing.append(f"the predicted timeline: {error}")
+        return None, ""
+    return run_timeline([*expected, *measured], headings), words
 
 
 def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, Any]]:
@@ -283,16 +293,16 @@ def _step_of_trace(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _event_row(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    name, when = event["event"], _when(event["time"])
+def _event_row(event: Event) -> tuple[str, str, str]:
+    name, when = event.event, "-" if event.time is None else _when(event.time) or "-"
     if name == "started":
-        what = f"resumed after step {event['first_step']}" if event.get("first_step") else "started"
-        return when, what, f"plan {event.get('plan')} on {event.get('cluster')}, {event.get('ranks')} ranks"
+        what = f"resumed after step {event.first_step}" if event.first_step else "started"
+        return when, what, f"plan {event.plan} on {event.cluster}, {event.ranks} ranks"
     if name == "saved":
-        return when, f"saved after step {event.get('step')}", str(event.get("folder", ""))
+        return when, f"saved after step {event.step}", event.folder
     if name == "finished":
-        return when, f"finished after step {event.get('step')}", ""
-    return when, str(name), str(event.get("why") or event.get("text") or "")
+        return when, f"finished after step {event.step}", ""
+    return when, name, event.why or event.text or ""
 
 
 def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]:
@@ -301,15 +311,24 @@ def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]
         if path.is_dir():
             # The manifest is written last: without it the checkpoint is incomplete.
             whole = (path / "manifest.json").is_file()
-            size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+            size = sum(map(_size, path.rglob("*")))
             found.append((path.name, size, "complete" if whole else "incomplete"))
     if not any(state == "complete" for _, _, state in found):
         missing.append("a checkpoint: none is complete, so this run cannot be resumed")
     return found
 
 
+def _size(path: Path) -> int:
+    # A run that goes on removes old checkpoints while they are counted.
+    with suppress(OSError):
+        return path.stat().st_size if path.is_file() else 0
+    return 0
+
+
 def _mean(records: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> float:
-    return statistics.fmean(map(value, records))
+    values = list(map(value, records))
+    # Losses may be NaN, and infinities of both signs have no sum.
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _by_category(
@@ -320,7 +339,10 @@ def _by_category(
 
 
 def _when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    # Empty for a number that is no date.
+    with suppress(ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return ""
 
 
 def _text(path: Path) -> str:

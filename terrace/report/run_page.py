@@ -106,7 +106,9 @@ def run_page(view: RunView) -> str:
         _details("The model continues the prompt", view.sample),
     ]
     # Curves have data of their own; a chart is a timeline.
-    return document(view.title, sections, charts, curves=[curve_data(curve) for curve in drawn])
+    page = document(view.title, sections, charts, curves=[curve_data(curve) for curve in drawn])
+    # Escapes of JSON and names of folders can hold characters that UTF-8 cannot.
+    return page.encode(errors="replace").decode()
 
 
 def _curves(curves: Sequence[Curve], resumed: Sequence[int]) -> str:

@@ -2,8 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from terrace.base.fitting import fitting, parse_table
 from terrace.report.bars import Interval, join_bars
 from terrace.report.svg import Row
 from terrace.report.timeline import Timeline
@@ -12,7 +15,58 @@ _MAX_BARS = 1600
 _STREAM_HEIGHT, _LANE_HEIGHT, _GAP, _HEADING = 30, 20, 8, 22
 _US = 1e6
 
+_SHORTEST_S = 1e-12  # of a drawn step: below it ticks and bars would coincide
+
 Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """`otherData` of a trace with a predicted and a measured step; `predicted` is "step" or "passes"."""
+
+    step: int
+    rank: int
+    predicted: str
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Complete:
+    pid: int
+    tid: int
+    name: str
+    ts: float
+    dur: float
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metadata:
+    pid: int
+    tid: int
+    name: str
+    args: dict[str, Any]
+
+
+_KINDS: dict[str, type] = {"X": _Complete, "M": _Metadata}
+
+
+def read_trace(path: Path) -> tuple[list[dict[str, Any]], Compared]:
+    """(events with their checked types, facts) of a trace that has both steps.
+
+    Raises `OSError` for an unreadable file, `ValueError` for a damaged one.
+    """
+    table = parse_table(path.read_text(encoding="utf-8"))
+    events, other = table.get("traceEvents"), table.get("otherData")
+    if not isinstance(other, dict) or not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
+        raise ValueError("not a trace of two steps")
+    # Other kinds, such as counters, are not drawn.
+    drawn = {kind: [event for event in events if event.get("ph") == kind] for kind in _KINDS}
+    for kind, found in drawn.items():
+        for event in found:
+            fitting(_KINDS[kind], event)
+    return [*drawn["M"], *drawn["X"]], fitting(Compared, other)
 
 
 def run_timeline(events: Sequence[Event], headings: Mapping[int, str]) -> Timeline | None:
@@ -35,7 +89,7 @@ def run_timeline(events: Sequence[Event], headings: Mapping[int, str]) -> Timeli
             rows.append(Row(name, top, _LANE_HEIGHT if number else _STREAM_HEIGHT))
             top += rows[-1].height + _GAP
     length_s = max((piece.end_s for row in pieces.values() for piece in row), default=0.0)
-    if not length_s:
+    if length_s < _SHORTEST_S:
         return None
     bars, least_s = join_bars(pieces, length_s, lambda _, key: words[key], _MAX_BARS)
     return Timeline(
@@ -53,7 +107,7 @@ def _lanes(events: Sequence[Event], process: int, words: list[str]) -> list[tupl
     # (name, pieces) of each lane, the compute stream first. Appends the description of each piece to `words`.
     # Names are metadata events of the trace.
     names = {
-        event["tid"]: str(event["args"]["name"])
+        event["tid"]: str(event["args"].get("name", ""))
         for event in events
         if event["ph"] == "M" and event["name"] == "thread_name" and event["pid"] == process
     }

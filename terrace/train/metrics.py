@@ -4,10 +4,11 @@ import json
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol, get_origin, get_type_hints
+from typing import Protocol
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.base.fitting import MaybeNaN, fitting, parse_table
 from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport
@@ -24,14 +25,14 @@ class StepRecord:
     """
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: MaybeNaN
+    grad_norm: MaybeNaN
     learning_rate: float
     num_tokens: int
     step_s: float
     tokens_per_s: float
     time_s: dict[str, float]
-    quantisation_error: dict[str, float] = field(default_factory=dict)  # message class -> relative error
+    quantisation_error: dict[str, MaybeNaN] = field(default_factory=dict)  # message class -> relative error
     tokens_per_s_per_device: float = 0.0
     mfu: float | None = None
     hfu: float | None = None
@@ -168,32 +169,10 @@ def read_metrics(path: Path) -> list[StepRecord]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(StepRecord(**{key: value for key, value in json.loads(line).items() if _fits(key, value)}))
-        # Too few keys, no table, no JSON: `RecursionError` is of brackets in brackets.
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            records.append(fitting(StepRecord, parse_table(line)))
+        except ValueError:
             continue
     return records
-
-
-_HINTS = get_type_hints(StepRecord)
-
-
-def _fits(key: str, value: object) -> bool:
-    # Not the strict schema: it takes a hundred times as long, and a long run has many lines.
-    hint = _HINTS.get(key)
-    if hint is None:
-        return False
-    if get_origin(hint) is dict:
-        sound = isinstance(value, dict) and all(map(_is_number, value.values()))
-    else:
-        sound = type(value) is int if hint is int else _is_number(value) or (value is None and hint is not float)
-    if not sound:
-        raise TypeError(f"{key} = {value!r} is not of type {hint}")
-    return True
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _line(record: StepRecord) -> str:

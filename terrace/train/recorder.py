@@ -6,17 +6,20 @@ finished. A new start appends to `events.jsonl` and replaces `prediction.json`.
 """
 
 import json
+import math
 import os
 import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.base.fitting import MaybeNaN, fitting, parse_table
 from terrace.base.schema import dump
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport, plain
@@ -45,7 +48,33 @@ def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
         recorder.close()
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A line of `events.jsonl`: `event` is its kind, `time` in seconds since 1970. None: absent or damaged."""
+
+    event: str
+    time: float | None = None
+    step: int | None = None
+    first_step: int = 0
+    plan: str | None = None
+    cluster: str | None = None
+    ranks: int | None = None
+    folder: str = ""
+    why: str | None = None
+    text: str | None = None
+    final_loss: MaybeNaN = math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Content of `prediction.json`: `predicted` are amounts by name and category, `cluster` is a table."""
+
+    is_measured: bool
+    cluster: dict[str, Any]
+    predicted: dict[str, Any] = field(default_factory=dict)
+
+
+def read_events(folder: Path) -> list[Event]:
     """Events of a run folder, without lines that a crash cut short; empty if there is no such file."""
     try:
         lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -53,14 +82,15 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        # Anything else is a torn line that happens to be JSON.
-        if isinstance(event, dict) and "event" in event:
-            found.append(event)
+        # A torn line may happen to be JSON.
+        with suppress(ValueError):
+            found.append(fitting(Event, parse_table(line), skip=True))
     return found
+
+
+def read_prediction(folder: Path) -> Predicted:
+    """The prediction made at the start of a run; raises `OSError` without the file, `ValueError` for a damaged one."""
+    return fitting(Predicted, parse_table((folder / PREDICTION).read_text(encoding="utf-8")))
 
 
 class _Recorder:

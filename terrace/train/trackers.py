@@ -18,6 +18,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import write_atomic
+from terrace.base.fitting import parse_table
 from terrace.train.metrics import StepRecord
 
 _PROJECT = "terrace"
@@ -163,11 +164,11 @@ def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 def _ids(folder: Path) -> dict[str, str]:
     try:
-        table = json.loads((folder / _IDS).read_text(encoding="utf-8"))
+        table = parse_table((folder / _IDS).read_text(encoding="utf-8"))
     # A missing or torn file only means that a new run begins.
     except (OSError, ValueError):
         return {}
-    return {str(name): str(value) for name, value in table.items()} if isinstance(table, dict) else {}
+    return {name: value for name, value in table.items() if isinstance(value, str)}
 
 
 def _keep_id(folder: Path, name: str, value: str) -> None:

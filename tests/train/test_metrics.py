@@ -243,12 +243,12 @@ def test_a_run_that_ends_badly_is_written_down_and_a_lost_tracker_does_not_end_i
         observer.started(predicted, run.cluster, 4)
         observer.finished(_outcome(predicted, tmp_path))
     events = read_events(tmp_path)
-    assert [event["event"] for event in events] == ["started", "saved", "stopped", "started", "note", "finished"]
-    assert events[4]["text"] == "a 1 -> 2 since step 4"
+    assert [event.event for event in events] == ["started", "saved", "stopped", "started", "note", "finished"]
+    assert events[4].text == "a 1 -> 2 since step 4"
     assert (tmp_path / "config.toml").read_text() == "new = 1\n"
-    assert events[1]["step"] == 4
-    assert events[2]["why"] == "KeyError: 'a mistake'"
-    assert events[3]["first_step"] == 4
+    assert events[1].step == 4
+    assert events[2].why == "KeyError: 'a mistake'"
+    assert events[3].first_step == 4
     table = json.loads((tmp_path / "prediction.json").read_text())
     assert table["predicted"]["time_s"] == dict(predicted.time_s)
     assert table["is_measured"] is False
