@@ -30,7 +30,7 @@ from terrace.report.stage_tables import (
 )
 from terrace.report.stages import exposed_table, path_sentence, played_words, stages_page
 from terrace.report.tables import bytes_table, memory_table, plan_table, quantity, seconds, time_table, wire_words
-from terrace.simulate.changes import Change, changes
+from terrace.simulate.changes import Change, best_changes, changes
 from terrace.simulate.critical import critical_words
 from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.step import Prediction, predict_step
@@ -69,7 +69,7 @@ class StepView:
 
     @cached_property
     def predicted(self) -> Prediction:
-        return predict_step(step_of(self.run))
+        return predict_step(step_of(self.run), self.programs)
 
     @cached_property
     def recorded(self) -> RecordedStep:
@@ -102,7 +102,9 @@ class StepView:
 
     @cached_property
     def advice(self) -> str:
-        return advice_words(self.candidates, self.recorded.step_s)
+        # A page shows all candidates, and is written first.
+        found = vars(self).get("candidates") or best_changes(step_of(self.run), self.predicted)
+        return advice_words(found, self.recorded.step_s)
 
     def page(self) -> str:
         """HTML page of the step."""

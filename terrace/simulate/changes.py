@@ -6,19 +6,28 @@ FLOP/s, or halves one latency. Invalid plans, and plans that do not fit the devi
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import fsum, inf
 from typing import Any, Literal
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
+from terrace.plan.residency import recomputed
 from terrace.plan.wire import PLACEABLE, MessageClass
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names, takes
-from terrace.program.stages import num_virtual, plan_schedule
-from terrace.simulate.step import Prediction, Step, predict_on, predict_step
+from terrace.program.schedules.seconds import TaskSeconds
+from terrace.program.stages import num_virtual, plan_orders, plan_schedule
+from terrace.simulate.step import Prediction, Step, predict_on, predict_step, resolved
+from terrace.simulate.timeline import play
 
+# Part of a lower bound that surely holds: of steps played whole, up to the rounding of sums; of folded ones, up to
+# twice what a line may be off.
+_WHOLE, _FOLDED = 1 - 1e-9, 0.99
 Fits = Callable[[Program], bool]
 
 
@@ -49,22 +58,83 @@ def changes(step: Step, fits: Fits = model_state_fits, base: Prediction | None =
     """
     found: list[Change] = []
     base = base or predict_step(step)
-    seen, program = [step.plan], base.programs[0]
-    for change in (*_plan_changes(step, program), *_schedule_changes(step), *_cluster_changes(step, program)):
-        if change.kind == "plan":
-            # A move may change nothing, such as int8 on a tier that no message crosses.
-            if change.plan in seen:
-                continue
-            seen.append(change.plan)
-        try:
-            changed = replace(step, cluster=change.cluster, plan=change.plan)
-            predicted = predict_on(base, changed) if change.kind == "cluster" else predict_step(changed)
+    for change in _candidates(step, base.programs[0]):
         # An invalid plan is simply not a candidate.
-        except PlanError:
-            continue
-        if all(map(fits, predicted.programs)):
-            found.append(replace(change, step_s=predicted.step_s))
+        with suppress(PlanError):
+            predicted = _predicted(base, change, _changed(step, change))
+            if all(map(fits, predicted.programs)):
+                found.append(replace(change, step_s=predicted.step_s))
     return sorted(found, key=lambda change: change.step_s)
+
+
+def best_changes(step: Step, base: Prediction, fits: Fits = model_state_fits) -> list[Change]:
+    """The first candidate of each kind in `changes`, without the others.
+
+    Candidates are tried by the time that their passes alone take; those whose passes take longer than the best step
+    of their kind are left out.
+    """
+    tried: list[tuple[float, int, Change, Step]] = []
+    bounds: dict[tuple[object, ...], float] = {}  # by all that passes depend on
+    for number, change in enumerate(_candidates(step, base.programs[0])):
+        with suppress(PlanError):
+            changed = resolved(_changed(step, change))
+            plan = changed.plan
+            key = (plan.schedule, plan.stages, plan.unit, plan.recompute, change.cluster.device is step.cluster.device)
+            if key not in bounds:
+                bounds[key] = _least_s(base, changed)
+            tried.append((bounds[key], number, change, changed))
+    best: dict[str, tuple[float, int, Change]] = {}
+    for least_s, number, change, changed in sorted(tried, key=lambda each: each[:2]):
+        known = best.get(change.kind, (inf, number, change))
+        if least_s > known[0]:
+            continue
+        with suppress(PlanError):
+            predicted = _predicted(base, change, changed)
+            # The memory of a candidate that is not the best does not matter.
+            if (predicted.step_s, number) < known[:2] and all(map(fits, predicted.programs)):
+                best[change.kind] = (predicted.step_s, number, replace(change, step_s=predicted.step_s))
+    return sorted((change for _, _, change in best.values()), key=lambda change: change.step_s)
+
+
+def _candidates(step: Step, program: Program) -> Iterator[Change]:
+    seen = [step.plan]
+    for change in (*_plan_changes(step, program), *_schedule_changes(step), *_cluster_changes(step, program)):
+        # A move may change nothing, such as int8 on a tier that no message crosses.
+        if change.kind == "cluster" or change.plan not in seen:
+            seen.append(change.plan)
+            yield change
+
+
+def _changed(step: Step, change: Change) -> Step:
+    return replace(step, cluster=change.cluster, plan=change.plan)
+
+
+def _predicted(base: Prediction, change: Change, changed: Step) -> Prediction:
+    return predict_on(base, changed) if change.kind == "cluster" else predict_step(changed)
+
+
+def _least_s(base: Prediction, step: Step) -> float:
+    """Lower bound in seconds on a step with the blocks of `base`: the passes of its schedule, with messages and updates
+    that take no time; 0 where little is known.
+    """
+    if step.num_stages == 1 or step.cluster.device != base.step.cluster.device:
+        return 0.0
+    plan, costs = step.plan, base.costs[0]
+    orders = plan_orders(plan, step.blocks, step.num_stages, step.num_micros, step.sequence)
+    forward, again = costs.forward_s, recomputed(plan, step.blocks)
+    backward = [own_s + forward[block] * (block in again) for block, own_s in enumerate(costs.backward_s)]
+    weight = costs.weight_s or (0.0,) * len(forward)
+    stops = list(accumulate(plan.stages))
+    cut = [slice(stop - size, stop) for stop, size in zip(stops, plan.stages, strict=True)]
+    forward_s, backward_s, weight_s = (tuple(fsum(row[each]) for each in cut) for row in (forward, backward, weight))
+    seconds = TaskSeconds(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        input_s=tuple(whole - part for whole, part in zip(backward_s, weight_s, strict=True)),
+        weight_s=weight_s,
+        edge_s=(0.0,) * (len(cut) - 1),
+    )
+    return play(orders, seconds).makespan_s * (_WHOLE if base.is_whole else _FOLDED)
 
 
 def best_change(candidates: list[Change], step_s: float, kind: Literal["plan", "cluster"]) -> Change | None:

@@ -137,8 +137,10 @@ def bubble(reports: Sequence[StepReport]) -> float:
     return sum(map(idle_s, reports)) / (sum(report.step_s for report in reports) or 1.0)
 
 
-def predict_step(step: Step) -> Prediction:
-    """The prediction of a step; raises `PlanError` for a plan that cannot run."""
+def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
+    """The prediction of a step, from its `programs` where they are built; raises `PlanError` for a plan that cannot
+    run.
+    """
     step = resolved(step)
     num_stages = step.num_stages
     most = WHOLE_PASSES_ALONE if num_stages == 1 else WHOLE_PASSES
@@ -154,7 +156,7 @@ def predict_step(step: Step) -> Prediction:
             if _agree(before, line):
                 return line
             least, further = 2 * least, 2 * further
-    return _play(step, step.num_micros)
+    return _played(step, programs) if programs else _play(step, step.num_micros)
 
 
 def predict_on(prediction: Prediction, step: Step) -> Prediction:
