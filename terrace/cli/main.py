@@ -29,6 +29,7 @@ _COMMANDS = (
     "probe",
     "rehearse",
 )
+_FORMER = {"explain": "simulate"}  # the module of a command under its former name
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
 
@@ -79,7 +80,8 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Help and errors list all commands; a command needs its own module alone.
-    for name in named if named and named[0] in _COMMANDS else _COMMANDS:
+    modules = [_FORMER.get(name, name) for name in named]
+    for name in modules if modules and modules[0] in _COMMANDS else _COMMANDS:
         import_module(f"terrace.cli.{name}").add_parser(commands)
     return parser
 
