@@ -20,6 +20,8 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Kind, Stage
 
+_LAYERS = "layers.*"
+
 
 @dataclass(frozen=True, slots=True)
 class Visit:
@@ -109,3 +111,9 @@ def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
         for index, block in enumerate(blocks)
         if any(fnmatch.fnmatchcase(block.name, pattern) for pattern in plan.recompute)
     )
+
+
+def residual_patterns(blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
+    """Patterns for `recompute` of all blocks that work on the residual stream."""
+    names = [block.name for block in blocks if not block.at_an_end]
+    return (_LAYERS,) if all(fnmatch.fnmatchcase(name, _LAYERS) for name in names) else tuple(names)

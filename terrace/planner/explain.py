@@ -93,7 +93,7 @@ def _neighbours(space: Space, choice: Candidate) -> list[tuple[str, Candidate]]:
         # Another micro-batch has another number of them; the unit must still divide it.
         unit = max(unit for unit in divisors(micros) if unit <= choice.unit)
         found.append((f"micro_batch = {size}", choice._replace(micro_batch=size, unit=unit)))
-    word = "none" if choice.recompute else "layers.*"
+    word = "none" if choice.recompute else ", ".join(task.recompute)
     found.append((f"recompute = {word}", choice._replace(recompute=1 - choice.recompute)))
     micros = num_micros(task, choice)
     if takes_unit(choice.schedule):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -14,9 +13,9 @@ from terrace.plan.context import Heads, attention_heads
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.residency import residual_patterns
 from terrace.simulate.block_tape import Backend
 
-_LAYERS = "layers.*"
 _MOST = 10**9  # so that divisors are found at once
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
 MOST_SEQUENCES = 100_000
@@ -95,11 +94,8 @@ class Task:
 
     @cached_property
     def recompute(self) -> tuple[str, ...]:
-        """Patterns of the blocks that a plan recomputes: all that work on the residual stream."""
-        names = [block.name for block in self.blocks if not block.at_an_end]
-        if all(fnmatchcase(name, _LAYERS) for name in names):
-            return (_LAYERS,)
-        return tuple(names)
+        """Patterns of the blocks that a plan recomputes."""
+        return residual_patterns(self.blocks)
 
     def heads(self, num_rows: int) -> list[Heads]:
         """Attention heads of each kind of block on each of `num_rows` tensor rows; none for kinds without any."""

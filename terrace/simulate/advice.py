@@ -15,6 +15,7 @@ changes with them.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.residency import residual_patterns
 from terrace.program.schedules.counts import most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
@@ -33,7 +35,6 @@ from terrace.simulate.states import axis_degree
 from terrace.simulate.step import Step, resolved
 
 MAX_GROWTH = 64  # how many times as many members of the outermost tier are thought of
-_LAYERS = "layers.*"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def advice(
         room = f"{(cluster.device.memory_bytes + missing) / 1e9:.1f} of {cluster.device.memory_bytes / 1e9:.1f} GB"
         return Advice(lacking_bytes=0, changes=(), job=job, sentence=f"fits: {room} per device")
     needs = f"needs {missing / 1e9:.1f} GB more per device"
-    changed = _first_that_fits(job, lacking)
+    changed = _first_that_fits(job, lacking, residual_patterns(blocks))
     if changed is None:
         return Advice(
             lacking_bytes=missing,
@@ -125,8 +126,9 @@ def advice(
 _Steps = Callable[[Job], Iterator[Job]]
 
 
-def _first_that_fits(job: Job, lacking: Callable[[Job], int]) -> Job | None:
-    kinds: tuple[_Steps | None, ...] = (_recompute, _fewer_sequences, _further_out, None)  # None: more members
+def _first_that_fits(job: Job, lacking: Callable[[Job], int], layers: tuple[str, ...]) -> Job | None:
+    recompute = partial(_recompute, layers)
+    kinds: tuple[_Steps | None, ...] = (recompute, _fewer_sequences, _further_out, None)  # None: more members
     for count in range(1, len(kinds) + 1):
         for chosen in combinations(kinds, count):
             for candidate in _apply(job, [steps for steps in chosen if steps is not None]):
@@ -145,9 +147,10 @@ def _apply(job: Job, chosen: list[_Steps]) -> Iterator[Job]:
         yield from chosen[-1](changed)
 
 
-def _recompute(job: Job) -> Iterator[Job]:
-    if _LAYERS not in job.plan.recompute:
-        yield replace(job, plan=replace(job.plan, recompute=(*job.plan.recompute, _LAYERS)))
+def _recompute(layers: tuple[str, ...], job: Job) -> Iterator[Job]:
+    added = tuple(pattern for pattern in layers if pattern not in job.plan.recompute)
+    if added:
+        yield replace(job, plan=replace(job.plan, recompute=(*job.plan.recompute, *added)))
 
 
 def _fewer_sequences(job: Job) -> Iterator[Job]:
