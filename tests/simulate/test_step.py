@@ -1,4 +1,5 @@
-"""The predicted step: exact when it is short, within half a percent when it is folded, and the best split of blocks."""
+"""The predicted step: exact when it is short, within half a percent when it is folded, the best split of blocks, and
+the best next change, with fewer plays than there are candidates."""
 
 import math
 from dataclasses import replace
@@ -12,7 +13,9 @@ from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
 from terrace.program.instruction import PASSES
+from terrace.simulate import changes as room
 from terrace.simulate import step
+from terrace.simulate.changes import best_changes, changes
 from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.footprint import work_of
 from terrace.simulate.recording import Recording
@@ -139,3 +142,42 @@ def test_recordings_of_all_stages_are_the_played_step_and_their_path_covers_it(s
 def ends_of(recording: Recording) -> list[float]:
     instructions = recording.program.instructions
     return [recording.begin_s + recording.done_s[at] for at, each in enumerate(instructions) if each.op in PASSES]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch", "recompute", "is_faster"),
+    [
+        ("1f1b", 16, ("layers.*",), True),  # played whole
+        ("1f1b", 240, ("layers.*",), True),  # folded
+        ("zbv", 16, (), False),  # it computes in less time than changes of placement could save
+    ],
+)
+def test_the_best_changes_are_the_first_of_all(
+    schedule: str, batch: int, recompute: tuple[str, ...], is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = resolved(step_of(batch, schedule, recompute=recompute))
+    base = predict_step(described)
+    played: list[float] = []
+    predicted = room._predicted
+
+    def counted(*numbers: object) -> object:
+        found = predicted(*numbers)  # type: ignore[arg-type]
+        played.append(found.step_s)
+        return found
+
+    monkeypatch.setattr(room, "_predicted", counted)
+    found, num_best = best_changes(described, base), len(played)
+    every = changes(described, base=base)
+    assert found == sorted(
+        (next(change for change in every if change.kind == kind) for kind in ("plan", "cluster")),
+        key=lambda change: change.step_s,
+    )
+    if is_faster:
+        assert num_best < 0.6 * (len(played) - num_best)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zbv", "interleaved:2", "breadth-first:2", "zeropp:2"])
+@pytest.mark.parametrize("unit", [1, 4])
+def test_passes_alone_take_no_longer_than_the_step(schedule: str, unit: int) -> None:
+    base = predict_step(resolved(step_of(16, schedule, unit=unit, recompute=("layers.*",))))
+    assert 0.3 * base.step_s < room._least_s(base, base.step) <= base.step_s
