@@ -1,6 +1,7 @@
 """Damaged run folders: `terrace report` shows the sound parts of each, or refuses it in one line."""
 
 import json
+import math
 import random
 import shutil
 import tomllib
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 import tomli_w
 
+from terrace.base.fitting import fitting
 from terrace.cli.main import main
+from terrace.report.plot import round_ticks
+from terrace.train.recorder import Event
 from tests.support.pages import checked
 from tests.support.tiny_runs import terrace, write_run
 
@@ -192,3 +196,21 @@ def test_a_prediction_on_a_damaged_cluster_is_named(ran: Path, tmp_path: Path) -
     renamed = table["cluster"] | {"tiers": [tier | {"name": f"x{tier['name']}"} for tier in table["cluster"]["tiers"]]}
     (run / "prediction.json").write_text(json.dumps(table | {"cluster": renamed, "is_measured": True}))
     assert "the plan&#x27;s table: no tier" in _page(run)
+
+
+@pytest.mark.parametrize("low", [-1e100, 0.0, 5e-324, 1e17, 1e100])
+def test_ticks_end_where_a_span_is_below_the_rounding_of_its_numbers(low: float) -> None:
+    high = math.nextafter(math.nextafter(low, math.inf), math.inf)
+    assert len(round_ticks(low, high)) <= 11
+
+
+def test_a_value_fits_its_type_or_is_refused() -> None:
+    sound = {"event": "saved", "time": 5, "step": 3, "of_a_newer_version": []}
+    assert fitting(Event, sound) == Event(event="saved", time=5, step=3)
+    for key, value in (("time", math.nan), ("time", 10**400), ("step", 3.0), ("step", True), ("event", None)):
+        with pytest.raises(ValueError, match=f"{key} = .* does not fit"):
+            fitting(Event, sound | {key: value})
+    assert math.isnan(fitting(Event, sound | {"final_loss": math.nan}).final_loss)
+    assert fitting(Event, sound | {"step": "x"}, skip=True).step is None
+    with pytest.raises(ValueError, match="event"):
+        fitting(Event, sound | {"event": 3}, skip=True)
