@@ -34,6 +34,11 @@ def checked_programs(config: RunConfig) -> list[Program]:
     return programs
 
 
+def forget_programs() -> None:
+    """Frees the kept programs: the process that waits for a run would hold them to its end."""
+    _newest.clear()
+
+
 def kept_activations(config: RunConfig, program: Program) -> int:
     """Peak bytes of activations on a rank of a stage."""
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)

@@ -15,7 +15,7 @@ from terrace.cli import views
 from terrace.cli.checks import slow_warning
 from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
-from terrace.cli.programs import checked_programs
+from terrace.cli.programs import checked_programs, forget_programs
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import pace
@@ -42,6 +42,7 @@ def show_plan(job: RunJob) -> None:
     if job.resume is None and start_words(run):
         print(f"{start_words(run)}\n")
     view = views.StepView(run, checked_programs(run))
+    forget_programs()
     for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
         section(view)
     # A paced run is slower on purpose: the screen must say so.
