@@ -70,7 +70,7 @@ def test_a_rank_with_other_files_ends_the_meeting_and_is_named_once() -> None:
 def test_a_rank_without_the_secret_is_named_within_seconds() -> None:
     right = Seal(b"right" * 8, "TERRACE_SECRET")
     begin_s = time.monotonic()
-    found = met([Facts("a")] * 2, [right, Seal.fresh()], limit_s=4.0)
+    found = met([Facts("a")] * 2, [right, Seal.fresh()], limit_s=1.0)
     assert isinstance(found[0], ConfigError)
     assert "rank 1 has another secret than TERRACE_SECRET" in str(found[0])
     assert isinstance(found[1], HangError)
@@ -137,18 +137,20 @@ def listening(port: int) -> set[str]:
 
 def test_a_store_of_this_machine_listens_on_loopback_alone() -> None:
     store: Any = host_store("127.0.0.1", 0, 5.0)
-    assert listening(store.port) == {"0100007F"}
+    outside = {"00000000", "0" * 32}  # another process may have the same port on another address
+    assert "0100007F" in listening(store.port)
+    assert not outside & listening(store.port)
     open_store("127.0.0.1", store.port, 5.0).set("a", "b")
     assert bytes(store.get("a")) == b"b"
     other: Any = host_store("127.0.1.1", 0, 5.0)
-    assert listening(other.port) == {"0101007F"}
+    assert "0101007F" in listening(other.port)
     open_store("127.0.1.1", other.port, 5.0).set("a", "b")
     if Path("/proc/net/if_inet6").exists():
         sixth: Any = host_store("::1", 0, 5.0)
-        assert listening(sixth.port) == {"0" * 24 + "01000000"}
+        assert "0" * 24 + "01000000" in listening(sixth.port)
         open_store("::1", sixth.port, 5.0).set("a", "b")
     everywhere: Any = host_store(socket.gethostname(), 0, 5.0)
-    assert listening(everywhere.port) & {"00000000", "0" * 32}
+    assert listening(everywhere.port) & outside
 
 
 @pytest.mark.parametrize(

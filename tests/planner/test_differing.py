@@ -19,6 +19,7 @@ from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.simulate.step import predict_step
 from tests.support.differing import differing, undeclared
 from tests.support.exhaustive import exhaustive
+from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, mesh_of, small_task
 
 NAMES = (
@@ -50,8 +51,18 @@ def task_of(name: str, cluster: str, batch: int) -> Task:
     return replace(small_task(CLUSTERS[cluster], batch=batch), declared=models(SMALL)[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("cluster", "axes"), [("frontier 2x1x2", AXES), ("frontier 2x2x2", ("data", "pipeline"))])
+ALL_AXES, TWO_AXES = ("frontier 2x1x2", AXES), ("frontier 2x2x2", ("data", "pipeline"))
+OFTEN = {("dense first layer", TWO_AXES), ("two look-ups", TWO_AXES), ("parameters alone", ALL_AXES)}
+CASES = [(name, space) for name in NAMES for space in (ALL_AXES, TWO_AXES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "axes"),
+    [
+        *((name, *space) for name, space in CASES if (name, space) in OFTEN),
+        *nightly(*((name, *space) for name, space in CASES if (name, space) not in OFTEN)),
+    ],
+)
 def test_the_search_equals_trying_everything(name: str, cluster: str, axes: tuple[str, ...]) -> None:
     task = task_of(name, cluster, 4)
     space, evaluator = Space(task=task, axes=axes), evaluator_of(task)

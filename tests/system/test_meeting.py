@@ -62,6 +62,7 @@ def test_cyclic_ranks_are_renumbered_and_the_map_is_printed(tmp_path: Path) -> N
     assert [line["step"] for line in lines] == [1, 2]
 
 
+@pytest.mark.nightly
 def test_a_machines_tier_over_two_machines_is_refused_once(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 1, 2, steps=2)
     found = ends(start(tmp_path, "abbb", free_port()))
@@ -71,6 +72,7 @@ def test_a_machines_tier_over_two_machines_is_refused_once(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_another_configuration_of_a_rank_is_said(tmp_path: Path) -> None:
     write_run(tmp_path, 2, steps=2)
     found = ends(start(tmp_path, "aa", free_port(), ((), ("--train.seed", "1"))))
