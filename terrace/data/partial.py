@@ -114,16 +114,24 @@ class Partial:
         except ConfigError:
             return False
         sizes = (self.noted.num_bytes, 8 * self.noted.num_documents)
-        for path, size in zip(self._paths, sizes, strict=True):
-            # A link, or fewer bytes than the journal counts: the file is not the journal's.
-            if path.is_symlink() or not path.exists() or path.stat().st_size < size:
-                return False
-            # Bytes after the journal entry may be torn.
-            os.truncate(path, size)
-        crc = 0
-        # The checksum finds bytes that the disk lost; the digest needs them all in any case.
-        with self._paths[0].open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                crc = zlib.crc32(block, crc)
-                self.digest.update(block)
+        try:
+            # Checked, cut and read by descriptor: a name could become a link meanwhile.
+            with (
+                os.fdopen(open_own(self._paths[0], os.O_RDWR), "rb+") as tokens,
+                os.fdopen(open_own(self._paths[1], os.O_RDWR), "rb+") as starts,
+            ):
+                for file, size in zip((tokens, starts), sizes, strict=True):
+                    # Fewer bytes than the journal counts: the file is not the journal's.
+                    if os.fstat(file.fileno()).st_size < size:
+                        return False
+                    # Bytes after the journal entry may be torn.
+                    os.ftruncate(file.fileno(), size)
+                crc = 0
+                # The checksum finds bytes that the disk lost; the digest needs them all in any case.
+                while block := tokens.read(_READ_BYTES):
+                    crc = zlib.crc32(block, crc)
+                    self.digest.update(block)
+        # A missing file, or a link.
+        except OSError:
+            return False
         return crc == self.noted.crc

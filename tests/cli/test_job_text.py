@@ -1,11 +1,12 @@
 """A job as text: what comes out is what went in, and anything else is refused in one line."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from terrace.base.errors import ConfigError
-from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
+from terrace.cli.job_text import _JobText, job_text, read_job, read_sources, section_digests, sources_text
 from terrace.data.batches import Source
 from terrace.data.token_file import TokenFile
 from terrace.train.config import resolve
@@ -17,6 +18,11 @@ OVERRIDES = {
     "pipeline": {"plan": PIPELINE, "train": {"batch": 64}},
     "adapters": {"lora": {"rank": 4}, "train": {"profile": "2-3", "target_loss": 1.5}},
 }
+
+
+def test_every_field_of_a_job_travels() -> None:
+    """A field with a default that is forgotten here would be lost without a word."""
+    assert [each.name for each in fields(_JobText)] == [each.name for each in fields(RunJob)]
 
 
 def sources() -> tuple[Source, ...]:
