@@ -124,7 +124,7 @@ class Screen:
     def _write_files(self, outcome: Outcome) -> None:
         folder, run = self._job.folder, self._job.run
         write_atomic(folder / "report.json", json.dumps(_report(outcome), indent=1) + "\n")
-        # Lines of an earlier start may be damaged: what is left need not be finite, nor any.
+        # Lines of an earlier start may be damaged, so there may be no finite loss.
         records = [each for each in read_metrics(folder / "metrics.jsonl") if math.isfinite(each.loss)]
         title = f"{run.model.family} under {run.plan.name}"
         steps, losses = [record.step for record in records], [record.loss for record in records]

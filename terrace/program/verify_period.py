@@ -40,7 +40,7 @@ def _check_islands(period: Period) -> None:
         return  # no program is an outer one
     phases = {turn.phase for turn in period.turns}
     if Phase.TRAIN in phases and Phase.OUTER not in phases:
-        raise ProgramError("the islands of the plan never exchange what they learn: add a turn of outer programs")
+        raise ProgramError("the islands of the plan never exchange their changes: add a turn of outer programs")
     changes = [turn.phase for turn in period.turns if turn.phase is not Phase.FORWARD]
     last = changes[-1] if changes else None  # a period repeats
     for number, turn in enumerate(period.turns):

@@ -122,7 +122,7 @@ def test_a_period_without_an_exchange_or_with_one_too_many_is_refused() -> None:
     step = step_of(island_plan("zero3"))
     outer, (forward,) = (outer_program(step),), forward_programs([step])
     for turns, words in (
-        ((Turn((step,), 3),), "never exchange what they learn"),
+        ((Turn((step,), 3),), "never exchange their changes"),
         ((Turn((step,)), Turn(outer, 2)), "no step has changed a parameter"),
         ((Turn((step,)), Turn(outer), Turn((forward,)), Turn(outer)), "no step has changed a parameter"),
         ((Turn(outer),), "no step has changed a parameter"),

@@ -299,4 +299,4 @@ def test_evaluations_take_turns_with_steps_and_exchanges(pool: LocalPool, name: 
         assert before == pytest.approx(losses, rel=TOLERANCE)
         assert equal
         assert "drift apart: run a period" in errors
-        assert "never exchange what they learn" in errors
+        assert "never exchange their changes" in errors
