@@ -35,7 +35,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.routes import block_hops
-from terrace.plan.stage import Kind, Stage, reduction_points, whole_stage
+from terrace.plan.stage import Pass, Stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, block_messages
 from terrace.plan.wire import FORMATS, ROUTES, MessageClass
@@ -116,7 +116,7 @@ def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffer
     in_flight: list[int] = []
     peak = 0
     for number, (group, _, block) in enumerate(stage.passes()):
-        if group.kind is Kind.FORWARD:
+        if group.pass_ is Pass.FORWARD:
             continue
         for needed in (block, *blocks[block].borrows):
             if needed not in held and buffered[needed]:

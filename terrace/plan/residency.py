@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
-from terrace.plan.stage import Kind, Stage
+from terrace.plan.stage import Pass, Stage
 
 _LAYERS = "layers.*"
 
@@ -57,10 +57,10 @@ def visits(stage: Stage) -> list[Visit]:
     found: list[Visit] = []
     for group in stage.groups:
         # Weight gradients read no parameters.
-        if group.kind is Kind.BACKWARD_WEIGHT:
+        if group.pass_ is Pass.BACKWARD_WEIGHT:
             continue
         order = stage.traversal(group)
-        begin, backward = len(found), group.kind is not Kind.FORWARD
+        begin, backward = len(found), group.pass_ is not Pass.FORWARD
         last = begin + len(order) - 1
         for offset, block in enumerate(order):
             # With several micro-batches the first block is needed again until the last of them has passed.

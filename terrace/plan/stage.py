@@ -15,8 +15,8 @@ from functools import cached_property
 from terrace.model.spec import BlockSpec
 
 
-class Kind(IntEnum):
-    """How micro-batches pass. A backward is whole, or its two halves run apart (Qi et al. 2401.10241, section 2)."""
+class Pass(IntEnum):
+    """How micro-batches pass a chunk. A backward is whole or in halves (Qi et al. 2401.10241, section 2)."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -31,14 +31,14 @@ class Kind(IntEnum):
     @property
     def finishes(self) -> bool:
         """Whether the gradient of the micro-batch is complete after it."""
-        return self in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        return self in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Micro-batches that pass a chunk one after the other; each of them passes all blocks of the chunk."""
 
-    kind: Kind
+    pass_: Pass
     chunk: int
     micros: Sequence[int]
 
@@ -77,7 +77,7 @@ class Stage:
     @cached_property
     def trains(self) -> bool:
         """Whether there are backwards among the groups."""
-        return any(group.kind is not Kind.FORWARD for group in self.groups)
+        return any(group.pass_ is not Pass.FORWARD for group in self.groups)
 
     def passes(self) -> Iterator[tuple[Group, int, int]]:
         """(group, micro-batch, block) in the order of the step."""
@@ -90,7 +90,7 @@ class Stage:
     def traversal(self, group: Group) -> range:
         """Blocks of a group in the order in which a micro-batch passes them."""
         blocks = self.chunks[group.chunk]
-        return blocks if group.kind is Kind.FORWARD else blocks[::-1]
+        return blocks if group.pass_ is Pass.FORWARD else blocks[::-1]
 
     @property
     def num_received(self) -> int:
@@ -107,8 +107,8 @@ def whole_stage(num_blocks: int, num_micros: int, unit: int) -> Stage:
     """The stage of a plan without a pipeline: units of micro-batches pass block after block, then back."""
     groups = []
     for micros in units(num_micros, unit):
-        groups += [Group(Kind.FORWARD, block, micros) for block in range(num_blocks)]
-        groups += [Group(Kind.BACKWARD, block, micros) for block in reversed(range(num_blocks))]
+        groups += [Group(Pass.FORWARD, block, micros) for block in range(num_blocks)]
+        groups += [Group(Pass.BACKWARD, block, micros) for block in reversed(range(num_blocks))]
     return Stage(
         num_micros=num_micros,
         chunks=tuple(range(block, block + 1) for block in range(num_blocks)),
@@ -135,7 +135,7 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
     latest: dict[int, int] = dict.fromkeys(stage.held, -1)
     for number, (group, _, block) in enumerate(stage.passes()):
         # A backward in halves completes its gradient with the weight half.
-        if group.kind.finishes:
+        if group.pass_.finishes:
             finished[block].append(number)
             for lender in blocks[block].borrows:
                 latest[lender] = number
@@ -162,4 +162,4 @@ def idle_stage(stage: Stage) -> Stage:
 
 def forward_stage(stage: Stage) -> Stage:
     """The same stage with only its forward groups, in their order."""
-    return replace(stage, groups=tuple(group for group in stage.groups if group.kind is Kind.FORWARD))
+    return replace(stage, groups=tuple(group for group in stage.groups if group.pass_ is Pass.FORWARD))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from terrace.plan.mesh import Mesh
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.planner.estimate import Estimator
 from terrace.planner.parts import Part, Work, parts_of, work_of_runs
 from terrace.planner.stages import Trait, pipeline
@@ -20,9 +20,9 @@ from terrace.simulate.timeline import Timeline, play
 
 
 class Chain(NamedTuple):
-    """A chain of dependent tasks: the number of tasks per kind and virtual stage, and of messages between stages."""
+    """A chain of dependent tasks: the number of tasks per pass and virtual stage, and of messages between stages."""
 
-    tasks: tuple[tuple[tuple[Kind, int], int], ...]
+    tasks: tuple[tuple[tuple[Pass, int], int], ...]
     num_messages: int
 
 
@@ -77,14 +77,14 @@ class Pipeline:
     @cached_property
     def critical(self) -> Chain:
         path, placement = self.timeline.critical_path(), self.orders.placement
-        # Counts suffice: seconds of a task depend on its kind and virtual stage only.
-        tasks = Counter((step.task.kind, placement[step.stage][step.task.chunk]) for step in path)
+        # Counts suffice: seconds of a task depend on its pass and virtual stage only.
+        tasks = Counter((step.task.pass_, placement[step.stage][step.task.chunk]) for step in path)
         return Chain(tuple(tasks.items()), sum(one.stage != two.stage for one, two in pairwise(path)))
 
     def along_s(self, chain: Chain) -> float:
         """Seconds of a chain from a pipeline with the same orders."""
         seconds = self.seconds([1.0] * self.orders.num_stages)
-        tasks_s = math.fsum(times * seconds.of(kind)[virtual] for (kind, virtual), times in chain.tasks)
+        tasks_s = math.fsum(times * seconds.of(pass_)[virtual] for (pass_, virtual), times in chain.tasks)
         return tasks_s + (chain.num_messages * seconds.edge_s[0] if seconds.edge_s else 0.0)
 
     @cached_property

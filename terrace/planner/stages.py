@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.counts import Waiting, most_waiting
 from terrace.program.schedules.orders import Orders, Placement, looped, v_shaped
 from terrace.program.schedules.registry import orders_for, schedule_names, takes_unit
@@ -85,7 +85,7 @@ def traits() -> dict[str, Trait]:
                 continue
         if accepted:
             # With one chunk, a schedule that takes several is 1F1B or GPipe under another name.
-            split = any(task.kind is Kind.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
+            split = any(task.pass_ is Pass.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
             all_chunks = tuple(orders.num_chunks for orders in accepted)
             is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
             is_folded = all(orders.placement == v_shaped(2) for orders in accepted)

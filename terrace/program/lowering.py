@@ -34,7 +34,7 @@ from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
-from terrace.plan.stage import Group, Kind, Stage, forward_stage, idle_stage, reduction_points, whole_stage
+from terrace.plan.stage import Group, Pass, Stage, forward_stage, idle_stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import validate
 from terrace.program.instruction import Instruction, Op
@@ -46,10 +46,10 @@ from terrace.program.stages import make_stages
 _LARGEST_STEP = 2_000_000  # a program is a list, which one process builds in seconds
 
 _OPS = {
-    Kind.FORWARD: Op.FORWARD,
-    Kind.BACKWARD: Op.BACKWARD,
-    Kind.BACKWARD_INPUT: Op.BACKWARD_INPUT,
-    Kind.BACKWARD_WEIGHT: Op.BACKWARD_WEIGHT,
+    Pass.FORWARD: Op.FORWARD,
+    Pass.BACKWARD: Op.BACKWARD,
+    Pass.BACKWARD_INPUT: Op.BACKWARD_INPUT,
+    Pass.BACKWARD_WEIGHT: Op.BACKWARD_WEIGHT,
 }
 
 
@@ -168,9 +168,9 @@ def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
     for group in stage.groups:
-        op, order, sent = _OPS[group.kind], stage.traversal(group), _sent(stage, group)
+        op, order, sent = _OPS[group.pass_], stage.traversal(group), _sent(stage, group)
         # Weight gradients read activations and output gradients only, so their passes need no parameters.
-        reads = group.kind is not Kind.BACKWARD_WEIGHT
+        reads = group.pass_ is not Pass.BACKWARD_WEIGHT
         for micro in group.micros:
             yield from received.get(task, ())
             task += 1
@@ -232,18 +232,18 @@ class _Edge(NamedTuple):
 
 
 def _sent(stage: Stage, group: Group) -> _Edge | None:
-    blocks, backward = stage.chunks[group.chunk], group.kind is not Kind.FORWARD
+    blocks, backward = stage.chunks[group.chunk], group.pass_ is not Pass.FORWARD
     peer = (stage.back if backward else stage.onward)[group.chunk]
     # The input gradient leaves after BACKWARD_INPUT; the weight half produces nothing for other stages.
-    if peer is None or group.kind is Kind.BACKWARD_WEIGHT:
+    if peer is None or group.pass_ is Pass.BACKWARD_WEIGHT:
         return None
     return _Edge(peer, blocks[0] if backward else blocks[-1], backward)
 
 
 def _read(stage: Stage, group: Group) -> _Edge | None:
-    blocks, backward = stage.chunks[group.chunk], group.kind is not Kind.FORWARD
+    blocks, backward = stage.chunks[group.chunk], group.pass_ is not Pass.FORWARD
     peer = (stage.onward if backward else stage.back)[group.chunk]
-    if peer is None or group.kind is Kind.BACKWARD_WEIGHT:
+    if peer is None or group.pass_ is Pass.BACKWARD_WEIGHT:
         return None
     return _Edge(peer, blocks[-1] + 1 if backward else blocks[0] - 1, backward)
 
@@ -273,10 +273,10 @@ def _channel(sender: Stage, receiver: int) -> list[tuple[_Edge, Sequence[int]]]:
     found = []
     # A stage has few kinds of groups: one for each chunk and direction.
     edges = {
-        (kind, chunk): _sent(sender, Group(kind, chunk, ())) for kind in Kind for chunk in range(len(sender.chunks))
+        (pass_, chunk): _sent(sender, Group(pass_, chunk, ())) for pass_ in Pass for chunk in range(len(sender.chunks))
     }
     for group in sender.groups:
-        edge = edges[group.kind, group.chunk]
+        edge = edges[group.pass_, group.chunk]
         if edge is not None and edge.peer == receiver:
             found.append((edge._replace(peer=sender.index), group.micros))
     return found

@@ -8,7 +8,7 @@ from functools import cache
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
-from terrace.plan.stage import Group, Kind, Stage
+from terrace.plan.stage import Group, Pass, Stage
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for, schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
@@ -241,10 +241,10 @@ def _stage(
 
 def _groups(orders: Orders, stage: int, unit: int) -> list[Group]:
     joined: list[tuple[int, int, list[int]]] = []
-    for kind, chunk, micro in orders.tasks[stage]:
+    for pass_, chunk, micro in orders.tasks[stage]:
         # A group must not cross a unit: gradients are reduced between units.
-        if joined and joined[-1][:2] == (kind, chunk) and joined[-1][2][-1] // unit == micro // unit:
+        if joined and joined[-1][:2] == (pass_, chunk) and joined[-1][2][-1] // unit == micro // unit:
             joined[-1][2].append(micro)
         else:
-            joined.append((kind, chunk, [micro]))
-    return [Group(Kind(kind), chunk, tuple(micros)) for kind, chunk, micros in joined]
+            joined.append((pass_, chunk, [micro]))
+    return [Group(Pass(pass_), chunk, tuple(micros)) for pass_, chunk, micros in joined]

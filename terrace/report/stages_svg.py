@@ -5,7 +5,7 @@ They share the time axis and the script of the other page (terrace.report.svg).
 
 from collections.abc import Iterator, Sequence
 
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.report.bars import Bar, Interval, Window, join_bars
 from terrace.report.svg import Row, box, memory_columns, rows_svg, staircase
 from terrace.report.tables import quantity
@@ -17,10 +17,10 @@ from terrace.simulate.timeline_picture import task_spans
 
 MAX_BARS = 2000  # of all stages: a page with many stays below a megabyte
 _CATEGORIES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward",
-    Kind.BACKWARD_WEIGHT: "weight",
+    Pass.FORWARD: "forward",
+    Pass.BACKWARD: "backward",
+    Pass.BACKWARD_INPUT: "backward",
+    Pass.BACKWARD_WEIGHT: "weight",
 }
 _GAP, _TOP = 8, 4
 _CLOSE = 32  # tasks of a stage in a close-up
@@ -36,7 +36,7 @@ def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[di
     named: dict[int, list[str]] = {}
     for stage, program in enumerate(recorded.whole.programs):
         tasks = task_spans(program.stage, recorded.passes[stage])
-        drawn = [(span.start_s, span.end_s, _CATEGORIES[span.task.kind], str(span.task)) for span in tasks]
+        drawn = [(span.start_s, span.end_s, _CATEGORIES[span.task.pass_], str(span.task)) for span in tasks]
         drawn += [(start_s, end_s, category, category) for start_s, end_s, category in _tail_of(recorded, stage)]
         named[stage] = [words for *_, words in drawn]
         # Pieces outside the window become empty and drop out below.

@@ -16,12 +16,12 @@ from functools import cached_property
 from math import inf
 
 from terrace.base.errors import ProgramError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.counts import peak_activation_bytes
 from terrace.program.schedules.orders import Orders, Task
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Kind)
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Pass)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,15 @@ class Timeline:
         """When every task ends, indexed as `starts_s`."""
         ends = []
         for row, tasks, starts in zip(self.orders.placement, self.orders.tasks, self.starts_s, strict=True):
-            lasts = [[self.seconds.of(kind)[virtual] for virtual in row] for kind in Kind]
-            ends.append([start + lasts[kind][chunk] for (kind, chunk, _), start in zip(tasks, starts, strict=True)])
+            lasts = [[self.seconds.of(pass_)[virtual] for virtual in row] for pass_ in Pass]
+            ends.append([start + lasts[pass_][chunk] for (pass_, chunk, _), start in zip(tasks, starts, strict=True)])
         return tuple(ends)
 
     @property
     def makespan_s(self) -> float:
         """Seconds from time 0 to the end of the last task."""
         lasts = zip(self.orders.placement, (tasks[-1] for tasks in self.orders.tasks), self.starts_s, strict=True)
-        return max(starts[-1] + self.seconds.of(kind)[row[chunk]] for row, (kind, chunk, _), starts in lasts)
+        return max(starts[-1] + self.seconds.of(pass_)[row[chunk]] for row, (pass_, chunk, _), starts in lasts)
 
     @property
     def spans_s(self) -> list[float]:
@@ -142,7 +142,7 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
 
 
 def _moves(orders: Orders, seconds: TaskSeconds, stage: int) -> list[list[tuple[int, int, float, float]]]:
-    """Per kind and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
+    """Per pass and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
     num_micros, last = orders.num_micros, orders.num_virtual - 1
     slots = orders.num_virtual * num_micros
     local = set(orders.placement[stage])
@@ -174,8 +174,8 @@ def _run(
     moves = _moves(orders, seconds, stage)
     w_slots = [2 * orders.num_virtual * orders.num_micros + k * orders.num_micros for k in orders.placement[stage]]
     begin, now = begun.append, 0.0
-    for kind, chunk, micro in orders.tasks[stage]:
-        source, target, lasts_s, edge_s = moves[kind][chunk]
+    for pass_, chunk, micro in orders.tasks[stage]:
+        source, target, lasts_s, edge_s = moves[pass_][chunk]
         input_s = arrived[source + micro]
         if input_s > now:
             # inf: not made yet. The stage resumes when another one fills the slot.
@@ -191,7 +191,7 @@ def _run(
         if target in waiting:
             ready.append(waiting.pop(target))
         # A split backward: the weight half may start at once, on this stage only.
-        if kind == _INPUT:
+        if pass_ == _INPUT:
             arrived[w_slots[chunk] + micro] = now
 
 
@@ -199,19 +199,19 @@ def _reads(orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task:
     """The stage that makes the input of `task`, and the task that makes it, or two candidates. Empty for a forward on
     the first virtual stage.
     """
-    kind, chunk, micro = task
+    pass_, chunk, micro = task
     virtual = orders.placement[stage][chunk]
-    if kind is Kind.BACKWARD_WEIGHT:
-        return stage, [Task(Kind.BACKWARD_INPUT, chunk, micro)]
-    if kind is Kind.FORWARD:
+    if pass_ is Pass.BACKWARD_WEIGHT:
+        return stage, [Task(Pass.BACKWARD_INPUT, chunk, micro)]
+    if pass_ is Pass.FORWARD:
         if virtual == 0:
             return stage, []
         source, chunk = holders[virtual - 1]
-        return source, [Task(Kind.FORWARD, chunk, micro)]
+        return source, [Task(Pass.FORWARD, chunk, micro)]
     if virtual == orders.num_virtual - 1:
-        return stage, [Task(Kind.FORWARD, chunk, micro)]
+        return stage, [Task(Pass.FORWARD, chunk, micro)]
     source, chunk = holders[virtual + 1]
-    return source, [Task(half, chunk, micro) for half in (Kind.BACKWARD, Kind.BACKWARD_INPUT)]
+    return source, [Task(half, chunk, micro) for half in (Pass.BACKWARD, Pass.BACKWARD_INPUT)]
 
 
 def _who_waits(orders: Orders, positions: Sequence[int], stuck: int) -> str:

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from terrace.plan.stage import Kind, Stage
+from terrace.plan.stage import Pass, Stage
 from terrace.program.instruction import Op
 from terrace.program.schedules.orders import Task
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.stages import Passed
 
-_KINDS = {Op[kind.name]: kind for kind in Kind}
+_PASSES = {Op[pass_.name]: pass_ for pass_ in Pass}
 
 
 class Span(NamedTuple):
@@ -30,7 +30,7 @@ def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[Span]:
 
     def task(passed: Passed) -> Task:
         instruction = passed.instruction
-        return Task(_KINDS[instruction.op], chunk_of[instruction.block], instruction.micro)
+        return Task(_PASSES[instruction.op], chunk_of[instruction.block], instruction.micro)
 
     spans = []
     for each, group in groupby(passes, task):
@@ -85,8 +85,8 @@ def _names(num_stages: int, width: int) -> tuple[list[str], int]:
 
 
 def _legend(tasks: Iterable[Task]) -> str:
-    kinds = {task.kind for task in tasks}
-    return ", ".join(f"{kind.letter} {kind.name.lower().replace('_', ' ')}" for kind in Kind if kind in kinds)
+    passes = {task.pass_ for task in tasks}
+    return ", ".join(f"{pass_.letter} {pass_.name.lower().replace('_', ' ')}" for pass_ in Pass if pass_ in passes)
 
 
 def _row(spans: Iterable[tuple[Task, float, float]], columns: int, column_s: float) -> str:
@@ -111,5 +111,5 @@ def _runs(
 def _label(task: Task | None, columns: int) -> str:
     if task is None:
         return "." * columns
-    label = task.kind.letter + (f"{task.chunk}." if task.chunk else "") + str(task.micro)
-    return (label if len(label) <= columns else task.kind.letter).ljust(columns, "-")
+    label = task.pass_.letter + (f"{task.chunk}." if task.chunk else "") + str(task.micro)
+    return (label if len(label) <= columns else task.pass_.letter).ljust(columns, "-")

@@ -182,7 +182,7 @@ def test_what_is_drawn_is_what_is_played(here: Here, schedule: str) -> None:
     wide = passes_picture([program.stage for program in programs], step.passes, step.reports[0].step_s, 2000)
     for stage, line in enumerate(wide.splitlines()[:2]):
         tasks = [task for task in orders.tasks[stage] if task.chunk == 0]
-        first = [f"{task.kind.letter}{task.micro}" for task in tasks[:3]]
+        first = [f"{task.pass_.letter}{task.micro}" for task in tasks[:3]]
         assert re.findall(r"[FBIW]\d+(?=[-.])", re.sub(r"[FBIW]1\.\d+-*", "", line))[:3] == first
         assert len(line) == 2000
 

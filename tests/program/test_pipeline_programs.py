@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
@@ -187,17 +187,17 @@ def _after(program: Program, text: str) -> Instruction:
     return program.instructions[[str(one) for one in program.instructions].index(text) + 1]
 
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B = Pass.FORWARD, Pass.BACKWARD
 ONE_BY_ONE, ALL_FIRST = ((F, 0), (B, 0), (F, 1), (B, 1)), ((F, 0), (F, 1), (B, 0), (B, 1))
 
 
-def by_hand(*rows: tuple[tuple[Kind, int], ...]) -> Orders:
+def by_hand(*rows: tuple[tuple[Pass, int], ...]) -> Orders:
     """Orders of two stages and two micro-batches."""
-    tasks = tuple(tuple(Task(kind, 0, micro) for kind, micro in row) for row in rows)
+    tasks = tuple(tuple(Task(pass_, 0, micro) for pass_, micro in row) for row in rows)
     return Orders(schedule="by hand", num_stages=2, num_chunks=1, num_micros=2, placement=looped(2, 1), tasks=tasks)
 
 
-def programs_by_hand(name: str, *rows: tuple[tuple[Kind, int], ...]) -> dict[int, Program]:
+def programs_by_hand(name: str, *rows: tuple[tuple[Pass, int], ...]) -> dict[int, Program]:
     plan = pipelined(name, OUTER, stages=(4, 4))
     return programs_of(plan, OUTER.sizes, num_micros=2, orders=by_hand(*rows))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.counts import peak_activation_bytes
 from terrace.program.schedules.csv_form import from_csv, to_csv
 from terrace.program.schedules.orders import Orders, verify_orders
@@ -28,7 +28,7 @@ def num_gathers(orders: Orders, *, weight_reads: bool = True) -> list[list[int]]
     counts = []
     for tasks in orders.tasks:
         gathered = [0] * orders.num_chunks
-        reads = (chunk for kind, chunk, _ in tasks if weight_reads or kind is not Kind.BACKWARD_WEIGHT)
+        reads = (chunk for pass_, chunk, _ in tasks if weight_reads or pass_ is not Pass.BACKWARD_WEIGHT)
         for chunk, _ in groupby(reads):
             gathered[chunk] += 1
         counts.append(gathered)
@@ -55,9 +55,9 @@ def idle_slots(orders: Orders) -> list[float]:
 def test_every_task_runs_once_and_no_stage_waits_in_a_circle(orders: Orders) -> None:
     verify_orders(orders)
     for tasks in orders.tasks:
-        count = Counter((task.kind, task.chunk, task.micro) for task in tasks)
+        count = Counter((task.pass_, task.chunk, task.micro) for task in tasks)
         assert set(count.values()) == {1}
-        whole = any(task.kind is Kind.BACKWARD for task in tasks)
+        whole = any(task.pass_ is Pass.BACKWARD for task in tasks)
         assert len(tasks) == (2 if whole else 3) * orders.num_chunks * orders.num_micros
     timeline = play(orders, even_seconds(orders.num_virtual, forward_s=1.0, input_s=1.0, weight_s=1.0, edge_s=0.25))
     assert [len(starts) for starts in timeline.starts_s] == [len(tasks) for tasks in orders.tasks]
@@ -67,10 +67,10 @@ def test_every_task_runs_once_and_no_stage_waits_in_a_circle(orders: Orders) -> 
 @given(any_orders())
 def test_micro_batches_pass_a_chunk_first_in_first_out(orders: Orders) -> None:
     for tasks in orders.tasks:
-        passed = Counter[tuple[Kind, int]]()
-        for kind, chunk, micro in tasks:
-            assert micro == passed[kind, chunk]
-            passed[kind, chunk] += 1
+        passed = Counter[tuple[Pass, int]]()
+        for pass_, chunk, micro in tasks:
+            assert micro == passed[pass_, chunk]
+            passed[pass_, chunk] += 1
 
 
 @quick
@@ -133,9 +133,9 @@ def test_breadth_first_activations_gathers_and_makespan(numbers: dict[str, Any])
 def test_zb_h1_keeps_the_order_and_the_memory_of_1f1b(numbers: dict[str, Any], share: float) -> None:
     stages, micros = numbers["num_stages"], numbers["num_micros"]
     orders = orders_for("zb-h1", **numbers)
-    as_whole = {Kind.BACKWARD_INPUT: Kind.BACKWARD}
+    as_whole = {Pass.BACKWARD_INPUT: Pass.BACKWARD}
     passes = [
-        tuple(task._replace(kind=as_whole.get(task.kind, task.kind)) for task in tasks if task.kind.letter != "W")
+        tuple(task._replace(pass_=as_whole.get(task.pass_, task.pass_)) for task in tasks if task.pass_.letter != "W")
         for tasks in orders.tasks
     ]
     assert tuple(passes) == orders_for("1f1b", **numbers).tasks

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.csv_form import from_csv
 from terrace.program.schedules.orders import Orders, Task
 from terrace.program.schedules.registry import orders_for
@@ -62,9 +62,9 @@ def ready_s(timeline: Timeline, ends: dict[tuple[str, int, int], float], stage: 
     orders, edge_s = timeline.orders, timeline.seconds.edge_s
     k, last = orders.placement[stage][task.chunk], orders.num_virtual - 1
     local = orders.placement[stage]
-    if task.kind is Kind.FORWARD:
+    if task.pass_ is Pass.FORWARD:
         return ends["F", k - 1, task.micro] + (0 if k - 1 in local else edge_s[k - 1]) if k else 0.0
-    if task.kind is Kind.BACKWARD_WEIGHT:
+    if task.pass_ is Pass.BACKWARD_WEIGHT:
         return ends["B", k, task.micro]
     return (
         ends["F", k, task.micro] if k == last else ends["B", k + 1, task.micro] + (0 if k + 1 in local else edge_s[k])
@@ -77,13 +77,13 @@ def test_every_task_starts_as_soon_as_it_can_and_no_sooner(timeline: Timeline) -
     orders, ends = timeline.orders, {}
     for stage, tasks in enumerate(orders.tasks):
         for task, end_s in zip(tasks, timeline.ends_s[stage], strict=True):
-            letter = "B" if task.kind.letter == "I" else task.kind.letter
+            letter = "B" if task.pass_.letter == "I" else task.pass_.letter
             ends[letter, orders.placement[stage][task.chunk], task.micro] = end_s
     for stage, tasks in enumerate(orders.tasks):
         free_s = 0.0
         for task, start_s, end_s in zip(tasks, timeline.starts_s[stage], timeline.ends_s[stage], strict=True):
             assert start_s == max(free_s, ready_s(timeline, ends, stage, task))
-            assert end_s - start_s == timeline.seconds.of(task.kind)[orders.placement[stage][task.chunk]]
+            assert end_s - start_s == timeline.seconds.of(task.pass_)[orders.placement[stage][task.chunk]]
             free_s = end_s
 
 
@@ -146,12 +146,12 @@ def without(orders: Orders, stage: int, task: Task) -> Orders:
 
 
 def test_a_task_that_is_in_no_order_is_named() -> None:
-    orders = without(orders_for("1f1b", num_stages=3, num_micros=2), 1, Task(Kind.BACKWARD, 0, 1))
+    orders = without(orders_for("1f1b", num_stages=3, num_micros=2), 1, Task(Pass.BACKWARD, 0, 1))
     with pytest.raises(
         ProgramError, match=r"stage 0 waits at position 3, BACKWARD of micro-batch 1, .* stage 1 has ended"
     ):
         play(orders, even_seconds(3, forward_s=1.0, input_s=1.0, weight_s=1.0))
-    orders = without(orders_for("zb-h1", num_stages=1, num_micros=2), 0, Task(Kind.BACKWARD_INPUT, 0, 1))
+    orders = without(orders_for("zb-h1", num_stages=1, num_micros=2), 0, Task(Pass.BACKWARD_INPUT, 0, 1))
     with pytest.raises(
         ProgramError, match="BACKWARD_WEIGHT of micro-batch 1, chunk 0, for BACKWARD_INPUT of micro-batch 1"
     ):

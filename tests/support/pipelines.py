@@ -8,7 +8,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import World
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
@@ -32,9 +32,9 @@ SCHEDULES = (
     "zeropp:2",
 )
 PLACEMENTS = ("ddp", "zero2", "zero3", "three-level")
-KINDS = {Op.FORWARD: Kind.FORWARD, Op.BACKWARD: Kind.BACKWARD} | {
-    Op.BACKWARD_INPUT: Kind.BACKWARD_INPUT,
-    Op.BACKWARD_WEIGHT: Kind.BACKWARD_WEIGHT,
+PASSES = {Op.FORWARD: Pass.FORWARD, Op.BACKWARD: Pass.BACKWARD} | {
+    Op.BACKWARD_INPUT: Pass.BACKWARD_INPUT,
+    Op.BACKWARD_WEIGHT: Pass.BACKWARD_WEIGHT,
 }
 
 
@@ -155,15 +155,15 @@ def tasks_of(program: Program, instructions: Sequence[Instruction]) -> list[Task
     tasks: list[Task] = []
     blocks: list[int] = []
     for now in instructions:
-        if now.op not in KINDS:
+        if now.op not in PASSES:
             continue
-        task = Task(KINDS[now.op], chunk_of[now.block], now.micro)
+        task = Task(PASSES[now.op], chunk_of[now.block], now.micro)
         if not blocks:
             tasks.append(task)
         assert task == tasks[-1], f"{now} in the middle of {tasks[-1]}"
         blocks.append(now.block)
         chunk = program.stage.chunks[task.chunk]
         if len(blocks) == len(chunk):
-            assert blocks == list(chunk if task.kind is Kind.FORWARD else chunk[::-1])
+            assert blocks == list(chunk if task.pass_ is Pass.FORWARD else chunk[::-1])
             blocks = []
     return tasks

@@ -11,7 +11,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool, World
 from terrace.plan.layout import Layout
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.plan.wire import MessageClass
 from terrace.program.schedules.orders import Task
 from terrace.program.stages import plan_orders
@@ -144,8 +144,8 @@ WHOLE, LATE = 34, 32  # M_B and M_W: of a micro-batch's activations, what waits 
 
 def most_kept(tasks: Sequence[Task]) -> int:
     """The most activations kept at once by a stage that has run these tasks; a task frees when it ends."""
-    freed = {Kind.FORWARD: -WHOLE, Kind.BACKWARD: WHOLE, Kind.BACKWARD_INPUT: WHOLE - LATE, Kind.BACKWARD_WEIGHT: LATE}
-    kept = [-sum(freed[task.kind] for task in tasks[: stop + 1]) for stop in range(len(tasks))]
+    freed = {Pass.FORWARD: -WHOLE, Pass.BACKWARD: WHOLE, Pass.BACKWARD_INPUT: WHOLE - LATE, Pass.BACKWARD_WEIGHT: LATE}
+    kept = [-sum(freed[task.pass_] for task in tasks[: stop + 1]) for stop in range(len(tasks))]
     assert kept[-1] == 0
     return max(kept)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 
 from terrace.base.errors import PlanError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders, Task, build, looped, positive
 from terrace.program.schedules.registry import schedule
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds
@@ -95,7 +95,7 @@ class _Stage:
     def is_full(self) -> bool:
         return self.kept + 1 > self.problem.limit * (1 + _ROUNDING)
 
-    def _run(self, kind: Kind, micro: int, arrival_s: float, lasts_s: float, kept: float) -> None:
+    def _run(self, pass_: Pass, micro: int, arrival_s: float, lasts_s: float, kept: float) -> None:
         # A task starts when the stage is free and its input is there.
         start_s = max(self.now_s, arrival_s)
         # Idle time counts from the first task: the wait before it is the pipeline's ramp, which no order avoids.
@@ -105,20 +105,20 @@ class _Stage:
             self.first_s = start_s
         self.now_s = start_s + lasts_s
         self.kept += kept
-        self.row.append(Task(kind, 0, micro))
+        self.row.append(Task(pass_, 0, micro))
 
     def forward(self, arrival_s: float) -> None:
-        self._run(Kind.FORWARD, len(self.forwards_s), arrival_s, self.problem.seconds.forward_s[self.index], 1.0)
+        self._run(Pass.FORWARD, len(self.forwards_s), arrival_s, self.problem.seconds.forward_s[self.index], 1.0)
         self.forwards_s.append(self.now_s)
 
     def input(self, arrival_s: float) -> None:
         freed = 1.0 - self.problem.weight_share
-        self._run(Kind.BACKWARD_INPUT, len(self.inputs_s), arrival_s, self.problem.seconds.input_s[self.index], -freed)
+        self._run(Pass.BACKWARD_INPUT, len(self.inputs_s), arrival_s, self.problem.seconds.input_s[self.index], -freed)
         self.inputs_s.append(self.now_s)
 
     def weight(self) -> None:
         lasts_s, freed = self.problem.seconds.weight_s[self.index], self.problem.weight_share
-        self._run(Kind.BACKWARD_WEIGHT, self.num_weights, self.now_s, lasts_s, -freed)
+        self._run(Pass.BACKWARD_WEIGHT, self.num_weights, self.now_s, lasts_s, -freed)
         self.num_weights += 1
 
     def fill(self, arrival_s: float, stages: "Sequence[_Stage]", small_gaps: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders
 
 Waiting = tuple[tuple[int, ...], ...]  # micro-batches by stage and chunk
@@ -23,12 +23,12 @@ def peak_activation_bytes(
     for row, tasks in zip(orders.placement, orders.tasks, strict=True):
         # Bytes that each task adds (+) or frees (-), by chunk.
         change = {
-            Kind.FORWARD: [forward_bytes[virtual] for virtual in row],
-            Kind.BACKWARD: [-forward_bytes[virtual] for virtual in row],
-            Kind.BACKWARD_INPUT: [kept[virtual] - forward_bytes[virtual] for virtual in row],
-            Kind.BACKWARD_WEIGHT: [-kept[virtual] for virtual in row],
+            Pass.FORWARD: [forward_bytes[virtual] for virtual in row],
+            Pass.BACKWARD: [-forward_bytes[virtual] for virtual in row],
+            Pass.BACKWARD_INPUT: [kept[virtual] - forward_bytes[virtual] for virtual in row],
+            Pass.BACKWARD_WEIGHT: [-kept[virtual] for virtual in row],
         }
-        peaks.append(max(accumulate(change[kind][chunk] for kind, chunk, _ in tasks), default=0))
+        peaks.append(max(accumulate(change[pass_][chunk] for pass_, chunk, _ in tasks), default=0))
     return peaks
 
 
@@ -36,18 +36,18 @@ def most_waiting(orders: Orders) -> Waiting:
     """Micro-batches in flight in each chunk of every stage, at the moment when the stage has most of them."""
     found = []
     # Plain integers: this loop runs over every task of every candidate schedule.
-    forward, backward_input = int(Kind.FORWARD), int(Kind.BACKWARD_INPUT)
+    forward, backward_input = int(Pass.FORWARD), int(Pass.BACKWARD_INPUT)
     for tasks in orders.tasks:
         now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
-        for kind, chunk, _ in tasks:
-            if kind == forward:
+        for pass_, chunk, _ in tasks:
+            if pass_ == forward:
                 now[chunk] += 1
                 total += 1
                 # Only the first moment with the most is kept.
                 if total > peak:
                     most, peak = tuple(now), total
             # A micro-batch leaves when its whole backward or its weight half ends.
-            elif kind != backward_input:
+            elif pass_ != backward_input:
                 now[chunk] -= 1
                 total -= 1
         found.append(most)

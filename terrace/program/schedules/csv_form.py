@@ -9,11 +9,11 @@ import io
 import re
 
 from terrace.base.errors import ProgramError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders, Task, verify_orders
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-_KINDS = {kind.letter: kind for kind in Kind}
+_PASSES = {pass_.letter: pass_ for pass_ in Pass}
 
 
 def to_csv(orders: Orders) -> str:
@@ -21,7 +21,7 @@ def to_csv(orders: Orders) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row, tasks in zip(orders.placement, orders.tasks, strict=True):
-        writer.writerow(f"{row[task.chunk]}{task.kind.letter}{task.micro}" for task in tasks)
+        writer.writerow(f"{row[task.chunk]}{task.pass_.letter}{task.micro}" for task in tasks)
     return text.getvalue()
 
 
@@ -30,7 +30,7 @@ def from_csv(text: str, schedule: str = "csv") -> Orders:
 
     Raises `ProgramError` for a cell that is no task and for orders that break a rule of `verify_orders`.
     """
-    rows: list[list[tuple[int, Kind, int]]] = []
+    rows: list[list[tuple[int, Pass, int]]] = []
     for line in csv.reader(io.StringIO(text)):
         cells = [cell.strip() for cell in line]
         rows.append([_parse(len(rows), cell) for cell in cells if cell])
@@ -46,7 +46,7 @@ def from_csv(text: str, schedule: str = "csv") -> Orders:
         num_micros=1 + max(micro for row in rows for _, _, micro in row),
         placement=placement,
         tasks=tuple(
-            tuple(Task(kind, chunks[stage][virtual], micro) for virtual, kind, micro in row)
+            tuple(Task(pass_, chunks[stage][virtual], micro) for virtual, pass_, micro in row)
             for stage, row in enumerate(rows)
         ),
     )
@@ -55,11 +55,11 @@ def from_csv(text: str, schedule: str = "csv") -> Orders:
     return orders
 
 
-def _parse(row: int, cell: str) -> tuple[int, Kind, int]:
+def _parse(row: int, cell: str) -> tuple[int, Pass, int]:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ProgramError(
             f"row {row}: cell {cell!r}: write virtual stage, letter and micro-batch, as in 2F0; the letters are F, B, "
             "I and W (messages, gathers and reductions are not part of an order)"
         )
-    return int(match[1]), _KINDS[match[2]], int(match[3])
+    return int(match[1]), _PASSES[match[2]], int(match[3])

@@ -5,7 +5,7 @@ that the first micro-batch of a group is back from the last stage when the group
 """
 
 from terrace.base.errors import PlanError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.one_f_one_b import alternate
 from terrace.program.schedules.orders import Orders, Task, build, looped, nearest_multiple, positive, tasks_of
 from terrace.program.schedules.registry import schedule
@@ -28,8 +28,8 @@ def interleaved(num_stages: int, num_chunks: int, num_micros: int) -> Orders:
             f"{num_stages}; write num_micros = {nearest_multiple(num_micros, num_stages)}, or use '1f1b'"
         )
     # All stages run the same order; they differ only in their warm-up.
-    forwards = _in_groups(Kind.FORWARD, num_stages, list(range(num_chunks)), num_micros)
-    backwards = _in_groups(Kind.BACKWARD, num_stages, list(reversed(range(num_chunks))), num_micros)
+    forwards = _in_groups(Pass.FORWARD, num_stages, list(range(num_chunks)), num_micros)
+    backwards = _in_groups(Pass.BACKWARD, num_stages, list(reversed(range(num_chunks))), num_micros)
     # With several chunks an activation comes back round the ring, so each stage needs two more forwards than the next.
     hops = 1 if num_chunks == 1 else 2
     warmups = [hops * (num_stages - 1 - stage) + (num_chunks - 1) * num_stages for stage in range(num_stages)]
@@ -37,8 +37,8 @@ def interleaved(num_stages: int, num_chunks: int, num_micros: int) -> Orders:
     return build("interleaved", looped(num_stages, num_chunks), num_micros, rows, num_chunks)
 
 
-def _in_groups(kind: Kind, group: int, chunks: list[int], num_micros: int) -> list[Task]:
-    tasks = {chunk: tasks_of(kind, chunk, num_micros) for chunk in chunks}
+def _in_groups(pass_: Pass, group: int, chunks: list[int], num_micros: int) -> list[Task]:
+    tasks = {chunk: tasks_of(pass_, chunk, num_micros) for chunk in chunks}
     return [
         task
         for first in range(0, num_micros, group)

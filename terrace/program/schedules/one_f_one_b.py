@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
@@ -15,7 +15,7 @@ def one_f_one_b(num_stages: int, num_micros: int) -> Orders:
     stages and free messages the makespan equals GPipe's.
     """
     positive(num_stages=num_stages, num_micros=num_micros)
-    forwards, backwards = tasks_of(Kind.FORWARD, 0, num_micros), tasks_of(Kind.BACKWARD, 0, num_micros)
+    forwards, backwards = tasks_of(Pass.FORWARD, 0, num_micros), tasks_of(Pass.BACKWARD, 0, num_micros)
     rows = [alternate(forwards, backwards, num_stages - 1 - stage) for stage in range(num_stages)]
     return build("1f1b", looped(num_stages, 1), num_micros, rows)
 

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 
 
 class Task(NamedTuple):
     """One micro-batch passes one chunk of a stage."""
 
-    kind: Kind
+    pass_: Pass
     chunk: int
     micro: int
 
     def __str__(self) -> str:
-        return f"{self.kind.name} of micro-batch {self.micro}, chunk {self.chunk}"
+        return f"{self.pass_.name} of micro-batch {self.micro}, chunk {self.chunk}"
 
 
 Placement = tuple[tuple[int, ...], ...]
@@ -69,9 +69,9 @@ def v_shaped(num_stages: int) -> Placement:
     return tuple((stage, 2 * num_stages - 1 - stage) for stage in range(num_stages))
 
 
-def tasks_of(kind: Kind, chunk: int, num_micros: int) -> tuple[Task, ...]:
+def tasks_of(pass_: Pass, chunk: int, num_micros: int) -> tuple[Task, ...]:
     """The task of every micro-batch; stages share these values, so that orders stay small."""
-    return tuple(Task(kind, chunk, micro) for micro in range(num_micros))
+    return tuple(Task(pass_, chunk, micro) for micro in range(num_micros))
 
 
 def build(
@@ -120,29 +120,29 @@ def verify_orders(orders: Orders) -> None:
 
 def _verify_stage(orders: Orders, stage: int, tasks: Sequence[Task]) -> None:
     needed = {
-        Kind.FORWARD: None,
-        Kind.BACKWARD: Kind.FORWARD,
-        Kind.BACKWARD_INPUT: Kind.FORWARD,
-        Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+        Pass.FORWARD: None,
+        Pass.BACKWARD: Pass.FORWARD,
+        Pass.BACKWARD_INPUT: Pass.FORWARD,
+        Pass.BACKWARD_WEIGHT: Pass.BACKWARD_INPUT,
     }
     seen: set[Task] = set()
     for task in tasks:
-        kind, chunk, micro = task
+        pass_, chunk, micro = task
         if not (0 <= chunk < orders.num_chunks and 0 <= micro < orders.num_micros):
             raise ProgramError(
                 f"stage {stage}: {task}: there are {orders.num_chunks} chunks and {orders.num_micros} micro-batches"
             )
-        before = needed[kind]
+        before = needed[pass_]
         if before is not None and Task(before, chunk, micro) not in seen:
             raise ProgramError(f"stage {stage}: {task} stands before its {before.name}: put it after")
         # A whole backward and its input half exclude each other.
-        twin = {Kind.BACKWARD: Kind.BACKWARD_INPUT, Kind.BACKWARD_INPUT: Kind.BACKWARD}.get(kind)
+        twin = {Pass.BACKWARD: Pass.BACKWARD_INPUT, Pass.BACKWARD_INPUT: Pass.BACKWARD}.get(pass_)
         if task in seen or (twin is not None and Task(twin, chunk, micro) in seen):
             raise ProgramError(f"stage {stage}: {task} stands there twice: a micro-batch passes a chunk once")
         seen.add(task)
     for chunk in range(orders.num_chunks):
         for micro in range(orders.num_micros):
             # Presence is checked last: order and repetition were checked task by task.
-            whole = Task(Kind.BACKWARD, chunk, micro) in seen
-            if not whole and Task(Kind.BACKWARD_WEIGHT, chunk, micro) not in seen:
+            whole = Task(Pass.BACKWARD, chunk, micro) in seen
+            if not whole and Task(Pass.BACKWARD_WEIGHT, chunk, micro) not in seen:
                 raise ProgramError(f"stage {stage}: micro-batch {micro} of chunk {chunk} has no complete backward")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +20,15 @@ class TaskSeconds:
     weight_s: tuple[float, ...]
     edge_s: tuple[float, ...]
 
-    def of(self, kind: Kind) -> tuple[float, ...]:
-        """The seconds of a kind of task, by virtual stage."""
-        return (self.forward_s, self.backward_s, self.input_s, self.weight_s)[kind]
+    def of(self, pass_: Pass) -> tuple[float, ...]:
+        """Seconds of a pass, by virtual stage."""
+        return (self.forward_s, self.backward_s, self.input_s, self.weight_s)[pass_]
 
 
 def check_seconds(seconds: TaskSeconds, num_virtual: int) -> None:
     """Raise `PlanError` unless there are seconds for every virtual stage and every edge between two, none below 0."""
-    for kind in Kind:
-        _check(f"{kind.name.lower()} tasks", seconds.of(kind), num_virtual)
+    for pass_ in Pass:
+        _check(f"{pass_.name.lower()} tasks", seconds.of(pass_), num_virtual)
     _check("edges", seconds.edge_s, num_virtual - 1)
 
 

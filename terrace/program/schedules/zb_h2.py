@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
@@ -19,7 +19,7 @@ def zb_h2(num_stages: int, num_micros: int) -> Orders:
     last.
     """
     positive(num_stages=num_stages, num_micros=num_micros)
-    passes = [tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+    passes = [tasks_of(pass_, 0, num_micros) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)]
     rows = [_row(num_stages, stage, *passes) for stage in range(num_stages)]
     return build("zb-h2", looped(num_stages, 1), num_micros, rows)
 

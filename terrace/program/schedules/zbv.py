@@ -5,12 +5,12 @@ backward starts and ends there. The order is the handcrafted one for T_F = T_B =
 """
 
 from terrace.base.errors import PlanError
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders, Task, build, positive, v_shaped
 from terrace.program.schedules.registry import schedule
 
-_F0, _I0, _W0 = ((kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
-_F1, _I1, _W1 = ((kind, 1) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+_F0, _I0, _W0 = ((pass_, 0) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT))
+_F1, _I1, _W1 = ((pass_, 1) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT))
 
 
 @schedule("zbv")
@@ -45,12 +45,12 @@ def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
         *[_W1] * stage,
         *[_W0] * stage,
     ]
-    # Micro-batches pass every (kind, chunk) first in, first out.
-    passed: dict[tuple[Kind, int], int] = {}
+    # Micro-batches pass every (pass, chunk) first in, first out.
+    passed: dict[tuple[Pass, int], int] = {}
     row = []
-    for kind, chunk in pattern:
-        micro = passed.get((kind, chunk), 0)
-        passed[kind, chunk] = micro + 1
+    for pass_, chunk in pattern:
+        micro = passed.get((pass_, chunk), 0)
+        passed[pass_, chunk] = micro + 1
         if micro < num_micros:
-            row.append(Task(kind, chunk, micro))
+            row.append(Task(pass_, chunk, micro))
     return row

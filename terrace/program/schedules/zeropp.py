@@ -18,7 +18,7 @@ fewer micro-batches than stages leaves every stage idle between its chunks: it s
 
 from collections.abc import Iterator, Sequence
 
-from terrace.plan.stage import Kind
+from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
@@ -34,7 +34,7 @@ def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orde
     idles 2(num_stages - 1 - r) slots of one chunk in its span, for any number of units.
     """
     positive(num_stages=num_stages, num_chunks=num_chunks, num_micros=num_micros, unit=unit)
-    tasks = {kind: [tasks_of(kind, chunk, num_micros) for chunk in range(num_chunks)] for kind in Kind}
+    tasks = {pass_: [tasks_of(pass_, chunk, num_micros) for chunk in range(num_chunks)] for pass_ in Pass}
     # Idle slots of stage 0 between the forward and the backward of a unit.
     gap = 2 * (num_stages - 1)
     held = min(num_chunks, -(-gap // unit))  # chunks whose W may be put off
@@ -44,9 +44,9 @@ def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orde
         row: list[Task] = []
         for first in range(0, num_micros, unit):
             micros = slice(first, first + unit)
-            row += [task for chunk in range(num_chunks) for task in tasks[Kind.FORWARD][chunk][micros]]
+            row += [task for chunk in range(num_chunks) for task in tasks[Pass.FORWARD][chunk][micros]]
             row += late
-            back = list(_backward(tasks[Kind.BACKWARD_INPUT], tasks[Kind.BACKWARD_WEIGHT], micros, held))
+            back = list(_backward(tasks[Pass.BACKWARD_INPUT], tasks[Pass.BACKWARD_WEIGHT], micros, held))
             # The tail of the backward moves into the gap of the next unit.
             kept = len(back) - min(gap - 2 * stage, held * len(range(num_micros)[micros]))
             row, late = row + back[:kept], back[kept:]
