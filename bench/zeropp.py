@@ -139,7 +139,7 @@ def _zeropp(task: Task) -> Estimate | None:
     count = 1
     while True:
         found = _found(task, ZEROPP, count)
-        sharded = [each for each in found if each.choice.mesh.group("data")[0] > 1]
+        sharded = [each for each in found if each.candidate.mesh.group("data")[0] > 1]
         if sharded or len(found) < count:
             return sharded[0] if sharded else None
         count *= 4
@@ -150,11 +150,11 @@ def parts(task: Task, estimate: Estimate) -> dict[str, float]:
 
     `idle` is waiting for other stages and their messages, `tensor` and `data` waiting for messages of these axes.
     """
-    choice = estimate.choice
-    played = Evaluator(Bounds(Estimator(task))).played(choice)
+    candidate = estimate.candidate
+    played = Evaluator(Bounds(Estimator(task))).played(candidate)
     time_s = dict(played.time_s)
     tensor_s = time_s.pop("wait tensor", 0.0)
-    idle_s = math.fsum(time_s.pop(name, 0.0) for name in WAITS_ON_STAGES) if choice.schedule != SERIAL else 0.0
+    idle_s = math.fsum(time_s.pop(name, 0.0) for name in WAITS_ON_STAGES) if candidate.schedule != SERIAL else 0.0
     found = {
         "compute": time_s["forward"] + time_s["backward"],
         "tensor": tensor_s,
@@ -168,18 +168,18 @@ def parts(task: Task, estimate: Estimate) -> dict[str, float]:
 
 def plan_words(estimate: Estimate) -> str:
     """A plan in a few letters: t, p, d degrees; b micro-batch, M micro-batches; U unit; R recomputed layers."""
-    choice = estimate.choice
-    words = [f"{axis[0]}{choice.mesh.total(axis)}" for axis in ("tensor", "pipeline", "data")]
-    words += [schedule_text(choice.schedule, choice.chunks)] if choice.schedule != SERIAL else []
-    words += [f"b{choice.micro_batch}", f"M{estimate.num_micros}"]
-    words += [f"U{choice.unit}"] if choice.unit > 1 else []
-    words += ["R"] if choice.recompute else []
+    candidate = estimate.candidate
+    words = [f"{axis[0]}{candidate.mesh.total(axis)}" for axis in ("tensor", "pipeline", "data")]
+    words += [schedule_text(candidate.schedule, candidate.chunks)] if candidate.schedule != SERIAL else []
+    words += [f"b{candidate.micro_batch}", f"M{estimate.num_micros}"]
+    words += [f"U{candidate.unit}"] if candidate.unit > 1 else []
+    words += ["R"] if candidate.recompute else []
     return " ".join(words)
 
 
-def crossed(task: Task, choice: Candidate) -> str:
+def crossed(task: Task, candidate: Candidate) -> str:
     """The outermost tier crossed by the tensor ranks of a plan."""
-    tiers = choice.mesh.tiers("tensor")
+    tiers = candidate.mesh.tiers("tensor")
     return task.cluster.tiers[tiers[-1]].name if tiers else ""
 
 

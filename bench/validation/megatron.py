@@ -1,6 +1,6 @@
 """Narayanan et al. 2104.04473, Table 1: ten GPT models from 1.7 to 1008 billion parameters on 32 to 3072 A100.
 
-Every row is evaluated as `terrace plan` evaluates a choice: the row's mapping, batch, micro-batch and schedule, all
+Every row is evaluated as `terrace plan` evaluates a candidate: the row's mapping, batch, micro-batch and schedule, all
 states replicated over the data ranks, and full recomputation. What Megatron-LM did in another way than this project
 is said by `bench.validation.software`: attention that writes its scores, dropout, norms on every tensor rank,
 sends that hold up the stages they join, and gradients that a pipeline sums after its last backward. Tensor ranks fill
@@ -33,10 +33,10 @@ def table() -> Table:
     """Return Table 1 with the steps that the planner predicts."""
     rows = []
     for line in read_rows("megatron_table1.csv"):
-        task, choice = setting(line)
+        task, candidate = setting(line)
         work = Work(model=task.model, sequence=_SEQUENCE, recompute="full", flash=False)
         published_s = hardware_flops(work, task.batch) / (float(line["petaflops"]) * 1e15)
-        estimate = megatron(task).evaluate(choice)
+        estimate = megatron(task).evaluate(candidate)
         cells = (line["model"], str(task.cluster.world_size), line["tensor"], line["pipeline"], line["data"])
         rows.append(Row(cells=cells, published=published_s, modelled=estimate.step_s))
     return Table(
@@ -62,7 +62,7 @@ def setting(line: dict[str, str]) -> tuple[Task, Candidate]:
         sequence=_SEQUENCE,
     )
     interleaved = "interleaved" if chunks > 1 else "1f1b"
-    choice = Candidate(
+    candidate = Candidate(
         recompute=1,
         unit=1,
         schedule=interleaved if pipeline > 1 else SERIAL,
@@ -73,4 +73,4 @@ def setting(line: dict[str, str]) -> tuple[Task, Candidate]:
             2, data=(_NODE_SIZE // tensor, num_nodes // pipeline), rows=(tensor, 1), pipeline=(1, pipeline)
         ),
     )
-    return task, choice
+    return task, candidate

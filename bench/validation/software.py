@@ -60,14 +60,14 @@ class ExposedEstimator(Estimator):
 
 
 class ExposedEvaluator(Evaluator):
-    """Evaluates choices with messages inside blocks that hide behind nothing; no program runs this way."""
+    """Evaluates candidates with messages inside blocks that hide behind nothing; no program runs this way."""
 
-    def program(self, part: Part, choice: Candidate, micros: int) -> tuple[Program, Costs]:
-        program, costs = super().program(part, choice, micros)
+    def program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
+        program, costs = super().program(part, candidate, micros)
         return program, ExposedCosts.of(costs)
 
-    def played(self, choice: Candidate) -> Estimate:
-        return self.evaluate(choice)
+    def played(self, candidate: Candidate) -> Estimate:
+        return self.evaluate(candidate)
 
 
 class _MegatronInner(ExposedInner):
@@ -103,18 +103,18 @@ class MegatronEstimator(Estimator):
 
 
 class MegatronEvaluator(ExposedEvaluator):
-    """Evaluates choices as Megatron-LM runs them."""
+    """Evaluates candidates as Megatron-LM runs them."""
 
-    def plan(self, choice: Candidate) -> Plan:
-        return replace(super().plan(choice), sequence_parallel=False)
+    def plan(self, candidate: Candidate) -> Plan:
+        return replace(super().plan(candidate), sequence_parallel=False)
 
-    def lines(self, choice: Candidate) -> list[dict[str, float]]:
+    def lines(self, candidate: Candidate) -> list[dict[str, float]]:
         # Not overlapped: the messages of the blocks follow each other.
-        numels, mail = self.estimator.numels(choice.mesh), self.bounds.mail
-        seconds = mail.messages(choice.mesh.state, numels, choice.placement).sync.seconds
-        parts = self.stages(choice)[0].parts
+        numels, message_prices = self.estimator.numels(candidate.mesh), self.bounds.message_prices
+        seconds = message_prices.messages(candidate.mesh.state, numels, candidate.placement).sync.seconds
+        parts = self.stages(candidate)[0].parts
         sums = [math.fsum(count * seconds[kind] for kind, count in part.runs) for part in parts]
-        return [line | {SYNC: sync_s} for line, sync_s in zip(super().lines(choice), sums, strict=True)]
+        return [line | {SYNC: sync_s} for line, sync_s in zip(super().lines(candidate), sums, strict=True)]
 
 
 def exposed(task: Task) -> Evaluator:

@@ -133,5 +133,5 @@ def _slow_words(slow: Bottleneck) -> str:
 def _better_words(task: Task, better: Better) -> str:
     return (
         f"predicted to be {better.gain:.2g} times as fast ({seconds(better.estimate.step_s)} a step): "
-        f"{plan_words(task, better.estimate.choice)}"
+        f"{plan_words(task, better.estimate.candidate)}"
     )

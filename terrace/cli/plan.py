@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"{task_words(task)}\n")
     console.print(plans_table(task, found.best, f"the best plans with the {_axes(axes)}"))
     print(f"{_how(found)}\n")
-    console.print(plan_table(task.cluster, plan_of(task, best.choice)))
+    console.print(plan_table(task.cluster, plan_of(task, best.candidate)))
     print(f"{figures_words(task, best)}\n")
     console.print(split_table(best.time_s, "seconds of a step", "s"))
     capacity = task.cluster.device.memory_bytes
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     sent, tiers = best.sent_bytes, [tier.name for tier in task.cluster.tiers]
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
     # After the tables above, since the verdicts simulate further plans.
-    near = reasons(space, evaluator, best.choice)
+    near = reasons(space, evaluator, best.candidate)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
     print(outcome)
@@ -105,14 +105,14 @@ def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: 
     # The advice is for the plan that lacks the least memory.
     tips = advice(
         task.cluster,
-        plan_of(task, nearest.choice),
+        plan_of(task, nearest.candidate),
         task.blocks,
         task.sequence,
         nearest.num_micros,
     )
     more = "" if set(axes) == set(AXES) else ", and --axes all shows what other axes would give"
     return (
-        f"no plan fits; the nearest ({plan_words(task, nearest.choice)}) {lack(task, nearest)}; "
+        f"no plan fits; the nearest ({plan_words(task, nearest.candidate)}) {lack(task, nearest)}; "
         f"{_remedy(task, tips)}; a shorter --seq needs less{more}"
     )
 
@@ -160,14 +160,14 @@ def _how(found: Found) -> str:
 
 def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     # The planner also prices plans that the runtime cannot train yet.
-    refused = runs_today(task, best.choice)
+    refused = runs_today(task, best.candidate)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
     head = (
         f"# Found by terrace plan for {task.batch} sequences of {task.sequence} tokens a step on cluster "
         f"{name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
         f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
-    plan = plan_of(task, best.choice)
+    plan = plan_of(task, best.candidate)
     plan = replace(plan, stages=best.stages)  # so that the priced stages run
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)

@@ -102,5 +102,5 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
         failed = f"preset {name!r} does not run" if name is not None else "no data-parallel plan runs"
         why = lack(own, found.nearest) if found.nearest else f"{task.batch} sequences do not divide over the ranks"
         raise PlanError(f"{failed} at the largest size: {why}; use more nodes or another --batch")
-    choice = found.best[0].choice
-    return plan_of(own, choice, name=name or "planned"), plan_words(own, choice)
+    candidate = found.best[0].candidate
+    return plan_of(own, candidate, name=name or "planned"), plan_words(own, candidate)

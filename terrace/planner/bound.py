@@ -1,4 +1,4 @@
-"""Lower bounds on the step time and the memory of choices.
+"""Lower bounds on the step time and the memory of candidates.
 
 Pipeline time. Let f and b be the forward and backward of a stage on one micro-batch, tensor and context messages
 included (nothing hides them), and f0 and b0 the forward and backward of the lightest virtual stage with the message
@@ -34,7 +34,7 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
-from terrace.planner.messages import Mail, Messages
+from terrace.planner.messages import MessagePrices, Messages
 from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
 from terrace.planner.pipelines import Pipeline, build_pipeline, least_span_s
 from terrace.planner.shares import shares_of
@@ -58,13 +58,13 @@ class _Priced(NamedTuple):
 
 
 class Bounds:
-    """Lower bounds for the choices of one task; caches the pipelines built for them."""
+    """Lower bounds for the candidates of one task; caches the pipelines built for them."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
         self.split = estimator.split
         self.num_inner = len(self.task.inner)
-        self.mail = Mail(estimator)
+        self.message_prices = MessagePrices(estimator)
         self.works = Works(estimator)
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
@@ -276,7 +276,7 @@ class Bounds:
             return 0.0
         shape, estimator = core.shape, self.estimator
         numels = estimator.own_numels(shape.mesh)
-        messages = self.mail.messages(shape.mesh.state, numels, placement)
+        messages = self.message_prices.messages(shape.mesh.state, numels, placement)
         # An excess must not be overestimated for any form, so the form with the most computing counts.
         works = self.works.most(shape, core.micro_batch, core.recompute)  # all of it hides messages
         held = sum(numels[kind] * count for kind, count in runs)
@@ -321,7 +321,7 @@ class Bounds:
         counts = self.split.counts(works, num_stages * chunks)
         # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
         least = min(counts) * estimator.own_numels(shape.mesh)[alike]
-        messages = self.mail.messages(shape.mesh.state, (least,), placement)
+        messages = self.message_prices.messages(shape.mesh.state, (least,), placement)
         update_s = estimator.update_s(shape.mesh.state, placement, chunks * least)
         ends = (messages.gather, messages.reduce, messages.sync)
         once_s = update_s + sum(lane.seconds[0] for lane in ends) + messages.control_s

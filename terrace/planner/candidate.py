@@ -49,7 +49,7 @@ class PartialCandidate(NamedTuple):
         stages = tuple((numel, unit * kept) for numel, kept in self.stages)
         return self._replace(unit=unit, stages=stages, heavy=None)
 
-    def choice(self, placement: Placement, unit: int) -> Candidate:
-        """The whole choice; a root stands for its simplest schedule."""
+    def candidate(self, placement: Placement, unit: int) -> Candidate:
+        """The whole candidate; a root stands for its simplest schedule."""
         schedule = self.schedule or (SIMPLEST if self.shape.mesh.total("pipeline") > 1 else SERIAL)
         return Candidate(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh)

@@ -32,7 +32,7 @@ from terrace.simulate.footprint import (
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention
-from terrace.simulate.states import Stage, stage_of, state_layout
+from terrace.simulate.states import StageBlocks, stage_blocks, state_layout
 from terrace.simulate.work import Work
 
 
@@ -147,10 +147,10 @@ class Estimator:
             found = self._tensors[key] = self.inner.tensor(kind, mesh, self.work(mesh, micro_batch), own)
         return found
 
-    def compute(self, kind: int, choice: Candidate) -> BlockSeconds:
+    def compute(self, kind: int, candidate: Candidate) -> BlockSeconds:
         """Seconds of a block on one micro-batch without messages."""
-        accumulate = choice.mesh.total("data") * choice.micro_batch < self.task.batch
-        return self._compute(kind, choice.mesh, choice.micro_batch, accumulate)
+        accumulate = candidate.mesh.total("data") * candidate.micro_batch < self.task.batch
+        return self._compute(kind, candidate.mesh, candidate.micro_batch, accumulate)
 
     def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
         work, device, spec = self.work(mesh, micro_batch), self.task.cluster.device, self.specs[kind]
@@ -180,12 +180,12 @@ class Estimator:
         cluster, crossed = self.task.cluster, mesh.tiers("pipeline")
         return self.boundary_s(mesh, micro_batch) * tier_penalty(cluster, crossed[-1]) if crossed else 0.0
 
-    def tie_s(self, choice: Candidate, lender: int) -> float:
+    def tie_s(self, candidate: Candidate, lender: int) -> float:
         """Seconds in which two stages sum the gradient of a block that one lends the other (terrace.plan.edges)."""
-        mesh, cluster = choice.mesh, self.task.cluster
+        mesh, cluster = candidate.mesh, self.task.cluster
         numel = self.numels(mesh)[self.task.kinds.order[lender]]
         # The gradient is already reduced, so each rank sends its own shard.
-        held = numel / math.prod(mesh.state[: choice.placement.grads + 1])
+        held = numel / math.prod(mesh.state[: candidate.placement.grads + 1])
         return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.master].element_bytes)
 
     def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
@@ -253,8 +253,8 @@ class Estimator:
             self._numels[key] = self._held(mesh, range(len(self.task.blocks))).flats[0][1]
         return self._numels[key]
 
-    def _held(self, mesh: Mesh, blocks: Sequence[int]) -> Stage:
-        return stage_of(self.task.kinds, blocks, mesh.total("tensor"), mesh.total("columns"), 1)
+    def _held(self, mesh: Mesh, blocks: Sequence[int]) -> StageBlocks:
+        return stage_blocks(self.task.kinds, blocks, mesh.total("tensor"), mesh.total("columns"), 1)
 
     def _blocks_of(self, kinds: Sequence[int]) -> tuple[int, ...]:
         # The first block of a kind stands for all.
@@ -282,11 +282,11 @@ class Estimator:
         sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
         return [sum(islice(sizes, len(kinds_of(runs)))) for runs in part.chunks]
 
-    def _whole_chunks(self, choice: Candidate, part: Part) -> tuple[int, int] | None:
+    def _whole_chunks(self, candidate: Candidate, part: Part) -> tuple[int, int] | None:
         # Only then is more than one block whole at a time.
-        if not takes_unit(choice.schedule):
+        if not takes_unit(candidate.schedule):
             return None
-        mesh, plan = choice.mesh, self._plan(choice)
+        mesh, plan = candidate.mesh, self._plan(candidate)
         sizes = self.chunk_numels(part, mesh)
         layout = state_layout(self.task.cluster, plan)
         # Two neighbouring chunks are whole at once: one is computed while the next is gathered or the previous one
@@ -295,9 +295,9 @@ class Estimator:
         in_place = accumulates_in_place(plan, layout)
         return num_bytes if layout.params > DEVICE else 0, 0 if in_place else num_bytes
 
-    def memory_bytes(self, choice: Candidate, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
+    def memory_bytes(self, candidate: Candidate, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
         """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""
-        task, plan = self.task, self._plan(choice)
+        task, plan = self.task, self._plan(candidate)
         chunks = [self._blocks_of(kinds_of(runs)) for runs in part.chunks]
         found = stage_footprint(
             task.cluster,
@@ -308,14 +308,15 @@ class Estimator:
             chunks,
             waiting,
             model=task.model,
-            whole=self._whole_chunks(choice, part),
+            whole=self._whole_chunks(candidate, part),
         )
         return {name: size for name, size in found.items() if size}
 
-    def _plan(self, choice: Candidate) -> Plan:
-        if choice not in self._plans:
-            self._plans[choice] = replace(plan_of(self.task, choice), schedule=None)  # memory knows it by `waiting`
-        return self._plans[choice]
+    def _plan(self, candidate: Candidate) -> Plan:
+        if candidate not in self._plans:
+            # Without a schedule: memory knows it by `waiting`.
+            self._plans[candidate] = replace(plan_of(self.task, candidate), schedule=None)
+        return self._plans[candidate]
 
 
 @lru_cache(maxsize=4096)

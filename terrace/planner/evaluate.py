@@ -1,4 +1,4 @@
-"""Cost of a choice: for ranking in a search (`evaluate`), and from the programs of its stages (`played`).
+"""Cost of a candidate: for ranking in a search (`evaluate`), and from the programs of its stages (`played`).
 
 For ranking, a plan without a pipeline is its program, built and simulated. A stage of a pipeline is the program of its
 data ranks: for one tensor, context and pipeline coordinate, a plan is a data-parallel plan on the links of its data
@@ -81,135 +81,146 @@ def step_of(task: Task, plan: Plan) -> Step:
 
 
 class Evaluator:
-    """Evaluates choices of one task, caching stages shared between them."""
+    """Evaluates candidates of one task, caching stages shared between them."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self.estimator, self.task = bounds, bounds.estimator, bounds.task
         self._played: dict[tuple[object, ...], _Played] = {}
 
-    def plan(self, choice: Candidate) -> Plan:
-        """The plan of a choice."""
-        return plan_of(self.task, choice)
+    def plan(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate."""
+        return plan_of(self.task, candidate)
 
-    def evaluate(self, choice: Candidate) -> Estimate:
-        """Cost of a choice, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
-        micros = num_micros(self.task, choice)
-        if choice.schedule != SERIAL:
-            return self._pipelined(choice, micros)
+    def evaluate(self, candidate: Candidate) -> Estimate:
+        """Cost of a candidate, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
+        micros = num_micros(self.task, candidate)
+        if candidate.schedule != SERIAL:
+            return self._pipelined(candidate, micros)
         part = self._whole()
-        time_s = self._stage(part, choice, micros).report(micros // choice.unit)
-        return self._estimate(choice, time_s, self.estimator.memory_bytes(choice, part, (choice.unit,), micros))
+        time_s = self._stage(part, candidate, micros).report(micros // candidate.unit)
+        return self._estimate(
+            candidate, time_s, self.estimator.memory_bytes(candidate, part, (candidate.unit,), micros)
+        )
 
-    def played(self, choice: Candidate) -> Estimate:
-        """Cost of a choice from the programs of its stages, for everything shown to users. Raises as `evaluate` does.
+    def played(self, candidate: Candidate) -> Estimate:
+        """Cost of a candidate from the programs of its stages, for everything that is shown. Raises as `evaluate`.
 
         Seconds are of the busiest stage, bytes of the stage that sends most, memory of the stage that needs most.
         """
         task = self.task
-        predicted = predict_step(step_of(task, self.plan(choice)))
+        predicted = predict_step(step_of(task, self.plan(candidate)))
         sent = max(predicted.sent_bytes, key=lambda each: sum(each.values()))
         return replace(
-            self._estimate(choice, predicted.times_s[predicted.busiest], self._memory(choice, predicted)),
+            self._estimate(candidate, predicted.times_s[predicted.busiest], self._memory(candidate, predicted)),
             step_s=predicted.step_s,
             sent_bytes={(message.value, tier): size for (message, tier), size in sent.items()},
             stages=predicted.step.plan.stages,
         )
 
-    def _memory(self, choice: Candidate, predicted: Prediction) -> Mapping[str, int]:
-        micros = num_micros(self.task, choice)
-        if choice.schedule == SERIAL:
-            return self.estimator.memory_bytes(choice, self._whole(), (choice.unit,), micros)
+    def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
+        micros = num_micros(self.task, candidate)
+        if candidate.schedule == SERIAL:
+            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
         orders, waiting = pipeline(
-            choice.schedule,
-            choice.mesh.total("pipeline"),
-            choice.chunks,
+            candidate.schedule,
+            candidate.mesh.total("pipeline"),
+            candidate.chunks,
             micros,
-            choice.unit if takes_unit(choice.schedule) else 1,
+            candidate.unit if takes_unit(candidate.schedule) else 1,
         )
         parts = parts_of(self.estimator.split.cut(predicted.step.plan.stages), orders.placement)
-        memories = (self.estimator.memory_bytes(choice, *each, micros) for each in neediest(parts, waiting))
+        memories = (self.estimator.memory_bytes(candidate, *each, micros) for each in neediest(parts, waiting))
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:
         return self.estimator.split.whole()
 
-    def stages(self, choice: Candidate) -> tuple[Pipeline, list[_Played]]:
-        """The pipeline of a choice, and the step of each stage on its own."""
-        key = (choice.mesh, choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
+    def stages(self, candidate: Candidate) -> tuple[Pipeline, list[_Played]]:
+        """The pipeline of a candidate, and the step of each stage on its own."""
+        key = (
+            candidate.mesh,
+            candidate.micro_batch,
+            candidate.recompute,
+            candidate.schedule,
+            candidate.chunks,
+            candidate.unit,
+        )
         pipeline = self.bounds.pipeline(*key)
-        return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
+        return pipeline, [self._stage(part, candidate, num_micros(self.task, candidate)) for part in pipeline.parts]
 
-    def _pipelined(self, choice: Candidate, micros: int) -> Estimate:
-        pipeline, played = self.stages(choice)
-        alone_s, lines, units = pipeline.stages_s, self.lines(choice), micros // choice.unit
+    def _pipelined(self, candidate: Candidate, micros: int) -> Estimate:
+        pipeline, played = self.stages(candidate)
+        alone_s, lines, units = pipeline.stages_s, self.lines(candidate), micros // candidate.unit
         totals = [math.fsum(line.values()) for line in lines]
-        stretch = max(stage.unit_s / (choice.unit * own_s) for stage, own_s in zip(played, alone_s, strict=True))
+        stretch = max(stage.unit_s / (candidate.unit * own_s) for stage, own_s in zip(played, alone_s, strict=True))
         tail_s = max(total - units * stage.unit_s for total, stage in zip(totals, played, strict=True))
         slowest = max(range(len(lines)), key=totals.__getitem__)
         time_s = dict(lines[slowest])
         # The bubble is the rest of the step, so that the categories of the busiest stage sum to it.
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
         # Of like stages only the fullest is priced: the others cannot need more.
-        memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
-        return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
+        memories = [
+            self.estimator.memory_bytes(candidate, part, waiting, micros) for part, waiting in pipeline.neediest
+        ]
+        return self._estimate(candidate, time_s, max(memories, key=lambda memory: sum(memory.values())))
 
-    def lines(self, choice: Candidate) -> list[dict[str, float]]:
+    def lines(self, candidate: Candidate) -> list[dict[str, float]]:
         """Seconds by category of each stage's step on its own."""
-        pipeline, played = self.stages(choice)
-        units = num_micros(self.task, choice) // choice.unit
+        pipeline, played = self.stages(candidate)
+        units = num_micros(self.task, candidate) // candidate.unit
         # Inner stages are mostly alike; each distinct one is computed once.
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
         found = [known[part] for part in pipeline.parts]
         for lender, stages in _ties(self.task, pipeline):
-            tie_s = self.estimator.tie_s(choice, lender)
+            tie_s = self.estimator.tie_s(candidate, lender)
             for stage in stages if tie_s > 0 else ():
                 found[stage] = found[stage] | {TIE: found[stage].get(TIE, 0.0) + tie_s}
         return found
 
-    def _estimate(self, choice: Candidate, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
+    def _estimate(self, candidate: Candidate, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(
-            choice=choice,
-            num_micros=num_micros(self.task, choice),
+            candidate=candidate,
+            num_micros=num_micros(self.task, candidate),
             step_s=math.fsum(time_s.values()),
             time_s=time_s,
             memory_bytes=memory,
         )
 
-    def _stage(self, part: Part, choice: Candidate, micros: int) -> _Played:
-        units = micros // choice.unit
+    def _stage(self, part: Part, candidate: Candidate, micros: int) -> _Played:
+        units = micros // candidate.unit
         # Up to three units are simulated directly. Otherwise two lengths give the line; the first unit differs from
         # the rest.
-        lengths = (units,) if choice.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
-        whole_chunks = takes_unit(choice.schedule)
+        lengths = (units,) if candidate.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
+        whole_chunks = takes_unit(candidate.schedule)
         # The data-parallel program depends on the schedule only through its chunks.
-        key = (part if whole_chunks else part.runs, whole_chunks, choice._replace(schedule="", chunks=1), lengths)
+        key = (part if whole_chunks else part.runs, whole_chunks, candidate._replace(schedule="", chunks=1), lengths)
         if key not in self._played:
-            self._played[key] = self._play(part, choice, lengths)
+            self._played[key] = self._play(part, candidate, lengths)
         return self._played[key]
 
-    def _play(self, part: Part, choice: Candidate, lengths: tuple[int, ...]) -> _Played:
-        steps = [step_seconds(*self.program(part, choice, units * choice.unit)) for units in lengths]
+    def _play(self, part: Part, candidate: Candidate, lengths: tuple[int, ...]) -> _Played:
+        steps = [step_seconds(*self.program(part, candidate, units * candidate.unit)) for units in lengths]
         names = dict.fromkeys(name for step in steps for name in step)
         # The difference of the two lengths is one more unit, category by category.
         further = {name: steps[-1].get(name, 0.0) - steps[0].get(name, 0.0) for name in names}
         return _Played(steps[0], further, lengths[0])
 
-    def program(self, part: Part, choice: Candidate, micros: int) -> tuple[Program, Costs]:
+    def program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
         """The program of a stage for `micros` micro-batches, and its costs.
 
         Without a pipeline it is the program of the plan. With one it is the program of the data ranks only, and tensor
         and context messages count as computing.
         """
-        estimator, task, mesh = self.estimator, self.task, choice.mesh
+        estimator, task, mesh = self.estimator, self.task, candidate.mesh
         # Without a pipeline the plan's own program is small enough to simulate, messages inside blocks included.
-        if choice.schedule == SERIAL and mesh.total("tensor") * mesh.total("context") > 1:
-            return self._whole_program(part, choice, micros)
-        plan = replace(self.plan(choice), mapping={}, wire=_data_wire(task), schedule=None)
-        if takes_unit(choice.schedule):
-            return self._chunks_program(part, choice, replace(plan, recompute=()), micros)
+        if candidate.schedule == SERIAL and mesh.total("tensor") * mesh.total("context") > 1:
+            return self._whole_program(part, candidate, micros)
+        plan = replace(self.plan(candidate), mapping={}, wire=_data_wire(task), schedule=None)
+        if takes_unit(candidate.schedule):
+            return self._chunks_program(part, candidate, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
         program = build(data_cluster(task.cluster, mesh.state), plan, blocks, micros)
-        seconds = [estimator.block(kind, choice.mesh, choice.micro_batch) for kind in part.kinds]
+        seconds = [estimator.block(kind, candidate.mesh, candidate.micro_batch) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.backward_s for block in seconds),
@@ -218,8 +229,8 @@ class Evaluator:
         )
         return program, costs
 
-    def _chunks_program(self, part: Part, choice: Candidate, plan: Plan, micros: int) -> tuple[Program, Costs]:
-        mesh = choice.mesh
+    def _chunks_program(self, part: Part, candidate: Candidate, plan: Plan, micros: int) -> tuple[Program, Costs]:
+        mesh = candidate.mesh
         sizes = self.estimator.chunk_numels(part, mesh)
         blocks = [
             BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
@@ -227,10 +238,10 @@ class Evaluator:
         ]
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
-        accumulate, again = self.estimator.accumulates(mesh, choice.micro_batch), choice.recompute
+        accumulate, again = self.estimator.accumulates(mesh, candidate.micro_batch), candidate.recompute
         forms = (mesh.inside,)
         kinds = range(len(self.estimator.specs))
-        alone = [block_work(self.estimator, kind, forms, choice.micro_batch, again, accumulate) for kind in kinds]
+        alone = [block_work(self.estimator, kind, forms, candidate.micro_batch, again, accumulate) for kind in kinds]
         costs = Costs(
             forward_s=tuple(math.fsum(alone[kind][0] for kind in kinds_of(runs)) for runs in part.chunks),
             backward_s=tuple(math.fsum(alone[kind][1] for kind in kinds_of(runs)) for runs in part.chunks),
@@ -239,12 +250,12 @@ class Evaluator:
         )
         return program, costs
 
-    def _whole_program(self, part: Part, choice: Candidate, micros: int) -> tuple[Program, Costs]:
+    def _whole_program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
         task = self.task
-        program = build(task.cluster, self.plan(choice), task.blocks, micros, task.sequence)
-        known = [self.estimator.compute(kind, choice) for kind in range(len(self.estimator.specs))]
+        program = build(task.cluster, self.plan(candidate), task.blocks, micros, task.sequence)
+        known = [self.estimator.compute(kind, candidate) for kind in range(len(self.estimator.specs))]
         seconds = [known[kind] for kind in part.kinds]
-        work, device = self.estimator.work(choice.mesh, choice.micro_batch), task.cluster.device
+        work, device = self.estimator.work(candidate.mesh, candidate.micro_batch), task.cluster.device
         rounds = [core_rounds(device, work_in(work, spec, device.backend)) for spec in self.estimator.specs]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),

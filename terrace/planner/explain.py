@@ -1,4 +1,4 @@
-"""Reasons for a plan: verdicts on the presets and on the neighbours of a choice.
+"""Reasons for a plan: verdicts on the presets and on the neighbours of a candidate.
 
 A verdict is a predicted step or an objection: a broken rule of plans, or missing memory.
 """
@@ -58,10 +58,10 @@ def _rounded(plan: Plan) -> str:
     return f"rounds {' and '.join(formats)}" if formats else ""
 
 
-def reasons(space: Space, evaluator: Evaluator, choice: Candidate) -> list[Verdict]:
-    """Verdict on every plan one step away from a choice."""
+def reasons(space: Space, evaluator: Evaluator, candidate: Candidate) -> list[Verdict]:
+    """Verdict on every plan one step away from a candidate."""
     found = []
-    for what, other in _neighbours(space, choice):
+    for what, other in _neighbours(space, candidate):
         try:
             estimate = evaluator.played(other)
         except PlanError as error:
@@ -72,35 +72,35 @@ def reasons(space: Space, evaluator: Evaluator, choice: Candidate) -> list[Verdi
     return found
 
 
-def _neighbours(space: Space, choice: Candidate) -> list[tuple[str, Candidate]]:
-    task, mesh = space.task, choice.mesh
+def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate]]:
+    task, mesh = space.task, candidate.mesh
     free = Space(task=task, axes=space.axes)  # values that the pins rule out deserve a verdict, too
     tiers = ["device", *(tier.name for tier in task.cluster.tiers)]
     found = []
     for placement in placements(free, mesh):
         states = ("params", "grads", "optimizer", "backward")
-        moved = [state for state in states if getattr(placement, state) != getattr(choice.placement, state)]
+        moved = [state for state in states if getattr(placement, state) != getattr(candidate.placement, state)]
         # Neighbours differ in one placement only, so that a verdict has one cause.
         if len(moved) == 1:
             name = "params_backward" if moved[0] == "backward" else moved[0]
             place = getattr(placement, moved[0])
             word = "none" if name == "params_backward" and place < 0 else tiers[place + 1]
-            found.append((f"{name} = {word}", choice._replace(placement=placement)))
+            found.append((f"{name} = {word}", candidate._replace(placement=placement)))
     sizes = micro_batches(free, mesh.total("data"))
-    at = sizes.index(choice.micro_batch)
+    at = sizes.index(candidate.micro_batch)
     for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
         micros = task.batch // (mesh.total("data") * size)
         # Another micro-batch has another number of them; the unit must still divide it.
-        unit = max(unit for unit in divisors(micros) if unit <= choice.unit)
-        found.append((f"micro_batch = {size}", choice._replace(micro_batch=size, unit=unit)))
-    word = "none" if choice.recompute else ", ".join(task.recompute)
-    found.append((f"recompute = {word}", choice._replace(recompute=1 - choice.recompute)))
-    micros = num_micros(task, choice)
-    if takes_unit(choice.schedule):
+        unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
+        found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
+    word = "none" if candidate.recompute else ", ".join(task.recompute)
+    found.append((f"recompute = {word}", candidate._replace(recompute=1 - candidate.recompute)))
+    micros = num_micros(task, candidate)
+    if takes_unit(candidate.schedule):
         options = passing_units(free, micros)
     else:
-        options = units(free, micros, choice.placement, choice.schedule != SERIAL)
-    at = options.index(choice.unit) if choice.unit in options else 0
+        options = units(free, micros, candidate.placement, candidate.schedule != SERIAL)
+    at = options.index(candidate.unit) if candidate.unit in options else 0
     for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
-        found.append((f"unit = {unit}", choice._replace(unit=unit)))
+        found.append((f"unit = {unit}", candidate._replace(unit=unit)))
     return found

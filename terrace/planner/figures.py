@@ -18,7 +18,7 @@ def mfu(task: Task, estimate: Cost) -> float:
 def hfu(task: Task, estimate: Estimate) -> float:
     """Hardware FLOPs utilisation: as `mfu`, with recomputed forwards."""
     # Hardware FLOPs count the recomputed forward; `mfu` does not, so recomputation lowers it.
-    again = [block for block in task.blocks if estimate.choice.recompute and not block.at_an_end]
+    again = [block for block in task.blocks if estimate.candidate.recompute and not block.at_an_end]
     return (3 * _forward_flops(task, task.blocks) + _forward_flops(task, again)) / _possible_flops(task, estimate)
 
 

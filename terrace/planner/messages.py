@@ -17,7 +17,7 @@ from terrace.simulate.cost import Costs
 Numels = tuple[int, ...]  # elements of a block of each kind on a rank
 
 
-class Lane(NamedTuple):
+class LanePrice(NamedTuple):
     """The lane of a message, and its seconds for a block of each kind."""
 
     lane: int
@@ -27,22 +27,22 @@ class Lane(NamedTuple):
 class Messages(NamedTuple):
     """Data-parallel messages of a plan; `further` is the forward gather of every unit after the first."""
 
-    gather: Lane
-    further: Lane
-    backward: Lane
-    reduce: Lane
-    sync: Lane
-    refresh: Lane
+    gather: LanePrice
+    further: LanePrice
+    backward: LanePrice
+    reduce: LanePrice
+    sync: LanePrice
+    refresh: LanePrice
     control_s: float
 
 
-class Mail:
+class MessagePrices:
     """Data-parallel messages of one task, cached."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
         self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
-        self._lanes: dict[tuple[object, ...], Lane] = {}
+        self._lanes: dict[tuple[object, ...], LanePrice] = {}
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
@@ -56,7 +56,7 @@ class Mail:
     def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
         params, grads, optimizer, backward = placement
 
-        def lane(instruction: Instruction, *places: int) -> Lane:
+        def lane(instruction: Instruction, *places: int) -> LanePrice:
             key = (degrees, numels, instruction, places)
             found = self._lanes.get(key)
             if found is None:
@@ -67,7 +67,7 @@ class Mail:
                     )
                     for block in range(len(costs.program.blocks))
                 )
-                found = self._lanes[key] = Lane(costs.program.message(instruction).lane, each)
+                found = self._lanes[key] = LanePrice(costs.program.message(instruction).lane, each)
             return found
 
         # Only the placements passed to `lane` enter its key, so placements that share them share a price.

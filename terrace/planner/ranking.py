@@ -36,17 +36,17 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Cost):
-    """Cost of a choice. Only `Evaluator.played` fills in bytes and the split of blocks."""
+    """Cost of a candidate. Only `Evaluator.played` fills in bytes and the split of blocks."""
 
-    choice: Candidate
+    candidate: Candidate
     sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
     stages: tuple[int, ...] = ()  # blocks of every virtual stage
 
     @property
     def simplicity(self) -> tuple[int, int, int, Candidate]:
         """Total order of equally fast plans: less recomputation, less memory, fewer axes first."""
-        num_axes = sum(self.choice.mesh.total(axis) > 1 for axis in AXES)
-        return self.choice.recompute, self.needed_bytes, num_axes, self.choice
+        num_axes = sum(self.candidate.mesh.total(axis) > 1 for axis in AXES)
+        return self.candidate.recompute, self.needed_bytes, num_axes, self.candidate
 
 
 def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:

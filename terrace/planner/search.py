@@ -1,4 +1,4 @@
-"""Best-first search by lower bounds; choices bounded above the best found are never evaluated.
+"""Best-first search by lower bounds; candidates bounded above the best found are never evaluated.
 
 1. Every mapping table, micro-batch and recomputation gets a bound on its computing, shared by all its context forms,
    without their messages. Those that do not fit with all states sharded as far as possible are dropped.
@@ -10,7 +10,7 @@
 Bounds never exceed the evaluation, so the `count` best are known once `count` evaluations lie below every remaining
 bound: the result equals an evaluation of the whole space (checked by tests/planner/test_planner.py). `limit` stops
 earlier; `Found.least_s` is then a lower bound on everything left. The search is deterministic; practically equal
-choices are ordered by `terrace.planner.ranking`.
+candidates are ordered by `terrace.planner.ranking`.
 """
 
 import gc
@@ -48,10 +48,10 @@ from terrace.program.schedules.registry import takes_unit
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best choices and statistics of the search.
+    """The best candidates and statistics of the search.
 
-    `least_s` bounds everything not evaluated (infinite if nothing was left). If nothing fits, `nearest` is the choice
-    that lacks the least memory.
+    `least_s` bounds everything not evaluated (infinite if nothing was left). If nothing fits, `nearest` is the
+    candidate that lacks the least memory.
     """
 
     best: tuple[Estimate, ...]
@@ -60,7 +60,7 @@ class Found:
     num_played: int  # pipelines whose orders were played
     num_evaluated: int
     least_s: float
-    proved: bool  # whether no other choice of the space can be better
+    proved: bool  # whether no other candidate of the space can be better
 
 
 class Level(IntEnum):
@@ -70,7 +70,7 @@ class Level(IntEnum):
     ROOT = 1  # no schedule yet
     CORE = 2  # the bound in closed form
     CHEAPEST = 3  # with the messages of its cheapest placement
-    PLACED = 4  # a whole choice
+    PLACED = 4  # a whole candidate
 
 
 Entry = tuple[float, Level, tuple[object, ...], PartialCandidate, Placement, int]
@@ -89,7 +89,7 @@ class Search:
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
-        """The `count` best choices after at most `limit` evaluations."""
+        """The `count` best candidates after at most `limit` evaluations."""
         heap: list[Entry] = [
             (root.bound_s, Level.OUTLINE if root.shape.is_open else Level.ROOT, root.key, root, _NOWHERE, 0)
             for root in self._roots()
@@ -109,9 +109,9 @@ class Search:
                 continue
             tried += 1
             core, placement, unit = entry[3:]
-            estimate = attempt(self.evaluator, core.choice(placement, unit))
-            if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.choice, placement, unit)):
-                # The window shrinks as better choices are found, and ends the search once no bound lies within it.
+            estimate = attempt(self.evaluator, core.candidate(placement, unit))
+            if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.candidate, placement, unit)):
+                # The window shrinks as better candidates are found, and ends the search once no bound lies within it.
                 insort(fitting, estimate, key=lambda each: each.step_s)
                 open_window = window(fitting, count)
         nearest = None if fitting or self._smallest is None else attempt(self.evaluator, self._smallest[1])
@@ -224,23 +224,23 @@ class Search:
 
     def _fits(self, core: PartialCandidate, placement: Placement, unit: int) -> bool:
         least = self.bounds.least_bytes(core, placement, unit)
-        return least <= self.capacity_bytes or self._has_room(least, partial(self._choice, core, placement, unit))
+        return least <= self.capacity_bytes or self._has_room(least, partial(self._whole, core, placement, unit))
 
-    def _choice(self, core: PartialCandidate, placement: Placement, unit: int) -> Candidate:
+    def _whole(self, core: PartialCandidate, placement: Placement, unit: int) -> Candidate:
         mesh = closed(self.space, core.shape.mesh)[0] if core.shape.is_open else core.shape.mesh
-        return core._replace(shape=OpenMesh(mesh)).choice(placement, unit)
+        return core._replace(shape=OpenMesh(mesh)).candidate(placement, unit)
 
-    def _has_room(self, needed_bytes: float, choice: Callable[[], Candidate]) -> bool:
+    def _has_room(self, needed_bytes: float, candidate: Callable[[], Candidate]) -> bool:
         if needed_bytes <= self.capacity_bytes:
             return True
         # Remembered for the error message in case that nothing fits.
         if self._smallest is None or needed_bytes < self._smallest[0]:
-            self._smallest = (needed_bytes, choice())
+            self._smallest = (needed_bytes, candidate())
         return False
 
 
 def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialCandidate]:
-    """Every choice of a shape, without placement and unit."""
+    """Every candidate of a shape, without placement and unit."""
     for micro_batch in micro_batches(space, shape.mesh.total("data")):
         for root in roots_of(space, bounds, shape, micro_batch):
             for schedule, chunks in schedules(space, shape.mesh.total("pipeline")):
@@ -281,18 +281,18 @@ def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
     return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]
 
 
-def attempt(evaluator: Evaluator, choice: Candidate) -> Estimate | None:
-    """The estimate, or None if building the step shows that the choice breaks a rule."""
+def attempt(evaluator: Evaluator, candidate: Candidate) -> Estimate | None:
+    """The estimate, or None if building the step shows that the candidate breaks a rule."""
     try:
-        return evaluator.evaluate(choice)
+        return evaluator.evaluate(candidate)
     except PlanError:
         return None
 
 
-def runs_today(task: Task, choice: Candidate) -> str | None:
-    """Reason why a choice cannot be trained, or None."""
+def runs_today(task: Task, candidate: Candidate) -> str | None:
+    """Reason why a candidate cannot be trained, or None."""
     try:
-        validate(task.cluster, plan_of(task, choice), task.blocks)
+        validate(task.cluster, plan_of(task, candidate), task.blocks)
     except PlanError as error:
         return str(error)
     return None
@@ -307,7 +307,7 @@ def find(space: Space, count: int = 5, limit: int = 400, evaluator: Evaluator | 
     with _no_collection():
         found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
         # The programs may order nearly equal plans differently, so they are sorted again.
-        best = ranked(evaluator.played(each.choice) for each in found.best)
+        best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator
 
 

@@ -1,4 +1,4 @@
-"""The planner's input, and choices: plans as integers."""
+"""The planner's input, and its candidates: plans as integers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -129,31 +129,31 @@ class Candidate(NamedTuple):
     mesh: Mesh
 
 
-def num_micros(task: Task, choice: Candidate) -> int:
+def num_micros(task: Task, candidate: Candidate) -> int:
     """Micro-batches per step and data rank."""
-    return task.batch // (choice.mesh.total("data") * choice.micro_batch)
+    return task.batch // (candidate.mesh.total("data") * candidate.micro_batch)
 
 
-def plan_of(task: Task, choice: Candidate, name: str = "planned") -> Plan:
-    """The choice as a plan."""
+def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
+    """The candidate as a plan."""
     tiers = [tier.name for tier in task.cluster.tiers]
-    params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
+    params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in candidate.placement)
     # A tier with nothing but data ranks needs no row.
-    mapping = {tier: row for tier, row in choice.mesh.mapping(tiers).items() if row.keys() - {"data"}}
+    mapping = {tier: row for tier, row in candidate.mesh.mapping(tiers).items() if row.keys() - {"data"}}
     return Plan(
         name=name,
         params=params,
         grads=grads,
         optimizer=optimizer,
-        params_backward=None if choice.placement.backward < 0 else backward,
+        params_backward=None if candidate.placement.backward < 0 else backward,
         mapping=mapping,
         wire=task.wire,
         compute=task.compute,
         master=task.master,
-        micro_batch=choice.micro_batch,
-        recompute=task.recompute if choice.recompute else (),
-        unit=choice.unit,
-        schedule=schedule_text(choice.schedule, choice.chunks) if choice.mesh.total("pipeline") > 1 else None,
+        micro_batch=candidate.micro_batch,
+        recompute=task.recompute if candidate.recompute else (),
+        unit=candidate.unit,
+        schedule=schedule_text(candidate.schedule, candidate.chunks) if candidate.mesh.total("pipeline") > 1 else None,
     )
 
 

@@ -10,7 +10,7 @@ from terrace.plan.plan import Plan
 from terrace.report.palette import MESSAGES, STREAM, colour_key, colour_variables
 from terrace.report.svg import GUTTER, PLOT
 from terrace.report.tables import plan_title, quantity, seconds
-from terrace.report.timeline import Timeline
+from terrace.report.timeline import TimelineChart
 from terrace.simulate.changes import Change
 from terrace.simulate.curve import MemoryCurve
 
@@ -104,9 +104,9 @@ def plan_html(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def timelines(
-    whole: Timeline,
+    whole: TimelineChart,
     entries: Iterable[tuple[str, str, str]],
-    near: Timeline | None,
+    near: TimelineChart | None,
     *,
     headings: tuple[str, str],
     caption: str,
@@ -123,7 +123,7 @@ def timelines(
     return text + section(headings[1], figure(near.svg())), [whole.data(), near.data(zooms=False)]
 
 
-def colour_entries(timeline: Timeline) -> list[tuple[str, str, str]]:
+def colour_entries(timeline: TimelineChart) -> list[tuple[str, str, str]]:
     """Entries of the legend for the colours of a timeline's bars."""
     keys = {colour_key(category) for category in timeline.categories}
     return [(key, f"--c-{key}", "") for key in (*STREAM, *MESSAGES, "other") if key in keys]

@@ -29,7 +29,7 @@ from terrace.report.markup import (
 from terrace.report.palette import colour_key
 from terrace.report.svg import Row, memory_svg, memory_totals
 from terrace.report.tables import bytes_words, plan_rows, quantity, seconds, time_categories
-from terrace.report.timeline import Timeline, chart_data, joined
+from terrace.report.timeline import TimelineChart, chart_data, joined
 from terrace.simulate.changes import Change
 from terrace.simulate.critical import CriticalPath, critical_words
 from terrace.simulate.curve import MemoryCurve
@@ -91,7 +91,7 @@ def page_html(
     return step_document(cluster, program.plan, subtitle, figures, (critical_words(path), advice), sections, charts)
 
 
-def lanes_timeline(recording: Recording, path: CriticalPath, window: Window | None = None) -> Timeline:
+def lanes_timeline(recording: Recording, path: CriticalPath, window: Window | None = None) -> TimelineChart:
     """Timeline of one rank, of the whole step or of a window: the compute stream, then one row per lane."""
     window = window or (0.0, recording.report.step_s)
     bars, least_s = bars_by_lane(recording, window)
@@ -101,7 +101,7 @@ def lanes_timeline(recording: Recording, path: CriticalPath, window: Window | No
         top += rows[-1].height + _GAP
     number_of = {lane: number for number, lane in enumerate(recording.lanes)}
     pieces = ((number_of[recording.spans[each.number].lane], each.start_s, each.end_s) for each in path.pieces)
-    return Timeline(
+    return TimelineChart(
         label="Timeline: compute, and a lane for every tier",
         rows=rows,
         bars=[bars[lane] for lane in recording.lanes],

@@ -17,22 +17,22 @@ from terrace.report.tables import new_table, quantity, seconds
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
     """Table of plans, best first."""
     # A column that would say "data" in every row is left out.
-    axes = ["axes"] if any(_axes_words(task, each.choice) for each in estimates) else []
+    axes = ["axes"] if any(_axes_words(task, each.candidate) for each in estimates) else []
     left = [*axes, "params", "grads", "optimizer"]
     headings = ["", "step", "tokens/s", "MFU", "memory", *left, "micro-batch", "notes"]
     rows = []
     for rank, estimate in enumerate(estimates, start=1):
-        plan = plan_of(task, estimate.choice)
+        plan = plan_of(task, estimate.candidate)
         rows.append(
             [
                 str(rank),
                 *_figures(task, estimate),
-                *(_axes_words(task, estimate.choice) or "data" for _ in axes),
+                *(_axes_words(task, estimate.candidate) or "data" for _ in axes),
                 plan.params,
                 plan.grads,
                 plan.optimizer,
-                f"{estimate.choice.micro_batch} x {estimate.num_micros}",
-                _notes(task, estimate.choice),
+                f"{estimate.candidate.micro_batch} x {estimate.num_micros}",
+                _notes(task, estimate.candidate),
             ]
         )
     return new_table(title, headings, left=[*left, "notes"], rows=rows)
@@ -44,11 +44,11 @@ def _figures(task: Task, estimate: Cost) -> list[str]:
     return [seconds(estimate.step_s), quantity(rate, "").strip(), percent(mfu(task, estimate)), quantity(size, "B")]
 
 
-def plan_words(task: Task, choice: Candidate) -> str:
-    """One-line summary of a choice."""
-    plan = plan_of(task, choice)
+def plan_words(task: Task, candidate: Candidate) -> str:
+    """One-line summary of a candidate."""
+    plan = plan_of(task, candidate)
     states = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
-    words = [_axes_words(task, choice), states, f"micro-batch {choice.micro_batch}", _notes(task, choice)]
+    words = [_axes_words(task, candidate), states, f"micro-batch {candidate.micro_batch}", _notes(task, candidate)]
     return "; ".join(word for word in words if word)
 
 
@@ -128,21 +128,21 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _axes_words(task: Task, choice: Candidate) -> str:
-    degrees = {axis: choice.mesh.total(axis) for axis in AXES}
+def _axes_words(task: Task, candidate: Candidate) -> str:
+    degrees = {axis: candidate.mesh.total(axis) for axis in AXES}
     if degrees["data"] == task.cluster.world_size:
         return ""
-    columns = choice.mesh.total("columns")
+    columns = candidate.mesh.total("columns")
     factors = {"tensor": f" ({degrees['tensor'] // columns} x {columns})"} if columns > 1 else {}
     return ", ".join(f"{name} {degree}{factors.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 
 
-def _notes(task: Task, choice: Candidate) -> str:
-    notes = ["layers run again"] if choice.recompute else []
-    if choice.unit > 1:
-        notes.append(f"units of {choice.unit}")
-    if choice.placement.backward >= 0:
-        notes.append(f"second copy on {task.cluster.tiers[choice.placement.backward].name}")
-    if choice.schedule != SERIAL:
-        notes.append(choice.schedule + (f", {choice.chunks} chunks" if choice.chunks > 1 else ""))
+def _notes(task: Task, candidate: Candidate) -> str:
+    notes = ["layers run again"] if candidate.recompute else []
+    if candidate.unit > 1:
+        notes.append(f"units of {candidate.unit}")
+    if candidate.placement.backward >= 0:
+        notes.append(f"second copy on {task.cluster.tiers[candidate.placement.backward].name}")
+    if candidate.schedule != SERIAL:
+        notes.append(candidate.schedule + (f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""))
     return ", ".join(notes)

@@ -22,17 +22,17 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
 from terrace.report.run_curves import Curve
-from terrace.report.run_page import Compared, RunView
+from terrace.report.run_page import ComparedAmounts, RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
-from terrace.report.timeline import Timeline
+from terrace.report.timeline import TimelineChart
 from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.metrics import StepRecord, read_metrics
 from terrace.train.prediction import step_of
-from terrace.train.recorder import PREDICTION, Event, read_events, read_prediction
+from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 _US = 1e6
@@ -45,7 +45,7 @@ class _Left:
     folder: Path
     run: RunConfig | None
     records: Sequence[StepRecord]
-    events: Sequence[Event]
+    events: Sequence[RunEvent]
     predicted: Mapping[str, Mapping[str, float]]  # name of an amount -> category -> value
     cluster: Cluster | None  # with the constants measured at the start
 
@@ -81,13 +81,15 @@ def run_view(folder: Path) -> RunView:
         curves=_curves(left),
         resumed=[step for step in first_steps if step],
         plan=_plan(left, missing),
-        time_s=Compared(left.predicted["time_s"], _by_category([record.time_s for record in steady], statistics.fmean)),
-        sent_bytes=Compared(
+        time_s=ComparedAmounts(
+            left.predicted["time_s"], _by_category([record.time_s for record in steady], statistics.fmean)
+        ),
+        sent_bytes=ComparedAmounts(
             sent_bytes,
             # A step that also counts the refreshes of its neighbour is no typical one, so no means.
             _by_category([record.sent_bytes for record in steady], statistics.median_low),
         ),
-        memory_bytes=Compared(left.predicted["memory_bytes"], last.memory_bytes if last else {}),
+        memory_bytes=ComparedAmounts(left.predicted["memory_bytes"], last.memory_bytes if last else {}),
         peak_memory=last.peak_memory_bytes if last else {},
         timeline=timeline,
         timeline_words=timeline_words,
@@ -141,7 +143,7 @@ def _subtitle(run: RunConfig) -> str:
 
 def _status(left: _Left) -> str:
     # The last event decides: a killed run has neither "finished" nor "stopped".
-    last = left.events[-1] if left.events else Event(event="")
+    last = left.events[-1] if left.events else RunEvent(event="")
     done = left.records[-1].step if left.records else 0
     wanted = f" of {left.run.train.steps}" if left.run is not None else ""
     if last.event == "finished":
@@ -238,7 +240,7 @@ def _plan(left: _Left, missing: list[str]) -> tuple[Sequence[str], Sequence[Sequ
         return None
 
 
-def _timeline(left: _Left, missing: list[str]) -> tuple[Timeline | None, str]:
+def _timeline(left: _Left, missing: list[str]) -> tuple[TimelineChart | None, str]:
     # The newest readable trace, else the prediction above the mean measured seconds. A damaged trace is reported.
     for path in sorted((left.folder / "profile").glob("step-*-rank-0.json"), key=_step_of_trace, reverse=True):
         try:
@@ -293,7 +295,7 @@ def _step_of_trace(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _event_row(event: Event) -> tuple[str, str, str]:
+def _event_row(event: RunEvent) -> tuple[str, str, str]:
     name, when = event.event, "-" if event.time is None else _when(event.time) or "-"
     if name == "started":
         what = f"resumed after step {event.first_step}" if event.first_step else "started"

@@ -29,19 +29,19 @@ from terrace.report.markup import (
 from terrace.report.palette import colour_key
 from terrace.report.run_curves import COLOURS, Curve, curve_data, curve_svg, finite
 from terrace.report.tables import quantity, seconds, time_categories
-from terrace.report.timeline import Timeline
+from terrace.report.timeline import TimelineChart
 
 Amounts = Mapping[str, float]
 
 
-class Compared(NamedTuple):
+class ComparedAmounts(NamedTuple):
     """Amounts of rank 0's step by category; a side that nobody knows is empty."""
 
     predicted: Amounts
     measured: Amounts
 
 
-_UNKNOWN = Compared({}, {})
+_UNKNOWN = ComparedAmounts({}, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class RunView:
     curves: Sequence[Curve] = ()
     resumed: Sequence[int] = ()
     plan: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
-    time_s: Compared = _UNKNOWN
-    sent_bytes: Compared = _UNKNOWN  # by tier
-    memory_bytes: Compared = _UNKNOWN
+    time_s: ComparedAmounts = _UNKNOWN
+    sent_bytes: ComparedAmounts = _UNKNOWN  # by tier
+    memory_bytes: ComparedAmounts = _UNKNOWN
     peak_memory: Amounts = field(default_factory=dict)
-    timeline: Timeline | None = None
+    timeline: TimelineChart | None = None
     timeline_words: str = ""
     events: Sequence[tuple[str, str, str]] = ()
     checkpoints: Sequence[tuple[str, int, str]] = ()
@@ -122,7 +122,7 @@ def _curves(curves: Sequence[Curve], resumed: Sequence[int]) -> str:
     return f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
 
 
-def _time_table(time_s: Compared) -> str:
+def _time_table(time_s: ComparedAmounts) -> str:
     predicted, measured = time_s
     # One scale for all bars of the table.
     longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
@@ -136,7 +136,7 @@ def _time_table(time_s: Compared) -> str:
     return html_table(headings, rows, ["category", headings[-1]], _total(time_s, seconds)) if rows else ""
 
 
-def _amounts_table(amounts: Compared, heading: str) -> str:
+def _amounts_table(amounts: ComparedAmounts, heading: str) -> str:
     # Small amounts are exact bytes, so that equality can be seen.
     def size(value: float) -> str:
         return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")
@@ -149,7 +149,7 @@ def _amounts_table(amounts: Compared, heading: str) -> str:
     return html_table([heading, "predicted", "measured", "error"], rows, [heading], _total(amounts, size))
 
 
-def _cells(amounts: Compared, name: str, words: Callable[[float], str]) -> list[str]:
+def _cells(amounts: ComparedAmounts, name: str, words: Callable[[float], str]) -> list[str]:
     values = [each.get(name) for each in amounts]
     # "-" is unknown, "0" is none.
     return [*("-" if value is None else words(value) if value else "0" for value in values), _error(*values)]
@@ -162,7 +162,7 @@ def _error(expected: float | None, found: float | None) -> str:
     return "equal" if expected == found else f"{100 * (expected - found) / found:+.0f} %"
 
 
-def _total(amounts: Compared, words: Callable[[float], str]) -> str:
+def _total(amounts: ComparedAmounts, words: Callable[[float], str]) -> str:
     sums = [sum(each.values()) if each else None for each in amounts]
     cells = "".join(f"<td>{'-' if value is None else escape(words(value))}</td>" for value in sums)
     return f"<tfoot><tr><td>all</td>{cells}<td>{_error(*sums)}</td></tr></tfoot>"

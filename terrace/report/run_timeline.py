@@ -9,7 +9,7 @@ from typing import Any
 from terrace.base.fitting import fitting, parse_table
 from terrace.report.bars import Interval, join_bars
 from terrace.report.svg import Row
-from terrace.report.timeline import Timeline
+from terrace.report.timeline import TimelineChart
 
 _MAX_BARS = 1600
 _STREAM_HEIGHT, _LANE_HEIGHT, _GAP, _HEADING = 30, 20, 8, 22
@@ -17,11 +17,11 @@ _US = 1e6
 
 _SHORTEST_S = 1e-12  # of a drawn step: below it ticks and bars would coincide
 
-Event = Mapping[str, Any]
+TraceEvent = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class ComparedStep:
     """`otherData` of a trace with a predicted and a measured step; `predicted` is "step" or "passes"."""
 
     step: int
@@ -52,7 +52,7 @@ class _Metadata:
 _KINDS: dict[str, type] = {"X": _Complete, "M": _Metadata}
 
 
-def read_trace(path: Path) -> tuple[list[dict[str, Any]], Compared]:
+def read_trace(path: Path) -> tuple[list[dict[str, Any]], ComparedStep]:
     """(events with their checked types, facts) of a trace that has both steps.
 
     Raises `OSError` for an unreadable file, `ValueError` for a damaged one.
@@ -66,10 +66,10 @@ def read_trace(path: Path) -> tuple[list[dict[str, Any]], Compared]:
     for kind, found in drawn.items():
         for event in found:
             fitting(_KINDS[kind], event)
-    return [*drawn["M"], *drawn["X"]], fitting(Compared, other)
+    return [*drawn["M"], *drawn["X"]], fitting(ComparedStep, other)
 
 
-def run_timeline(events: Sequence[Event], headings: Mapping[int, str]) -> Timeline | None:
+def run_timeline(events: Sequence[TraceEvent], headings: Mapping[int, str]) -> TimelineChart | None:
     """Timeline of the complete events of a trace, or None if there are none.
 
     `headings` gives the heading above the rows of each process, in this order.
@@ -92,7 +92,7 @@ def run_timeline(events: Sequence[Event], headings: Mapping[int, str]) -> Timeli
     if length_s < _SHORTEST_S:
         return None
     bars, least_s = join_bars(pieces, length_s, lambda _, key: words[key], _MAX_BARS)
-    return Timeline(
+    return TimelineChart(
         label="Timeline of a step: " + ", ".join(headings.values()),
         rows=rows,
         bars=list(bars.values()),
@@ -103,7 +103,7 @@ def run_timeline(events: Sequence[Event], headings: Mapping[int, str]) -> Timeli
     )
 
 
-def _lanes(events: Sequence[Event], process: int, words: list[str]) -> list[tuple[str, list[Interval]]]:
+def _lanes(events: Sequence[TraceEvent], process: int, words: list[str]) -> list[tuple[str, list[Interval]]]:
     # (name, pieces) of each lane, the compute stream first. Appends the description of each piece to `words`.
     # Names are metadata events of the trace.
     names = {

@@ -26,7 +26,7 @@ from terrace.report.stage_tables import block_words
 from terrace.report.stages_svg import close_up, memories_svg, memory_rows, stages_timeline
 from terrace.report.svg import memory_svg, memory_totals
 from terrace.report.tables import new_table, plan_rows, quantity, seconds, sent_rows, time_categories
-from terrace.report.timeline import Timeline, chart_data
+from terrace.report.timeline import TimelineChart, chart_data
 from terrace.simulate.changes import Change
 from terrace.simulate.critical import path_words
 from terrace.simulate.recorded import RecordedStep
@@ -130,7 +130,7 @@ def stages_page(
     return step_document(cluster, recorded.step.plan, subtitle, figures, sentences, sections, charts)
 
 
-def _entries(timeline: Timeline) -> list[tuple[str, str, str]]:
+def _entries(timeline: TimelineChart) -> list[tuple[str, str, str]]:
     # Messages behind the last pass of a stage have a name each, also those that share the colour of unknown ones.
     drawn = timeline.categories
     said = {"weight": "gradient of the weights, put off", "backward": "gradient of the input" * ("weight" in drawn)}

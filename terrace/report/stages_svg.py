@@ -9,7 +9,7 @@ from terrace.plan.stage import Pass
 from terrace.report.bars import Bar, Interval, Window, join_bars
 from terrace.report.svg import Row, box, memory_columns, rows_svg, staircase
 from terrace.report.tables import quantity
-from terrace.report.timeline import Stretch, Timeline, joined
+from terrace.report.timeline import Stretch, TimelineChart, joined
 from terrace.simulate.recorded import RecordedStep
 from terrace.simulate.recording import COMPUTE
 from terrace.simulate.step import WAITS_ON_STAGES
@@ -76,13 +76,13 @@ def close_up(recorded: RecordedStep) -> Window:
     return middle_s - half_s, middle_s + half_s
 
 
-def stages_timeline(recorded: RecordedStep, window: Window | None = None) -> Timeline:
+def stages_timeline(recorded: RecordedStep, window: Window | None = None) -> TimelineChart:
     """Timeline of all stages, of the whole step or of a window; tasks on the critical path are underlined."""
     bars, least_s = stage_bars(recorded, window)
     num_stages = len(recorded.recordings)
     # Lower rows where there are many.
     size = 26 if num_stages <= 16 else 16 if num_stages <= 40 else 12
-    return Timeline(
+    return TimelineChart(
         label="Timeline: a row for every pipeline stage",
         rows=_rows([f"stage {stage}" for stage in range(num_stages)], size),
         bars=[bars[stage] for stage in range(num_stages)],

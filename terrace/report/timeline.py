@@ -14,7 +14,7 @@ Stretch = tuple[int, float, float]  # row, start and end in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class TimelineChart:
     """Bars of each row. `least_s`: seconds below which spans were merged into one bar, 0 if none were.
 
     `critical` is underlined, `gap` units below its row. `headings` are (words, baseline) of groups of rows.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from terrace.comm.lane import Lane, Ticket
-from terrace.program.block_program.steps import Await, Compute, ComputeKind, InBlockMessage, Send, Step
+from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, InBlockMessage, Send
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
 
@@ -32,7 +32,7 @@ class InBlockComm:
     clock: Clock
     weights: WeightGradients
     waiting_on: Callable[[tuple[int, ...]], None] = _ignore  # called with awaited ranks, with () after the wait
-    recording: list[Step] | None = field(default=None, repr=False)  # steps as they are issued, if a list is given
+    recording: list[BlockStep] | None = field(default=None, repr=False)  # steps as they are issued, if a list is given
 
     def submit(self, work: Callable[[], None], *messages: InBlockMessage) -> InFlight:
         """Put `work`, which carries `messages`, on the lane."""

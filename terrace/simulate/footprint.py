@@ -38,7 +38,7 @@ from terrace.plan.wire import FORMATS
 from terrace.simulate.activations import BlockActivations, activations_of
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes
-from terrace.simulate.states import Stage, axis_degree, model_states, stage_of, state_layout
+from terrace.simulate.states import StageBlocks, axis_degree, model_states, stage_blocks, state_layout
 from terrace.simulate.work import Work
 
 # A CUDA context with loaded kernels and the buffers of a few NCCL communicators: a guess from 1 to 2 GB.
@@ -88,7 +88,7 @@ def footprint(
     num_stages = axis_degree(cluster, plan, "pipeline")
     work = work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
-    stage = stage_of(kinds, held, work.tensor, work.columns, layout.degree)
+    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree)
     if in_flight is None:
         # The first stage of 1F1B has run num_stages forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
@@ -169,7 +169,7 @@ def _kept_bytes(work: Work, kinds: Kinds, chunk: Sequence[int], recompute: tuple
     return sum(run.block.kept_bytes * run.count for run in runs if not kinds.specs[run.kind].at_an_end)
 
 
-def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: Stage, sequence: int) -> int:
+def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks, sequence: int) -> int:
     tiers = [tier.name for tier in cluster.tiers]
     tensor = TensorTraffic.of(Mesh.of(cluster, plan), tiers, plan, sequence)
     return tensor_buffers(tensor, kinds.sliced(tensor.degrees), sorted(set(stage.order)))

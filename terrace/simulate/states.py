@@ -39,7 +39,7 @@ Sizes = tuple[int, ...]  # elements of a block of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StageBlocks:
     """The blocks that one rank holds, in order, by kind.
 
     `flats` maps the tensor axes that share a buffer to the padded elements of each kind in it; first the buffers that
@@ -71,7 +71,7 @@ class Stage:
         """Elements of all blocks, for buffers with these sizes per block."""
         return sum(count * size for count, size in zip(self.counts, sizes, strict=True))
 
-    def with_sizes(self, sizes: Sizes) -> "Stage":
+    def with_sizes(self, sizes: Sizes) -> "StageBlocks":
         """The same blocks with other sizes, in one buffer each."""
         return replace(self, flats=(((), sizes),))
 
@@ -90,7 +90,7 @@ def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> 
 
 
 @lru_cache(maxsize=4096)
-def stage_of(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shards: int) -> Stage:
+def stage_blocks(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shards: int) -> StageBlocks:
     """The blocks `held` by a rank, each flat buffer padded to a multiple of `shards`.
 
     `tensor` ranks are rows x `columns`. Raises `PlanError` where the tensor ranks do not divide the model.
@@ -114,7 +114,7 @@ def stage_of(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shard
         flats[axes] = tuple(-(-each.get(axes, 0) // parts) * parts for each in numels)
     whole = tuple(map(sum, zip(*flats.values(), strict=True)))
     matrices = [sum(param.numel for param in spec.params if param.decays) for spec in specs]
-    return Stage(
+    return StageBlocks(
         order=order,
         flats=tuple(flats.items()),
         lent=tuple(lent),
@@ -137,7 +137,7 @@ def _table_numel(lender: BlockSpec) -> int:
 
 
 @lru_cache(maxsize=16384)
-def gathered_numels(stage: Stage, prefetch: int) -> tuple[int, ...]:
+def gathered_numels(stage: StageBlocks, prefetch: int) -> tuple[int, ...]:
     """The most parameters that are whole at once while a block of each kind runs.
 
     These are the parameters of `prefetch + 1` neighbours, and of the blocks that they borrow from. At the last block
@@ -158,7 +158,7 @@ def gathered_numels(stage: Stage, prefetch: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16384)
-def gradient_numels(stage: Stage, again: bool) -> tuple[int, ...]:
+def gradient_numels(stage: StageBlocks, again: bool) -> tuple[int, ...]:
     """The most gradients that are whole at once in the backward of a block of each kind.
 
     These are its own, the gradient of the block before it in the backward, which is still being reduced, and the
@@ -187,7 +187,7 @@ class States:
 def model_states(
     layout: Layout,
     plan: Plan,
-    stage: Stage,
+    stage: StageBlocks,
     num_micros: int,
     shared: Callable[[tuple[str, ...]], Layout] | None = None,
 ) -> States:
@@ -231,7 +231,7 @@ def model_states(
     )
 
 
-def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
+def _spared_moments(plan: Plan, layout: Layout, stage: StageBlocks, sizes: Sizes) -> int:
     span, spared = layout.span(layout.optimizer), 0
     # Muon keeps one moment for matrices of layers.
     for kind, at_end in product(range(len(sizes)), (False, True)):
@@ -250,7 +250,7 @@ def _messages(
     compute: Literal["bf16", "fp32", "fp64"],
     master: Literal["fp32", "fp64"],
     prefetch: int,
-    stage: Stage,
+    stage: StageBlocks,
     again: bool,
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     table = {message: dict(row) for message, row in wires}

@@ -18,18 +18,18 @@ from math import inf
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import Pass
 from terrace.program.schedules.counts import peak_activation_bytes
-from terrace.program.schedules.orders import Orders, Task
+from terrace.program.schedules.orders import Orders, StageTask
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Pass)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class CriticalTask:
     """A task on the critical path; `edge_s` is the message that it waited for, 0 if it waited for its own stage."""
 
     stage: int
-    task: Task
+    task: StageTask
     start_s: float
     end_s: float
     edge_s: float
@@ -86,13 +86,13 @@ class Timeline:
         """Peak activation bytes of each stage (see `peak_activation_bytes`)."""
         return peak_activation_bytes(self.orders, forward_bytes, weight_bytes)
 
-    def critical_path(self) -> list[Step]:
+    def critical_path(self) -> list[CriticalTask]:
         """The chain of tasks and messages, first to last, that fills the time from 0 to the makespan.
 
         If there are several, a task is taken to wait for its own stage rather than for a message.
         """
         orders, holders = self.orders, self.orders.holders()
-        positions: dict[int, dict[Task, int]] = {}
+        positions: dict[int, dict[StageTask, int]] = {}
         stage = max(range(orders.num_stages), key=lambda index: self.ends_s[index][-1])
         position, path = len(orders.tasks[stage]) - 1, []
         while True:
@@ -107,7 +107,7 @@ class Timeline:
             source = stage if own else source
             edge_s = start_s - self.ends_s[source][before] if before is not None else 0.0
             end_s = self.ends_s[stage][position]
-            path.append(Step(stage=stage, task=task, start_s=start_s, end_s=end_s, edge_s=edge_s))
+            path.append(CriticalTask(stage=stage, task=task, start_s=start_s, end_s=end_s, edge_s=edge_s))
             if before is None:
                 return path[::-1]
             stage, position = source, before
@@ -195,23 +195,25 @@ def _run(
             arrived[w_slots[chunk] + micro] = now
 
 
-def _reads(orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task: Task) -> tuple[int, list[Task]]:
+def _reads(
+    orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task: StageTask
+) -> tuple[int, list[StageTask]]:
     """The stage that makes the input of `task`, and the task that makes it, or two candidates. Empty for a forward on
     the first virtual stage.
     """
     pass_, chunk, micro = task
     virtual = orders.placement[stage][chunk]
     if pass_ is Pass.BACKWARD_WEIGHT:
-        return stage, [Task(Pass.BACKWARD_INPUT, chunk, micro)]
+        return stage, [StageTask(Pass.BACKWARD_INPUT, chunk, micro)]
     if pass_ is Pass.FORWARD:
         if virtual == 0:
             return stage, []
         source, chunk = holders[virtual - 1]
-        return source, [Task(Pass.FORWARD, chunk, micro)]
+        return source, [StageTask(Pass.FORWARD, chunk, micro)]
     if virtual == orders.num_virtual - 1:
-        return stage, [Task(Pass.FORWARD, chunk, micro)]
+        return stage, [StageTask(Pass.FORWARD, chunk, micro)]
     source, chunk = holders[virtual + 1]
-    return source, [Task(half, chunk, micro) for half in (Pass.BACKWARD, Pass.BACKWARD_INPUT)]
+    return source, [StageTask(half, chunk, micro) for half in (Pass.BACKWARD, Pass.BACKWARD_INPUT)]
 
 
 def _who_waits(orders: Orders, positions: Sequence[int], stuck: int) -> str:

@@ -6,36 +6,36 @@ from typing import NamedTuple
 
 from terrace.plan.stage import Pass, Stage
 from terrace.program.instruction import Op
-from terrace.program.schedules.orders import Task
+from terrace.program.schedules.orders import StageTask
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.stages import Passed
 
 _PASSES = {Op[pass_.name]: pass_ for pass_ in Pass}
 
 
-class Span(NamedTuple):
+class TaskSpan(NamedTuple):
     """A task of a stage with its start and end."""
 
-    task: Task
+    task: StageTask
     start_s: float
     end_s: float
 
 
-def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[Span]:
+def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[TaskSpan]:
     """The tasks of a stage's played program: a micro-batch passes all blocks of a chunk, one after the other.
 
     A task includes its waits between blocks and its wait for the first block's parameters.
     """
     chunk_of = {block: chunk for chunk, blocks in enumerate(stage.chunks) for block in blocks}
 
-    def task(passed: Passed) -> Task:
+    def task(passed: Passed) -> StageTask:
         instruction = passed.instruction
-        return Task(_PASSES[instruction.op], chunk_of[instruction.block], instruction.micro)
+        return StageTask(_PASSES[instruction.op], chunk_of[instruction.block], instruction.micro)
 
     spans = []
     for each, group in groupby(passes, task):
         together = list(group)
-        spans.append(Span(each, together[0].start_s, together[-1].end_s))
+        spans.append(TaskSpan(each, together[0].start_s, together[-1].end_s))
     return spans
 
 
@@ -84,18 +84,18 @@ def _names(num_stages: int, width: int) -> tuple[list[str], int]:
     return [name.ljust(indent) for name in names], max(8, width - indent)
 
 
-def _legend(tasks: Iterable[Task]) -> str:
+def _legend(tasks: Iterable[StageTask]) -> str:
     passes = {task.pass_ for task in tasks}
     return ", ".join(f"{pass_.letter} {pass_.name.lower().replace('_', ' ')}" for pass_ in Pass if pass_ in passes)
 
 
-def _row(spans: Iterable[tuple[Task, float, float]], columns: int, column_s: float) -> str:
+def _row(spans: Iterable[tuple[StageTask, float, float]], columns: int, column_s: float) -> str:
     return "".join(_label(task, number) for task, number in _runs(list(spans), columns, column_s))
 
 
 def _runs(
-    spans: Sequence[tuple[Task, float, float]], columns: int, column_s: float
-) -> Iterator[tuple[Task | None, int]]:
+    spans: Sequence[tuple[StageTask, float, float]], columns: int, column_s: float
+) -> Iterator[tuple[StageTask | None, int]]:
     position, shown = 0, []
     for column in range(columns):
         # The middle of a column decides which task it shows.
@@ -108,7 +108,7 @@ def _runs(
         yield task, len(list(group))
 
 
-def _label(task: Task | None, columns: int) -> str:
+def _label(task: StageTask | None, columns: int) -> str:
     if task is None:
         return "." * columns
     label = task.pass_.letter + (f"{task.chunk}." if task.chunk else "") + str(task.micro)

@@ -49,7 +49,7 @@ def recorded(observer: Observer, job: RunJob) -> Iterator[Observer]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class RunEvent:
     """A line of `events.jsonl`: `event` is its kind, `time` in seconds since 1970. None: absent or damaged."""
 
     event: str
@@ -74,7 +74,7 @@ class Predicted:
     predicted: dict[str, Any] = field(default_factory=dict)
 
 
-def read_events(folder: Path) -> list[Event]:
+def read_events(folder: Path) -> list[RunEvent]:
     """Events of a run folder, without lines that a crash cut short; empty if there is no such file."""
     try:
         lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -84,7 +84,7 @@ def read_events(folder: Path) -> list[Event]:
     for line in lines:
         # A torn line may happen to be JSON.
         with suppress(ValueError):
-            found.append(fitting(Event, parse_table(line), skip=True))
+            found.append(fitting(RunEvent, parse_table(line), skip=True))
     return found
 
 

@@ -28,16 +28,16 @@ MESH = mesh_of((4, 1, 1, 1), (1, 1, 1, 2))  # four data ranks inside the node, t
 ZEROPP = Pins({"pipeline": (2, 8)}, "zeropp")
 
 
-def choice_in(unit: int, chunks: int = 4) -> Candidate:
+def candidate_in(unit: int, chunks: int = 4) -> Candidate:
     return Candidate(0, unit, "zeropp", chunks, 1, Placement(0, 0, 0), MESH)
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
 def test_a_chunk_is_gathered_once_a_unit_and_pass_and_reduced_once_a_unit(unit: int) -> None:
     own, chunks = evaluator_of(small_task(DGX, batch=32, model=EIGHT)), 4
-    choice = choice_in(unit)
-    pipeline, _ = own.stages(choice)
-    program, _ = own.program(pipeline.parts[0], choice, 8)
+    candidate = candidate_in(unit)
+    pipeline, _ = own.stages(candidate)
+    program, _ = own.program(pipeline.parts[0], candidate, 8)
     counts = Counter(instruction.op for instruction in program.instructions)
     units = 8 // unit
     assert counts[Op.FORWARD] == counts[Op.BACKWARD] == 8 * chunks
@@ -49,7 +49,7 @@ def test_a_chunk_is_gathered_once_a_unit_and_pass_and_reduced_once_a_unit(unit: 
 def test_bytes_follow_the_published_formula() -> None:
     """36 B h^2 / U elements a layer (2402.03791, abstract), but for the chunks that stay; B counts a rank's own."""
     own, hidden = evaluator_of(small_task(DGX, batch=64, model=EIGHT)), 512
-    sent = {unit: own.played(choice_in(unit)).sent_bytes for unit in (1, 2, 4, 8)}
+    sent = {unit: own.played(candidate_in(unit)).sent_bytes for unit in (1, 2, 4, 8)}
     micros, layers, ranks = 16, 4, 4
     for unit, found in sent.items():
         moved = sum(found.get((name, "node"), 0) for name in ("gather", "gather backward", "gather_backward", "reduce"))
@@ -62,7 +62,7 @@ def test_bytes_follow_the_published_formula() -> None:
 def test_longer_units_wait_less_and_keep_more() -> None:
     slow = sized("pcie-a100", 4, 2)
     own = evaluator_of(small_task(slow, batch=64, model=EIGHT))
-    found = [own.evaluate(choice_in(unit)) for unit in (2, 4, 8)]
+    found = [own.evaluate(candidate_in(unit)) for unit in (2, 4, 8)]
     steps = [each.step_s for each in found]
     kept = [each.memory_bytes["activations"] for each in found]
     assert steps == sorted(steps, reverse=True)
@@ -70,7 +70,7 @@ def test_longer_units_wait_less_and_keep_more() -> None:
     assert kept[2] > 1.5 * kept[1]
     # Two chunks of four are whole at once, their gradients too.
     whole = found[0].memory_bytes["gathered"]
-    fewer = own.evaluate(choice_in(2, chunks=2)).memory_bytes["gathered"]
+    fewer = own.evaluate(candidate_in(2, chunks=2)).memory_bytes["gathered"]
     assert 1.5 * whole < fewer < 2.1 * whole
     assert found[0].memory_bytes["grads_full"] == whole
 
@@ -91,14 +91,14 @@ def test_bounds_of_units_never_exceed_the_evaluation(data: st.DataObject) -> Non
     played = evaluator.bounds.play(core)
     placement = data.draw(st.sampled_from(placements(space, mesh)))
     (unit,) = units_of(space, core, placement)
-    choice = played.choice(placement, unit)
-    estimate = evaluator.evaluate(choice)
+    candidate = played.candidate(placement, unit)
+    estimate = evaluator.evaluate(candidate)
     placed_s = evaluator.bounds.placed_s(played, placement, unit)
     assert max(root.bound_s, core.bound_s, played.bound_s, placed_s) <= estimate.step_s
     for each in (root, core, played):
         assert evaluator.bounds.least_bytes(each, placement, unit) <= estimate.needed_bytes
     assert placed_s >= 0.2 * estimate.step_s
-    assert math.fsum(evaluator.played(choice).time_s.values()) == pytest.approx(evaluator.played(choice).step_s)
+    assert math.fsum(evaluator.played(candidate).time_s.values()) == pytest.approx(evaluator.played(candidate).step_s)
 
 
 @pytest.mark.parametrize("name", ["dgx 2x3", "ethernet 2x2"])
@@ -106,7 +106,7 @@ def test_the_search_of_units_equals_trying_everything(name: str) -> None:
     task = small_task(CLUSTERS[name], batch=12)
     space, evaluator = Space(task=task, axes=("data", "pipeline"), pins=ZEROPP), evaluator_of(task)
     everything = exhaustive(space, evaluator, math.inf)
-    assert len({each.choice.unit for each in everything}) > 1
+    assert len({each.candidate.unit for each in everything}) > 1
     needs = sorted(each.needed_bytes for each in everything)
     for share in (1.0, 0.3):
         capacity = needs[int(share * (len(needs) - 1))]
@@ -122,8 +122,8 @@ def test_units_are_pinned_and_explained() -> None:
     pins = parse_pins(["schedule=zeropp", "unit=4", "pipeline=2"], DGX, schedule_names())
     space, evaluator = Space(task=task, axes=("data", "pipeline"), pins=pins), evaluator_of(task)
     found = Search(space, evaluator, 1e12).run(count=2)
-    assert {each.choice.unit for each in found.best} == {4}
-    near = {verdict.what for verdict in reasons(space, evaluator, choice_in(2))}
+    assert {each.candidate.unit for each in found.best} == {4}
+    near = {verdict.what for verdict in reasons(space, evaluator, candidate_in(2))}
     assert {"unit = 1", "unit = 4"} <= near
     assert [name for name in traits() if takes_unit(name)] == ["zeropp"]
 
@@ -142,13 +142,13 @@ def test_both_sides_keep_their_rules_and_their_seconds(small: Task) -> None:
     assert found.waiting is not None
     assert found.zeropp is not None
     for each in (found.megatron, found.with_tensor, found.waiting):
-        assert (each.choice.placement.params, each.choice.placement.grads) == (-1, -1)
-        assert each.choice.schedule in ("serial", "1f1b", "interleaved")
-    assert found.with_tensor.choice.mesh.total("tensor") > 1
-    choice = found.zeropp.choice
-    assert (choice.schedule, choice.mesh.total("tensor"), choice.placement.params) == ("zeropp", 1, 0)
-    assert choice.mesh.group("data")[0] > 1
-    assert choice.mesh.total("pipeline") > 1
+        assert (each.candidate.placement.params, each.candidate.placement.grads) == (-1, -1)
+        assert each.candidate.schedule in ("serial", "1f1b", "interleaved")
+    assert found.with_tensor.candidate.mesh.total("tensor") > 1
+    candidate = found.zeropp.candidate
+    assert (candidate.schedule, candidate.mesh.total("tensor"), candidate.placement.params) == ("zeropp", 1, 0)
+    assert candidate.mesh.group("data")[0] > 1
+    assert candidate.mesh.total("pipeline") > 1
     assert found.megatron.step_s <= found.with_tensor.step_s * 1.001 <= found.waiting.step_s * 1.002
     for each in (found.megatron, found.with_tensor, found.zeropp):
         assert math.fsum(parts(small, each).values()) == pytest.approx(1, abs=2e-3)
@@ -159,7 +159,7 @@ def test_both_sides_keep_their_rules_and_their_seconds(small: Task) -> None:
     assert found.gain(found.with_tensor) == pytest.approx(found.with_tensor.step_s / found.zeropp.step_s - 1)
     assert len(row("8B", found)) == len(HEADER)
     assert all(len(line) == len(PARTS_HEADER) for line in parts_rows("8B", found))
-    assert f"M{num_micros(small, choice)}" in plan_words(found.zeropp)
+    assert f"M{num_micros(small, candidate)}" in plan_words(found.zeropp)
     assert "of 1 settings" in summary_of([found])[0]
 
 

@@ -140,9 +140,9 @@ def test_most_of_a_step_on_one_tier_is_told_with_a_plan_that_is_faster(slow_run:
     better = better_plan(task, slow.step_s, 400)
     assert better is not None
     assert better.proved
-    assert better.gain == pytest.approx(slow.step_s / evaluator.played(better.estimate.choice).step_s)
+    assert better.gain == pytest.approx(slow.step_s / evaluator.played(better.estimate.candidate).step_s)
     assert better.gain > 1.5
-    assert runs_today(task, better.estimate.choice) is None
+    assert runs_today(task, better.estimate.candidate) is None
     assert better_plan(task, better.estimate.step_s, 400) is None, "the best plan has no better"
     speed = _of(check_run(slow_run, SOUND, "terrace plan --model m.json"), "speed")
     assert speed.level == "note"

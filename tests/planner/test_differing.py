@@ -67,17 +67,17 @@ def test_the_search_equals_trying_everything(name: str, cluster: str, axes: tupl
     task = task_of(name, cluster, 4)
     space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
     everything = exhaustive(space, evaluator, math.inf)
-    assert any(each.choice.schedule != SERIAL for each in everything)
+    assert any(each.candidate.schedule != SERIAL for each in everything)
     needs = sorted(each.needed_bytes for each in everything)
     for share in (1.0, 0.5, 0.1):
         capacity = needs[int(share * (len(needs) - 1))]
         fitting = ranked(each for each in everything if each.needed_bytes <= capacity)
         found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
-        assert [each.choice for each in found.best] == [each.choice for each in fitting[:5]]
+        assert [each.candidate for each in found.best] == [each.candidate for each in fitting[:5]]
         assert found.proved
     for each in everything[:2]:
-        shown = evaluator.played(each.choice)
-        assert shown.step_s == predict_step(step_of(task, plan_of(task, each.choice))).step_s
+        shown = evaluator.played(each.candidate)
+        assert shown.step_s == predict_step(step_of(task, plan_of(task, each.candidate))).step_s
 
 
 @pytest.mark.parametrize("schedule", [SERIAL, "1f1b", "zb-h1", "zbv", "interleaved"])
@@ -92,8 +92,8 @@ def test_the_memory_of_a_plan_is_the_exact_account_of_its_fullest_stage(
     chunks = 2 if schedule in ("zbv", "interleaved") else 1
     for placement in (Placement(-1, -1, -1), Placement(-1, 1, 2), Placement(0, 1, 2)):
         mesh = mesh_of((2, 1, 1, 1), (2, 1, 1, 1), (2 // stages, 1, 1, stages))
-        choice = Candidate(0, 1, schedule, chunks, 1, placement, mesh)
-        plan, shown, micros = plan_of(task, choice), evaluator.played(choice), num_micros(task, choice)
+        candidate = Candidate(0, 1, schedule, chunks, 1, placement, mesh)
+        plan, shown, micros = plan_of(task, candidate), evaluator.played(candidate), num_micros(task, candidate)
         programs = predict_step(step_of(task, plan)).programs
         states = [
             model_state_bytes(task.cluster, each.plan, slice_blocks(blocks, each.mesh), micros, 256, each.stage)

@@ -45,8 +45,8 @@ def test_columns_are_innermost_powers_of_two_and_only_there_by_a_pin() -> None:
         columns, tensor = mesh.group("columns"), mesh.group("tensor")
         for tier, outer in enumerate(columns[1:]):
             assert outer == 1 or columns[tier] == tensor[tier]
-        choice = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh)
-        assert Mesh.of(task.cluster, plan_of(task, choice)) == mesh
+        candidate = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh)
+        assert Mesh.of(task.cluster, plan_of(task, candidate)) == mesh
     exact = parse_pins(["columns=2", "tensor=4"], task.cluster, [])
     chosen = list(meshes(Space(task=task, pins=exact)))
     assert chosen
@@ -69,8 +69,8 @@ def test_placements_are_ordered_distinct_and_all_there() -> None:
     for each in found:
         assert each.params <= each.grads <= each.optimizer
         assert each.backward < max(each.params, 0)
-        choice = Candidate(0, 1, SERIAL, 1, 1, each, mesh)
-        validate(task.cluster, plan_of(task, choice), task.blocks)
+        candidate = Candidate(0, 1, SERIAL, 1, 1, each, mesh)
+        validate(task.cluster, plan_of(task, candidate), task.blocks)
 
 
 def test_pins_hold_in_all_that_is_found() -> None:
@@ -81,9 +81,9 @@ def test_pins_hold_in_all_that_is_found() -> None:
     found, _ = find(Space(task=task, pins=pins), count=3)
     assert found.best
     for each in found.best:
-        assert each.choice.mesh.total("tensor") == 2
-        assert each.choice.mesh.total("pipeline") <= 2
-        plan = plan_of(task, each.choice)
+        assert each.candidate.mesh.total("tensor") == 2
+        assert each.candidate.mesh.total("pipeline") <= 2
+        plan = plan_of(task, each.candidate)
         assert (plan.params, plan.micro_batch, plan.recompute) == ("package", 1, ("layers.*",))
         assert plan.optimizer in ("node", "system")
 
@@ -122,8 +122,8 @@ def test_axes_are_read_and_all_of_them_run() -> None:
     task = small_task(CLUSTERS["dgx 4x2"])
     for axis in AXES:
         row = tuple(4 if name == axis else 1 for name in AXES)
-        choice = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of(row, (2, 1, 1, 1)))
-        assert runs_today(task, choice) is None
+        candidate = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of(row, (2, 1, 1, 1)))
+        assert runs_today(task, candidate) is None
 
 
 @given(layers=st.integers(1, 40), virtual=st.integers(1, 40), head=st.floats(0, 6))

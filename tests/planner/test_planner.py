@@ -50,7 +50,7 @@ from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh
     ],
 )
 def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
-    """The same choices in the same order, also where memory rules some of the best out."""
+    """The same candidates in the same order, also where memory rules some of the best out."""
     task = small_task(CLUSTERS[name], batch=batch)
     space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
     everything = exhaustive(space, evaluator, math.inf)
@@ -60,7 +60,7 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
         capacity = needs[int(share * (len(needs) - 1))]
         fitting = ranked(each for each in everything if each.needed_bytes <= capacity)
         found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
-        assert [each.choice for each in found.best] == [each.choice for each in fitting[:5]]
+        assert [each.candidate for each in found.best] == [each.candidate for each in fitting[:5]]
         assert found.proved
         tried += found.num_evaluated
     assert tried < 3 * len(everything)
@@ -86,7 +86,7 @@ def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
         return
     placement = data.draw(st.sampled_from(placements(space, mesh)))
     unit = data.draw(st.sampled_from(units(space, core.num_micros, placement, core.schedule != SERIAL)))
-    estimate = evaluator.evaluate(played.choice(placement, unit))
+    estimate = evaluator.evaluate(played.candidate(placement, unit))
     placed_s = evaluator.bounds.placed_s(played, placement, unit)
     assert root.bound_s <= core.bound_s * (1 + 1e-9)
     assert max(root.bound_s, core.bound_s, played.bound_s, placed_s) <= estimate.step_s
@@ -109,8 +109,8 @@ def test_a_task_of_the_search_takes_few_evaluations() -> None:
     assert found.num_evaluated <= 15
     assert found.proved
     assert len(found.best) == 5
-    assert found.best[0].choice.mesh.total("tensor") > 1
-    assert found.best[0].choice.mesh.total("pipeline") > 1
+    assert found.best[0].candidate.mesh.total("tensor") > 1
+    assert found.best[0].candidate.mesh.total("pipeline") > 1
 
 
 GROUPED = replace(SMALL, num_kv_heads=2)
@@ -133,19 +133,19 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
     evaluator = evaluator_of(task)
     for unit, micro_batch in ((1, 3), (1, 2), (2, 1), (3, 1), (1, 1)):
         mesh = mesh_of(*((tier.size, 1, 1, 1) for tier in task.cluster.tiers))
-        choice = Candidate(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), mesh)
-        estimate = evaluator.evaluate(choice)
-        program, costs = evaluator.program(evaluator.estimator.split.whole(), choice, num_micros(task, choice))
-        plan = plan_of(task, choice)
+        candidate = Candidate(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), mesh)
+        estimate = evaluator.evaluate(candidate)
+        program, costs = evaluator.program(evaluator.estimator.split.whole(), candidate, num_micros(task, candidate))
+        plan = plan_of(task, candidate)
         work = work_of(task.cluster, plan, task.model, task.sequence)  # what `terrace simulate` prices
         assert work.flash == flash
-        real = build(task.cluster, plan, task.blocks, num_micros(task, choice))
+        real = build(task.cluster, plan, task.blocks, num_micros(task, candidate))
         whole = simulate(real, step_costs(real, work))
         assert simulate(program, costs).time_s == pytest.approx(whole.time_s)
         assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
         bytes_of_whole = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
-        assert evaluator.played(choice).sent_bytes == bytes_of_whole
-        states = model_state_bytes(task.cluster, plan, task.blocks, num_micros(task, choice))
+        assert evaluator.played(candidate).sent_bytes == bytes_of_whole
+        states = model_state_bytes(task.cluster, plan, task.blocks, num_micros(task, candidate))
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
 
@@ -169,19 +169,19 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(mesh: M
         (2, 2, Placement(-1, 1, 2)),
         (1, 6, Placement(2, 2, 2)),
     ):
-        choice = Candidate(again, unit, SERIAL, 1, micro_batch, placement, mesh)
-        plan, micros = plan_of(task, choice), num_micros(task, choice)
-        estimate = evaluator.evaluate(choice)
+        candidate = Candidate(again, unit, SERIAL, 1, micro_batch, placement, mesh)
+        plan, micros = plan_of(task, candidate), num_micros(task, candidate)
+        estimate = evaluator.evaluate(candidate)
         real = build(task.cluster, plan, task.blocks, micros, task.sequence)
         work = work_of(task.cluster, plan, task.model, task.sequence)
         whole = simulate(real, step_costs(real, work))
-        assert simulate(*evaluator.program(evaluator.estimator.split.whole(), choice, micros)).time_s == pytest.approx(
-            whole.time_s
-        )
+        assert simulate(
+            *evaluator.program(evaluator.estimator.split.whole(), candidate, micros)
+        ).time_s == pytest.approx(whole.time_s)
         assert whole.time_s["wait tensor"] > 0
         assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
         sent = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
-        assert evaluator.played(choice).sent_bytes == sent
+        assert evaluator.played(candidate).sent_bytes == sent
         states = model_state_bytes(task.cluster, plan, real.blocks, micros, task.sequence)
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
@@ -198,9 +198,9 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
     task = small_task(CLUSTERS["dgx 4x2"], batch=16, model=gpt(8, 512, 4, vocab=1000))
     evaluator = evaluator_of(task)
     for placement in (Placement(-1, -1, -1), Placement(1, 1, 1)):
-        choice = Candidate(0, 1, "1f1b", 1, 1, placement, mesh_of((2, 1, 1, 2), (1, 1, 1, 2)))
-        estimate = evaluator.evaluate(choice)
-        pipeline, stages = evaluator.stages(choice)
+        candidate = Candidate(0, 1, "1f1b", 1, 1, placement, mesh_of((2, 1, 1, 2), (1, 1, 1, 2)))
+        estimate = evaluator.evaluate(candidate)
+        pipeline, stages = evaluator.stages(candidate)
         stretch = [stage.unit_s / own_s for stage, own_s in zip(stages, pipeline.stages_s, strict=True)]
         span_s = play(pipeline.orders, pipeline.seconds(stretch)).makespan_s
         tail_s = max(sum(stage.report(4).values()) - 4 * stage.unit_s for stage in stages)
@@ -235,8 +235,8 @@ def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:
 
 def test_utilisation_follows_its_formula() -> None:
     task = small_task(CLUSTERS["dgx 4x2"])
-    choice = Candidate(1, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
-    estimate = evaluator_of(task).evaluate(choice)
+    candidate = Candidate(1, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
+    estimate = evaluator_of(task).evaluate(candidate)
     hidden, layers, vocab, tokens = 512, 4, 1000, 8 * 256
     # Narayanan et al. 2104.04473, equation 3, and Korthikanti et al. 2205.05198, section 6.
     attention = 256 / (6 * hidden)
@@ -267,7 +267,7 @@ def test_reasons_are_one_step_away() -> None:
     task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
     space = Space(task=task, axes=("data",))
     found, evaluator = find(space, count=1)
-    near = reasons(space, evaluator, found.best[0].choice)
+    near = reasons(space, evaluator, found.best[0].candidate)
     assert {"params", "grads", "micro_batch", "recompute"} <= {verdict.what.split(" = ")[0] for verdict in near}
     for verdict in near:
         if verdict.estimate is not None and not verdict.reason:
@@ -295,9 +295,9 @@ def test_what_fits_nowhere_names_the_nearest() -> None:
     found, _ = find(Space(task=task, axes=("data",)))
     assert not found.best
     assert found.nearest is not None
-    assert found.nearest.choice.recompute == 1
-    assert found.nearest.choice.placement == Placement(1, 1, 1)
-    assert found.nearest.choice.micro_batch == 1
+    assert found.nearest.candidate.recompute == 1
+    assert found.nearest.candidate.placement == Placement(1, 1, 1)
+    assert found.nearest.candidate.micro_batch == 1
 
 
 def test_curves_keep_the_batch_or_the_share() -> None:
@@ -361,9 +361,11 @@ def test_what_is_as_good_as_equally_fast_is_ranked_by_simplicity() -> None:
     )
 
     def plan(step_s: float, recompute: int = 0, more_bytes: int = 0, tensor: int = 1) -> Estimate:
-        choice = simple.choice._replace(recompute=recompute, mesh=mesh_of((4 // tensor, tensor, 1, 1), (2, 1, 1, 1)))
+        candidate = simple.candidate._replace(
+            recompute=recompute, mesh=mesh_of((4 // tensor, tensor, 1, 1), (2, 1, 1, 1))
+        )
         memory = dict(simple.memory_bytes) | {"context": simple.memory_bytes["context"] + more_bytes}
-        return replace(simple, choice=choice, step_s=step_s, memory_bytes=memory)
+        return replace(simple, candidate=candidate, step_s=step_s, memory_bytes=memory)
 
     fastest, again, larger, split = plan(1, 1), plan(1 + 0.9 * TIE, 1, 5), plan(1 + 0.5 * TIE, 0, 9), plan(1, 0, 9, 2)
     next_best, last = plan(1 + 1.1 * TIE), plan(1 + 2.2 * TIE)

@@ -17,7 +17,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
-from terrace.program.schedules.orders import Orders, Task, looped
+from terrace.program.schedules.orders import Orders, StageTask, looped
 from terrace.program.verify import verify
 from terrace.program.verify_ranks import verify_ranks
 from tests.support.pipelines import (
@@ -193,7 +193,7 @@ ONE_BY_ONE, ALL_FIRST = ((F, 0), (B, 0), (F, 1), (B, 1)), ((F, 0), (F, 1), (B, 0
 
 def by_hand(*rows: tuple[tuple[Pass, int], ...]) -> Orders:
     """Orders of two stages and two micro-batches."""
-    tasks = tuple(tuple(Task(pass_, 0, micro) for pass_, micro in row) for row in rows)
+    tasks = tuple(tuple(StageTask(pass_, 0, micro) for pass_, micro in row) for row in rows)
     return Orders(schedule="by hand", num_stages=2, num_chunks=1, num_micros=2, placement=looped(2, 1), tasks=tasks)
 
 

@@ -12,7 +12,7 @@ from terrace.plan.stage import Pass
 from terrace.program import schedules
 from terrace.program.schedules import registry
 from terrace.program.schedules.csv_form import from_csv
-from terrace.program.schedules.orders import Orders, Task, verify_orders
+from terrace.program.schedules.orders import Orders, StageTask, verify_orders
 from terrace.program.schedules.registry import orders_for, schedule_names
 from tests.support.schedules import NAMES, even_seconds
 
@@ -108,7 +108,7 @@ def test_csv_that_breaks_a_rule_is_refused(text: str, words: str) -> None:
 
 def test_a_task_outside_the_numbers_is_refused() -> None:
     orders = from_csv("0F0,0B0\n1F0,1B0\n")
-    for wrong in (Task(Pass.FORWARD, 1, 0), Task(Pass.FORWARD, 0, 7)):
+    for wrong in (StageTask(Pass.FORWARD, 1, 0), StageTask(Pass.FORWARD, 0, 7)):
         broken = Orders(**{**vars(orders), "tasks": ((wrong, *orders.tasks[0]), orders.tasks[1])})
         with pytest.raises(ProgramError, match="there are 1 chunks and 1 micro-batches"):
             verify_orders(broken)

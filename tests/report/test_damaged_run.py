@@ -15,7 +15,7 @@ import tomli_w
 from terrace.base.fitting import fitting
 from terrace.cli.main import main
 from terrace.report.plot import round_ticks
-from terrace.train.recorder import Event
+from terrace.train.recorder import RunEvent
 from tests.support.pages import checked
 from tests.support.tiny_runs import terrace, write_run
 
@@ -206,11 +206,11 @@ def test_ticks_end_where_a_span_is_below_the_rounding_of_its_numbers(low: float)
 
 def test_a_value_fits_its_type_or_is_refused() -> None:
     sound = {"event": "saved", "time": 5, "step": 3, "of_a_newer_version": []}
-    assert fitting(Event, sound) == Event(event="saved", time=5, step=3)
+    assert fitting(RunEvent, sound) == RunEvent(event="saved", time=5, step=3)
     for key, value in (("time", math.nan), ("time", 10**400), ("step", 3.0), ("step", True), ("event", None)):
         with pytest.raises(ValueError, match=f"{key} = .* does not fit"):
-            fitting(Event, sound | {key: value})
-    assert math.isnan(fitting(Event, sound | {"final_loss": math.nan}).final_loss)
-    assert fitting(Event, sound | {"step": "x"}, skip=True).step is None
+            fitting(RunEvent, sound | {key: value})
+    assert math.isnan(fitting(RunEvent, sound | {"final_loss": math.nan}).final_loss)
+    assert fitting(RunEvent, sound | {"step": "x"}, skip=True).step is None
     with pytest.raises(ValueError, match="event"):
-        fitting(Event, sound | {"event": 3}, skip=True)
+        fitting(RunEvent, sound | {"event": 3}, skip=True)

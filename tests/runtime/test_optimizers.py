@@ -29,7 +29,7 @@ from terrace.runtime.muon import newton_schulz
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
-from terrace.simulate.states import model_states, stage_of, state_layout
+from terrace.simulate.states import model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
 from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
@@ -259,7 +259,7 @@ def test_muon_takes_the_matrices_of_blocks_that_say_they_are_layers() -> None:
         assert orthogonalised(program.flats, range(len(blocks))) == layers
         groups = [{group for group, _ in params.values()} for params in block_layouts(blocks, MUON).values()]
         assert [index for index, of_block in enumerate(groups) if "muon" in of_block] == layers
-        stage = stage_of(Kinds.of(blocks), range(len(blocks)), 1, 1, 2)
+        stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, 2)
         states = model_states(state_layout(cluster, plan), plan, stage, 1)
         assert states.steady["optimizer"] == program.state_bytes["optimizer"]
 

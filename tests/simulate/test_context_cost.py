@@ -71,12 +71,12 @@ def two_tiers(outer_bytes_per_s: float = 2e9) -> Cluster:
     return Cluster(name="two tiers", device=device, tiers=tiers)
 
 
-def choice_of(mesh: Mesh, recompute: int = 0, micro_batch: int = 1) -> Candidate:
+def candidate_of(mesh: Mesh, recompute: int = 0, micro_batch: int = 1) -> Candidate:
     return Candidate(recompute, 1, SERIAL, 1, micro_batch, REPLICATED, mesh)
 
 
-def program_of(task: Task, choice: Candidate) -> Program:
-    return build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice), task.sequence)
+def program_of(task: Task, candidate: Candidate) -> Program:
+    return build(task.cluster, plan_of(task, candidate), task.blocks, num_micros(task, candidate), task.sequence)
 
 
 def by_hand(program: Program, steps: Steps, first_s: float, later_s: float) -> float:
@@ -113,8 +113,8 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     task = replace(
         small_task(two_tiers(20e9), batch=16, model=gpt(2, 512, 8, vocab=1000, positions=4096)), sequence=4096
     )
-    choice = choice_of(mesh, recompute=1, micro_batch=2 if mesh.group("data")[1] == 4 else 1)
-    program = program_of(task, choice)
+    candidate = candidate_of(mesh, recompute=1, micro_batch=2 if mesh.group("data")[1] == 4 else 1)
+    program = program_of(task, candidate)
     work = work_of(task.cluster, program.plan, task.model, task.sequence)
     attention = program.context.attention(program.blocks[LAYER])
     assert attention == attention_bytes(work, *(program.mesh.group(form) for form in ("ulysses", "ring")))
@@ -140,16 +140,16 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
 def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(mesh: Mesh) -> None:
     """The same step, bytes and waits in the planner, in the program that runs, and on its critical path."""
     task = replace(small_task(two_tiers(), batch=16, model=gpt(4, 512, 8, vocab=1000, positions=4096)), sequence=1024)
-    evaluator, choice = evaluator_of(task), choice_of(mesh)
-    plan, micros, program = plan_of(task, choice), num_micros(task, choice), program_of(task, choice)
+    evaluator, candidate = evaluator_of(task), candidate_of(mesh)
+    plan, micros, program = plan_of(task, candidate), num_micros(task, candidate), program_of(task, candidate)
     costs = step_costs(program, work_of(task.cluster, plan, task.model, task.sequence))
     whole = simulate(program, costs)
-    assert simulate(*evaluator.program(evaluator.estimator.split.whole(), choice, micros)).time_s == pytest.approx(
+    assert simulate(*evaluator.program(evaluator.estimator.split.whole(), candidate, micros)).time_s == pytest.approx(
         whole.time_s
     )
-    assert evaluator.evaluate(choice).step_s == pytest.approx(whole.step_s, rel=2e-3)
+    assert evaluator.evaluate(candidate).step_s == pytest.approx(whole.step_s, rel=2e-3)
     sent = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
-    assert evaluator.played(choice).sent_bytes == sent
+    assert evaluator.played(candidate).sent_bytes == sent
     assert whole.sent_bytes == step_bytes(task.cluster, plan, program.blocks, micros, task.sequence)
     # What the search bounds it by is the same computing and the same waits.
     blocks = [evaluator.estimator.block(kind, mesh, 1) for kind in range(3)]
@@ -166,15 +166,15 @@ def test_ulysses_goes_inside_a_slow_tier_and_the_ring_across_it() -> None:
     model = replace(gpt(8, 4096, 32, vocab=32000, positions=1 << 17), num_kv_heads=8)
     task = Task(model=model, cluster=two_tiers(6e9), batch=1, sequence=1 << 17)
     found, evaluator = find(Space(task=task, axes=("data", "context")), count=1)
-    best = found.best[0].choice
+    best = found.best[0].candidate
     assert best.mesh == mesh_of((1, 1, 4, 1, 1, 4), (1, 1, 4, 1))
     assert found.proved
     mapping = plan_of(task, best).mapping
     assert mapping == {"node": {"context": {"ulysses": 4}}, "system": {"context": {"ring": 4}}}
     reverse = best._replace(mesh=mesh_of((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)))
     steps = {}
-    for name, choice in (("best", best), ("reverse", reverse)):
-        program = program_of(task, choice)
+    for name, candidate in (("best", best), ("reverse", reverse)):
+        program = program_of(task, candidate)
         report = simulate(program, step_costs(program, work_of(task.cluster, program.plan, model, task.sequence)))
         steps[name] = report.step_s
     assert steps["reverse"] > 1.1 * steps["best"]
@@ -238,7 +238,7 @@ def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to
     assert part.saved["attention output"] == even.tokens * 512 * 2
     # Gradients of all four, and the keys and gradients of two rounds.
     assert part.backward_peak_bytes >= part.saved["attention"] + 3 * 12 * row
-    plan = replace(plan_of(small_task(two_tiers(), batch=16), choice_of(FORMS[4])), balance="cost")
+    plan = replace(plan_of(small_task(two_tiers(), batch=16), candidate_of(FORMS[4])), balance="cost")
     assert work_of(two_tiers(), plan, SMALL, 1024).places == 16  # ring 8, data 2
 
 

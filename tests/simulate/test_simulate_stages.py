@@ -206,9 +206,9 @@ def test_what_ranks_pipelines_in_a_search_is_near_what_their_programs_take(place
     task = Task(model=parse_model(LAYERED), cluster=machine, batch=256, sequence=2048)
     chunks, unit = traits()[schedule].chunks[0], 4 if schedule == "zeropp" else 1
     mesh = mesh_of((2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 1, 4))
-    choice = Candidate(0, unit, schedule, chunks, 1, Placement(place, place, place), mesh)
+    candidate = Candidate(0, unit, schedule, chunks, 1, Placement(place, place, place), mesh)
     evaluator = Evaluator(Bounds(Estimator(task)))
-    ranked, played = evaluator.evaluate(choice), evaluator.played(choice)
+    ranked, played = evaluator.evaluate(candidate), evaluator.played(candidate)
     assert ranked.step_s / played.step_s - 1 == pytest.approx(0.0, abs=0.06 if place > 0 else 0.02)
 
 

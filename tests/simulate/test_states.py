@@ -19,7 +19,7 @@ from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
 from terrace.program.lowering import build_stages
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import Stage, model_states, stage_of, state_layout
+from terrace.simulate.states import StageBlocks, model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
 from tests.support.strategies import plans
 from tests.support.toys import cluster_of
@@ -40,7 +40,7 @@ SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 
 def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
     layout = state_layout(cluster_of(*sizes), plan)
-    stage = stage_of(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree)
+    stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree)
     states = model_states(layout, plan, stage, num_micros)
     return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)}
 
@@ -104,11 +104,11 @@ def test_tensor_ranks_and_stages_hold_the_whole_model() -> None:
     assert 4 * cut == 4 * 2 * 24 + whole - 2 * 24 - keys + 4 * keys
 
 
-def stages_of(model: ModelConfig, num_stages: int, tensor: int = 1) -> list[Stage]:
+def stages_of(model: ModelConfig, num_stages: int, tensor: int = 1) -> list[StageBlocks]:
     """The stages of an even pipeline."""
     kinds = Kinds.of(block_specs(model))
     cuts = [index * len(kinds.blocks) // num_stages for index in range(num_stages + 1)]
-    return [stage_of(kinds, range(*each), tensor, 1, 1) for each in pairwise(cuts)]
+    return [stage_blocks(kinds, range(*each), tensor, 1, 1) for each in pairwise(cuts)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.stage import Pass
 from terrace.program.schedules.csv_form import from_csv
-from terrace.program.schedules.orders import Orders, Task
+from terrace.program.schedules.orders import Orders, StageTask
 from terrace.program.schedules.registry import orders_for
 from terrace.simulate.timeline import Timeline, play
 from tests.support.bubbles import Row, rows, weight_share
@@ -57,7 +57,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return play(orders, draw(seconds_of(orders.num_virtual)))
 
 
-def ready_s(timeline: Timeline, ends: dict[tuple[str, int, int], float], stage: int, task: Task) -> float:
+def ready_s(timeline: Timeline, ends: dict[tuple[str, int, int], float], stage: int, task: StageTask) -> float:
     """When the input of a task is there, by the rules."""
     orders, edge_s = timeline.orders, timeline.seconds.edge_s
     k, last = orders.placement[stage][task.chunk], orders.num_virtual - 1
@@ -139,19 +139,19 @@ def test_stages_that_wait_in_a_circle_are_named() -> None:
     )
 
 
-def without(orders: Orders, stage: int, task: Task) -> Orders:
+def without(orders: Orders, stage: int, task: StageTask) -> Orders:
     tasks = list(orders.tasks)
     tasks[stage] = tuple(other for other in tasks[stage] if other != task)
     return replace(orders, tasks=tuple(tasks))
 
 
 def test_a_task_that_is_in_no_order_is_named() -> None:
-    orders = without(orders_for("1f1b", num_stages=3, num_micros=2), 1, Task(Pass.BACKWARD, 0, 1))
+    orders = without(orders_for("1f1b", num_stages=3, num_micros=2), 1, StageTask(Pass.BACKWARD, 0, 1))
     with pytest.raises(
         ProgramError, match=r"stage 0 waits at position 3, BACKWARD of micro-batch 1, .* stage 1 has ended"
     ):
         play(orders, even_seconds(3, forward_s=1.0, input_s=1.0, weight_s=1.0))
-    orders = without(orders_for("zb-h1", num_stages=1, num_micros=2), 0, Task(Pass.BACKWARD_INPUT, 0, 1))
+    orders = without(orders_for("zb-h1", num_stages=1, num_micros=2), 0, StageTask(Pass.BACKWARD_INPUT, 0, 1))
     with pytest.raises(
         ProgramError, match="BACKWARD_WEIGHT of micro-batch 1, chunk 0, for BACKWARD_INPUT of micro-batch 1"
     ):

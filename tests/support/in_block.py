@@ -2,21 +2,21 @@
 
 from collections.abc import Iterator
 
-from terrace.program.block_program.steps import Await, Compute, Send, Step
+from terrace.program.block_program.steps import Await, BlockStep, Compute, Send
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.engine import Engine
 
 
-def record_in_block(engine: Engine) -> list[Step]:
+def record_in_block(engine: Engine) -> list[BlockStep]:
     """Steps that the in-block axes of an engine issue from now on; they share one lane."""
-    recording: list[Step] = []
+    recording: list[BlockStep] = []
     for axis in engine.axes:
         axis.in_block.recording = recording
     return recording
 
 
-def complaint(program: Program, recording: list[Step], num_steps: int) -> str:
+def complaint(program: Program, recording: list[BlockStep], num_steps: int) -> str:
     """The first step that was issued in another order than the blocks' programs say; empty where none was."""
     if program.plan.balance == "cost":  # the messages of attention depend on the batch
         return ""
@@ -30,7 +30,7 @@ def complaint(program: Program, recording: list[Step], num_steps: int) -> str:
     )
 
 
-def issued(program: Program) -> Iterator[Step]:
+def issued(program: Program) -> Iterator[BlockStep]:
     """Steps inside blocks of a rank's whole program, in order, without what hides them."""
     received = {
         (each.backward, each.block + (-1 if each.backward else 1), each.micro)
@@ -53,7 +53,7 @@ def _reads(instruction: Instruction) -> tuple[bool, int, int] | None:
     return None
 
 
-def _plain(step: Step) -> Step:
+def _plain(step: BlockStep) -> BlockStep:
     if isinstance(step, Compute):
         return step
     return Send(step.messages) if isinstance(step, Send) else Await(Send(step.send.messages))

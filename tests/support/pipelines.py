@@ -12,7 +12,7 @@ from terrace.plan.stage import Pass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
-from terrace.program.schedules.orders import Task
+from terrace.program.schedules.orders import StageTask
 from tests.support.parity import ADAMW, Case, data_rows, engine_of, exact
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
@@ -149,15 +149,15 @@ def executed(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[tupl
     return found
 
 
-def tasks_of(program: Program, instructions: Sequence[Instruction]) -> list[Task]:
+def tasks_of(program: Program, instructions: Sequence[Instruction]) -> list[StageTask]:
     """The passes among instructions as tasks of chunks; a micro-batch passes all blocks of a chunk in one go."""
     chunk_of = {block: chunk for chunk, blocks in enumerate(program.stage.chunks) for block in blocks}
-    tasks: list[Task] = []
+    tasks: list[StageTask] = []
     blocks: list[int] = []
     for now in instructions:
         if now.op not in PASSES:
             continue
-        task = Task(PASSES[now.op], chunk_of[now.block], now.micro)
+        task = StageTask(PASSES[now.op], chunk_of[now.block], now.micro)
         if not blocks:
             tasks.append(task)
         assert task == tasks[-1], f"{now} in the middle of {tasks[-1]}"

@@ -13,7 +13,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.plan.layout import Layout
 from terrace.plan.stage import Pass
 from terrace.plan.wire import MessageClass
-from terrace.program.schedules.orders import Task
+from terrace.program.schedules.orders import StageTask
 from terrace.program.stages import plan_orders
 from tests.support.nightly import nightly
 from tests.support.parity import TOLERANCE, Case, check, data_rows, deviation, engine_of, run, serial, train
@@ -142,7 +142,7 @@ def test_comparison_sees_copies_that_differ(pool: LocalPool) -> None:
 WHOLE, LATE = 34, 32  # M_B and M_W: of a micro-batch's activations, what waits for the weight half
 
 
-def most_kept(tasks: Sequence[Task]) -> int:
+def most_kept(tasks: Sequence[StageTask]) -> int:
     """The most activations kept at once by a stage that has run these tasks; a task frees when it ends."""
     freed = {Pass.FORWARD: -WHOLE, Pass.BACKWARD: WHOLE, Pass.BACKWARD_INPUT: WHOLE - LATE, Pass.BACKWARD_WEIGHT: LATE}
     kept = [-sum(freed[task.pass_] for task in tasks[: stop + 1]) for stop in range(len(tasks))]

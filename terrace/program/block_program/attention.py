@@ -21,7 +21,7 @@ from math import prod
 
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import Await, Compute, ComputeKind, Moment, Send, Step, Steps
+from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Moment, Send, Steps
 
 
 @lru_cache(maxsize=4096)
@@ -32,7 +32,7 @@ def attention_steps(ulysses: int, ring: tuple[int, ...]) -> tuple[Steps, Steps]:
     return tuple(_forward(ulysses, ring)), tuple(_backward(ulysses, ring))
 
 
-def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
+def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[BlockStep]:
     tiers = ring_step_tiers(ring)
     yield from _dealt(ulysses, ContextLeg.INTO, backward=False)
     for step in range(len(tiers) + 1):
@@ -45,7 +45,7 @@ def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
     yield from _dealt(ulysses, ContextLeg.BACK, backward=False)
 
 
-def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
+def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[BlockStep]:
     tiers = ring_step_tiers(ring)
     yield from _dealt(ulysses, ContextLeg.INTO, backward=True, meanwhile=(Compute(ComputeKind.WEIGHT_GRADIENTS),))
     returning: list[Send] = []  # gradients of the round before

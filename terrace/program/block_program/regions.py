@@ -23,7 +23,7 @@ from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.program.block_program.steps import Await, Compute, ComputeKind, Send, Step, Steps
+from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Send, Steps
 
 _OUTPUTS, _INPUTS, _WEIGHTS = map(
     Compute, (ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS)
@@ -102,33 +102,35 @@ class _Writer:
         in_parts = self.splits and tensor.plan.tensor_chunks > 1
         self.parts = [self.cut // tensor.padded_tokens * tokens for tokens in tensor.token_chunks] if in_parts else []
 
-    def layer(self, parts: Sequence[_Part], attention: tuple[Steps, Steps]) -> tuple[Iterator[Step], Iterator[Step]]:
+    def layer(
+        self, parts: Sequence[_Part], attention: tuple[Steps, Steps]
+    ) -> tuple[Iterator[BlockStep], Iterator[BlockStep]]:
         """Regions with the norms before them."""
         return self._layer(parts, attention[0]), self._layer_backward(parts, attention[1])
 
-    def embedding(self) -> Iterator[Step]:
+    def embedding(self) -> Iterator[BlockStep]:
         """Rows of the look-up are summed over columns, then over rows."""
         yield from self._wait(self.columns, self.whole, Leg.REDUCE)
         yield from self._wait(self.rows, self.cut, *((Leg.REDUCE,) if self.splits else _ALL_REDUCE))
 
-    def embedding_backward(self) -> Iterator[Step]:
+    def embedding_backward(self) -> Iterator[BlockStep]:
         """The gradient of a matrix that is trained needs all of the stream's."""
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
         yield from self._wait(self.columns, self.whole, Leg.GATHER)
 
-    def head(self, num_norms: int) -> tuple[Iterator[Step], Iterator[Step]]:
+    def head(self, num_norms: int) -> tuple[Iterator[BlockStep], Iterator[BlockStep]]:
         """A norm, the stream gathered whole, and three numbers a token for the loss."""
         return self._head(num_norms), self._head_backward(num_norms)
 
-    def _head(self, num_norms: int) -> Iterator[Step]:
+    def _head(self, num_norms: int) -> Iterator[BlockStep]:
         yield from self._norms(num_norms)
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
         yield from self._wait(self.columns, self.whole, Leg.GATHER)
         yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
 
-    def _head_backward(self, num_norms: int) -> Iterator[Step]:
+    def _head_backward(self, num_norms: int) -> Iterator[BlockStep]:
         yield from self._wait(self.columns, self.whole, Leg.REDUCE)
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.REDUCE)
@@ -136,7 +138,7 @@ class _Writer:
             yield from self._wait(self.rows, self.cut, *_ALL_REDUCE, behind=_WEIGHTS)
         yield from self._norms(num_norms)
 
-    def _layer(self, parts: Sequence[_Part], attention: Steps) -> Iterator[Step]:
+    def _layer(self, parts: Sequence[_Part], attention: Steps) -> Iterator[BlockStep]:
         for part in parts:
             if part is _NORM:
                 yield from self._norms(1)
@@ -148,7 +150,7 @@ class _Writer:
             yield from attention if part.attends else ()
             yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
 
-    def _enter(self) -> Iterator[Step]:
+    def _enter(self) -> Iterator[BlockStep]:
         if not self.parts:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
             return
@@ -158,7 +160,7 @@ class _Writer:
         for gather in gathers:
             yield from (Await(gather), _OUTPUTS)
 
-    def _leave(self) -> Iterator[Step]:
+    def _leave(self) -> Iterator[BlockStep]:
         if not self.parts:
             yield from self._wait(self.rows, self.cut, Leg.REDUCE)
             return
@@ -168,7 +170,7 @@ class _Writer:
             yield from (_OUTPUTS, reduction)
         yield from map(Await, reductions)
 
-    def _layer_backward(self, parts: Sequence[_Part], attention: Steps) -> Iterator[Step]:
+    def _layer_backward(self, parts: Sequence[_Part], attention: Steps) -> Iterator[BlockStep]:
         # The backward meets parts in the opposite order.
         for part in reversed(parts):
             if part is _NORM:
@@ -185,7 +187,7 @@ class _Writer:
             legs = (Leg.REDUCE,) if self.splits else _ALL_REDUCE
             yield from self._wait(self.rows, self.cut, *legs, behind=_WEIGHTS)
 
-    def _leave_backward(self, again: Send | None) -> Iterator[Step]:
+    def _leave_backward(self, again: Send | None) -> Iterator[BlockStep]:
         # Queued after the gathers: the output's gradient is needed first.
         regather = () if again is None else (again,)
         if not self.parts:
@@ -202,14 +204,16 @@ class _Writer:
             for index, numel in enumerate(self.parts)
         ]
 
-    def _norms(self, number: int) -> Iterator[Step]:
+    def _norms(self, number: int) -> Iterator[BlockStep]:
         tensor = self.tensor
         # With sequence parallelism a rank normalises only its own tokens.
         tokens = tensor.padded_tokens // tensor.rows.degree if self.splits else tensor.tokens
         for _ in range(number):
             yield from self._wait(self.columns, tokens, Leg.NUMBERS)
 
-    def _wait(self, axes: tuple[str, ...], numel: int, *legs: Leg, behind: Compute | None = None) -> Iterator[Step]:
+    def _wait(
+        self, axes: tuple[str, ...], numel: int, *legs: Leg, behind: Compute | None = None
+    ) -> Iterator[BlockStep]:
         # An axis of one rank, or an empty activation, sends nothing.
         if self.tensor.line(axes).degree > 1 and numel:
             send = Send(self._messages(axes, numel, *legs), behind)

@@ -58,8 +58,8 @@ class Await:
     send: Send
 
 
-Step = Compute | Send | Await
-Steps = tuple[Step, ...]
+BlockStep = Compute | Send | Await
+Steps = tuple[BlockStep, ...]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class BlockProgram:
         return {}
 
 
-def messages_of(steps: Iterable[Step]) -> Iterator[InBlockMessage]:
+def messages_of(steps: Iterable[BlockStep]) -> Iterator[InBlockMessage]:
     """Messages of `steps` in the order in which they are issued."""
     for step in steps:
         if isinstance(step, Send):

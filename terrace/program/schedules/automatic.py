@@ -17,7 +17,7 @@ from itertools import accumulate, product
 
 from terrace.base.errors import PlanError
 from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, Task, build, looped, positive
+from terrace.program.schedules.orders import Orders, StageTask, build, looped, positive
 from terrace.program.schedules.registry import schedule
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 
@@ -77,7 +77,7 @@ class _Stage:
     now_s: float = 0.0
     idle_s: float = 0.0  # since its first task
     kept: float = 0.0
-    row: list[Task] = field(default_factory=list)
+    row: list[StageTask] = field(default_factory=list)
     forwards_s: list[float] = field(default_factory=list)  # when each ended
     inputs_s: list[float] = field(default_factory=list)
     num_weights: int = 0
@@ -105,7 +105,7 @@ class _Stage:
             self.first_s = start_s
         self.now_s = start_s + lasts_s
         self.kept += kept
-        self.row.append(Task(pass_, 0, micro))
+        self.row.append(StageTask(pass_, 0, micro))
 
     def forward(self, arrival_s: float) -> None:
         self._run(Pass.FORWARD, len(self.forwards_s), arrival_s, self.problem.seconds.forward_s[self.index], 1.0)

@@ -10,7 +10,7 @@ import re
 
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, Task, verify_orders
+from terrace.program.schedules.orders import Orders, StageTask, verify_orders
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _PASSES = {pass_.letter: pass_ for pass_ in Pass}
@@ -46,7 +46,7 @@ def from_csv(text: str, schedule: str = "csv") -> Orders:
         num_micros=1 + max(micro for row in rows for _, _, micro in row),
         placement=placement,
         tasks=tuple(
-            tuple(Task(pass_, chunks[stage][virtual], micro) for virtual, pass_, micro in row)
+            tuple(StageTask(pass_, chunks[stage][virtual], micro) for virtual, pass_, micro in row)
             for stage, row in enumerate(rows)
         ),
     )

@@ -7,7 +7,7 @@ that the first micro-batch of a group is back from the last stage when the group
 from terrace.base.errors import PlanError
 from terrace.plan.stage import Pass
 from terrace.program.schedules.one_f_one_b import alternate
-from terrace.program.schedules.orders import Orders, Task, build, looped, nearest_multiple, positive, tasks_of
+from terrace.program.schedules.orders import Orders, StageTask, build, looped, nearest_multiple, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 
@@ -37,7 +37,7 @@ def interleaved(num_stages: int, num_chunks: int, num_micros: int) -> Orders:
     return build("interleaved", looped(num_stages, num_chunks), num_micros, rows, num_chunks)
 
 
-def _in_groups(pass_: Pass, group: int, chunks: list[int], num_micros: int) -> list[Task]:
+def _in_groups(pass_: Pass, group: int, chunks: list[int], num_micros: int) -> list[StageTask]:
     tasks = {chunk: tasks_of(pass_, chunk, num_micros) for chunk in chunks}
     return [
         task

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
+from terrace.program.schedules.orders import Orders, StageTask, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 
@@ -20,7 +20,7 @@ def one_f_one_b(num_stages: int, num_micros: int) -> Orders:
     return build("1f1b", looped(num_stages, 1), num_micros, rows)
 
 
-def alternate(forwards: Sequence[Task], backwards: Sequence[Task], num_warmup: int) -> list[Task]:
+def alternate(forwards: Sequence[StageTask], backwards: Sequence[StageTask], num_warmup: int) -> list[StageTask]:
     """`num_warmup` forwards (or all), then one forward and one backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     row = list(forwards[:num_warmup])

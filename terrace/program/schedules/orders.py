@@ -21,7 +21,7 @@ from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.stage import Pass
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """One micro-batch passes one chunk of a stage."""
 
     pass_: Pass
@@ -44,7 +44,7 @@ class Orders:
     num_chunks: int
     num_micros: int
     placement: Placement
-    tasks: tuple[tuple[Task, ...], ...]
+    tasks: tuple[tuple[StageTask, ...], ...]
 
     @property
     def num_virtual(self) -> int:
@@ -69,13 +69,13 @@ def v_shaped(num_stages: int) -> Placement:
     return tuple((stage, 2 * num_stages - 1 - stage) for stage in range(num_stages))
 
 
-def tasks_of(pass_: Pass, chunk: int, num_micros: int) -> tuple[Task, ...]:
+def tasks_of(pass_: Pass, chunk: int, num_micros: int) -> tuple[StageTask, ...]:
     """The task of every micro-batch; stages share these values, so that orders stay small."""
-    return tuple(Task(pass_, chunk, micro) for micro in range(num_micros))
+    return tuple(StageTask(pass_, chunk, micro) for micro in range(num_micros))
 
 
 def build(
-    schedule: str, placement: Placement, num_micros: int, tasks: Sequence[Sequence[Task]], num_chunks: int = 1
+    schedule: str, placement: Placement, num_micros: int, tasks: Sequence[Sequence[StageTask]], num_chunks: int = 1
 ) -> Orders:
     """The orders of a schedule from the tasks of every stage."""
     return Orders(
@@ -118,14 +118,14 @@ def verify_orders(orders: Orders) -> None:
         _verify_stage(orders, stage, tasks)
 
 
-def _verify_stage(orders: Orders, stage: int, tasks: Sequence[Task]) -> None:
+def _verify_stage(orders: Orders, stage: int, tasks: Sequence[StageTask]) -> None:
     needed = {
         Pass.FORWARD: None,
         Pass.BACKWARD: Pass.FORWARD,
         Pass.BACKWARD_INPUT: Pass.FORWARD,
         Pass.BACKWARD_WEIGHT: Pass.BACKWARD_INPUT,
     }
-    seen: set[Task] = set()
+    seen: set[StageTask] = set()
     for task in tasks:
         pass_, chunk, micro = task
         if not (0 <= chunk < orders.num_chunks and 0 <= micro < orders.num_micros):
@@ -133,16 +133,16 @@ def _verify_stage(orders: Orders, stage: int, tasks: Sequence[Task]) -> None:
                 f"stage {stage}: {task}: there are {orders.num_chunks} chunks and {orders.num_micros} micro-batches"
             )
         before = needed[pass_]
-        if before is not None and Task(before, chunk, micro) not in seen:
+        if before is not None and StageTask(before, chunk, micro) not in seen:
             raise ProgramError(f"stage {stage}: {task} stands before its {before.name}: put it after")
         # A whole backward and its input half exclude each other.
         twin = {Pass.BACKWARD: Pass.BACKWARD_INPUT, Pass.BACKWARD_INPUT: Pass.BACKWARD}.get(pass_)
-        if task in seen or (twin is not None and Task(twin, chunk, micro) in seen):
+        if task in seen or (twin is not None and StageTask(twin, chunk, micro) in seen):
             raise ProgramError(f"stage {stage}: {task} stands there twice: a micro-batch passes a chunk once")
         seen.add(task)
     for chunk in range(orders.num_chunks):
         for micro in range(orders.num_micros):
             # Presence is checked last: order and repetition were checked task by task.
-            whole = Task(Pass.BACKWARD, chunk, micro) in seen
-            if not whole and Task(Pass.BACKWARD_WEIGHT, chunk, micro) not in seen:
+            whole = StageTask(Pass.BACKWARD, chunk, micro) in seen
+            if not whole and StageTask(Pass.BACKWARD_WEIGHT, chunk, micro) not in seen:
                 raise ProgramError(f"stage {stage}: micro-batch {micro} of chunk {chunk} has no complete backward")

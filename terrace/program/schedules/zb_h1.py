@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
+from terrace.program.schedules.orders import Orders, StageTask, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 
@@ -25,8 +25,12 @@ def zb_h1(num_stages: int, num_micros: int) -> Orders:
 
 
 def _row(
-    num_stages: int, stage: int, forwards: Sequence[Task], inputs: Sequence[Task], weights: Sequence[Task]
-) -> list[Task]:
+    num_stages: int,
+    stage: int,
+    forwards: Sequence[StageTask],
+    inputs: Sequence[StageTask],
+    weights: Sequence[StageTask],
+) -> list[StageTask]:
     num_micros = len(forwards)
     num_warmup, done = min(num_stages - 1 - stage, num_micros), 0
     row = list(forwards[:num_warmup])

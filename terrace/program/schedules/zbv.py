@@ -6,7 +6,7 @@ backward starts and ends there. The order is the handcrafted one for T_F = T_B =
 
 from terrace.base.errors import PlanError
 from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, Task, build, positive, v_shaped
+from terrace.program.schedules.orders import Orders, StageTask, build, positive, v_shaped
 from terrace.program.schedules.registry import schedule
 
 _F0, _I0, _W0 = ((pass_, 0) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT))
@@ -28,7 +28,7 @@ def zbv(num_stages: int, num_micros: int, num_chunks: int = 2) -> Orders:
     return build("zbv", v_shaped(num_stages), num_micros, rows, 2)
 
 
-def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
+def _row(num_stages: int, num_micros: int, stage: int) -> list[StageTask]:
     # Shorter steps run the pattern of the shortest full one, with the missing micro-batches left out.
     planned = max(num_micros, 2 * num_stages - 1)
     behind = num_stages - stage  # stages from here to the fold, this one counted
@@ -52,5 +52,5 @@ def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
         micro = passed.get((pass_, chunk), 0)
         passed[pass_, chunk] = micro + 1
         if micro < num_micros:
-            row.append(Task(pass_, chunk, micro))
+            row.append(StageTask(pass_, chunk, micro))
     return row

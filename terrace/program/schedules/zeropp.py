@@ -19,7 +19,7 @@ fewer micro-batches than stages leaves every stage idle between its chunks: it s
 from collections.abc import Iterator, Sequence
 
 from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
+from terrace.program.schedules.orders import Orders, StageTask, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 
@@ -40,8 +40,8 @@ def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orde
     held = min(num_chunks, -(-gap // unit))  # chunks whose W may be put off
     rows = []
     for stage in range(num_stages):
-        late: list[Task] = []
-        row: list[Task] = []
+        late: list[StageTask] = []
+        row: list[StageTask] = []
         for first in range(0, num_micros, unit):
             micros = slice(first, first + unit)
             row += [task for chunk in range(num_chunks) for task in tasks[Pass.FORWARD][chunk][micros]]
@@ -55,8 +55,8 @@ def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orde
 
 
 def _backward(
-    inputs: Sequence[Sequence[Task]], weights: Sequence[Sequence[Task]], micros: slice, held: int
-) -> Iterator[Task]:
+    inputs: Sequence[Sequence[StageTask]], weights: Sequence[Sequence[StageTask]], micros: slice, held: int
+) -> Iterator[StageTask]:
     """I and W in turn; the first `held` chunks run all their I first."""
     for chunk in reversed(range(held, len(inputs))):
         yield from inputs[chunk][micros]
