@@ -1,8 +1,6 @@
 """Command line: `terrace COMMAND`. One module per command; an error is one line on stderr.
 
-Exit codes: 0, 1 for a failed run, 2 for input that cannot work, under a launcher 70 for a rank that the end or stall of
-another one stopped (`terrace.launch.watchdog`), and as in shells 130 after Ctrl-C, 141 if the reader of the output is
-gone, 143 after SIGTERM.
+Exit codes are listed in docs/training.md.
 """
 
 import argparse

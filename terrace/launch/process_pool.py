@@ -5,6 +5,7 @@ in it, and the next call starts fresh ones.
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -28,6 +29,10 @@ _STOP_S = 1.0  # between SIGTERM and SIGKILL; a rank has had its grace by then
 _STORE_TIMEOUT_S = 60.0
 _TORCH_LIMIT_S = 7 * 24 * 3600.0
 _STACKS_S = 0.3  # for a process to write its stacks
+_SERVER_ENDED = (
+    "the fork server of the ranks ended, and all ranks with it: something killed it, as the kernel does when memory "
+    "runs out (dmesg says so); start the run again"
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,8 @@ class ProcessPool:
             time.sleep(_STACKS_S)
             raise HangError(f"{in_words(late)} did not finish within {limit_s:g} s; stacks are on stderr")
         self._stop(range(world_size), 0.0)
-        raise one_error(reports, deaths)
+        # The ranks end with the server, and their own exit codes are lost with it.
+        raise HangError(_SERVER_ENDED) if _has_server_ended() else one_error(reports, deaths)
 
     def _collect(
         self, members: list[_Member], deadline_s: float | None, deaths: list[str]
@@ -177,7 +183,10 @@ class ProcessPool:
         self._stop([rank], 0.0)
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(there, self._store.port), name=f"rank {rank}")
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise HangError(_SERVER_ENDED) from error
         # Only the child keeps its end, so that its death is an end of file here.
         there.close()
         member = self._members[rank] = _Member(process, here)
@@ -204,7 +213,8 @@ def one_error(reports: list[Report], deaths: list[str]) -> Exception:
     """The one error raised by a failed call.
 
     A rank's own error comes first, since the other errors follow from it; then a watchdog's verdict; then a process
-    that died without a report; then an unexplained lost connection.
+    that died without a report; then an unexplained lost connection. All are one line but an error that no rule here
+    knows, a bug of ours, which keeps its traceback.
     """
     kinds: dict[str, list[Report]] = {}
     for report in reports:
@@ -223,14 +233,29 @@ def one_error(reports: list[Report], deaths: list[str]) -> Exception:
     lost = kinds.get("communication", [])
     if deaths:
         ranks = f"; {in_words(report.rank for report in lost)} lost the connection" if lost else ""
-        return RuntimeError("; ".join(deaths) + ranks)
-    return RuntimeError(f"rank {lost[0].rank} failed: {lost[0].message}\n{lost[0].trace}")
+        return HangError("; ".join(deaths) + ranks)
+    # Their peers had ended, or stood still, before any watchdog looked on.
+    message = lost[0].message.split("\n")[0]
+    return HangError(f"{in_words(report.rank for report in lost)} lost the connection to the others: {message}")
 
 
 def _death(rank: int, code: int | None) -> str:
     if code is not None and code < 0:
-        return f"rank {rank} was killed by {signal.Signals(-code).name}"
+        name = signal.Signals(-code).name
+        why = ", as the kernel does when memory runs out (dmesg says so)" if name == "SIGKILL" else ""
+        return f"rank {rank} was killed by {name}{why}"
     return f"rank {rank} exited with code {code} before it reported"
+
+
+def _has_server_ended() -> bool:
+    pid = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if pid is None:
+        return False
+    try:
+        # Left to be waited for by multiprocessing, which then starts another.
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 def _join(members: list[_Member], patience_s: float) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.base.errors import CheckpointError
+from terrace.base.errors import CheckpointError, HangError
 from terrace.checkpoint import snapshot, writing
 from terrace.checkpoint.layout import decode, encode, latest
 from terrace.checkpoint.reading import Checkpoint, restore
@@ -251,7 +251,7 @@ def test_a_rank_that_cannot_write_stops_the_save_everywhere(
 
 
 def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(pool: LocalPool, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="rank 2 was killed by SIGKILL"):
+    with pytest.raises(HangError, match="rank 2 was killed by SIGKILL"):
         pool.run(4, fail_to_write, tmp_path, 2, "killed")
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [".step-00000002.partial", "step-00000001"]
     found = latest(tmp_path)

@@ -1,10 +1,14 @@
 """`--help`: every option is explained with its default, and the defaults it names are those that hold."""
 
 import argparse
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import terrace.cli.main
+import terrace.launch.watchdog
 from terrace.cli.main import _parser, main
 from terrace.train.config import resolve
 
@@ -43,3 +47,13 @@ def test_the_defaults_of_a_run_are_those_of_its_help(command: str, capsys: pytes
         assert f"(default: {default}" in said
     assert run.model.family == "llama"
     assert "(default: a small Llama-style decoder)" in said
+
+
+def test_every_exit_code_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    table = page.partition("| exit code |")[2].partition("\n\n")[0]
+    said = {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.+) \|$", table, re.MULTILINE)}
+    modules = (terrace.cli.main, terrace.launch.watchdog)
+    codes = {value for module in modules for name, value in vars(module).items() if name.startswith("EXIT_")}
+    assert said.keys() == {0, *codes}
+    assert "another rank stopped this one" in said[terrace.launch.watchdog.EXIT_HANG]

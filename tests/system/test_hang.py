@@ -16,7 +16,7 @@ from terrace.cli.options import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
 from terrace.runtime.step_runner import StepRunner
-from terrace.train import loop
+from terrace.train import calibrate, loop
 from terrace.train.config import resolve
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
@@ -95,6 +95,8 @@ class Strike:
                 forward(self, now)  # type: ignore[arg-type]
 
             StepRunner._forward = slow  # type: ignore[method-assign]
+        elif how == "measuring":
+            calibrate._skew_s = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         else:
             assert how == "saving", how
             start = Saver.start
@@ -105,6 +107,14 @@ def struck(world: World, job: RunJob, folder: Path, victim: int, how: str) -> No
     """One rank of a run that is about to be stopped."""
     Strike(world, folder, victim, how)
     loop.train(world, job, Silent())
+
+
+@pytest.mark.nightly
+def test_a_rank_killed_while_constants_are_measured_is_named(tmp_path: Path) -> None:
+    job = prepare(resolve(str(run_of(tmp_path)), {}, {}), tmp_path / "run", None)
+    with pytest.raises(HangError, match=r"^rank 2 stopped at (or before )?step 0, instruction 0 `MEASURE .*") as caught:
+        launch_local(4, struck, (job, tmp_path, 2, "measuring"), grace_s=5.0)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError, HangError, PlanError
+from terrace.launch.process_pool import one_error
 from terrace.launch.start import LocalPool, World, detect, join, launch_local
 from terrace.launch.watchdog import watch
+from terrace.launch.workers import Report
 
 TIMEOUT_S = 6.0  # longer than a busy machine keeps a rank from the processor
 GRACE_S = 4.0
@@ -49,6 +51,9 @@ def strike(what: str) -> None:
     """Do to this process what the test asks for."""
     if what in ("SIGKILL", "SIGSTOP"):
         os.kill(os.getpid(), signal.Signals[what])
+    elif what == "server":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
     elif what == "sleep":
         time.sleep(1000)
     elif what == "ValueError":
@@ -110,6 +115,25 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path) -> None:
     message = hang(tmp_path, "SIGSTOP", 0, grace_s=2.0)
     assert message.startswith("rank 0 stopped at")
     assert "waiting for it: ranks 1-3" in message
+
+
+def test_a_killed_fork_server_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(HangError, match=r"^the fork server of the ranks ended, and all ranks with it: .*[^\n]$"):
+        launch_local(2, toy, (str(tmp_path), "server", 1), grace_s=GRACE_S)
+    assert all_gone(tmp_path, 10.0)
+    assert launch_local(2, toy, (str(tmp_path), "nothing", 0), grace_s=GRACE_S) == 2
+
+
+def test_ranks_that_end_without_a_word_are_one_line() -> None:
+    def lost(rank: int) -> Report:
+        return Report(1, rank, "communication", message="DistNetworkError: reset by peer\nException raised from recv")
+
+    killed = one_error([lost(0)], ["rank 1 was killed by SIGKILL"])
+    assert str(killed) == "rank 1 was killed by SIGKILL; rank 0 lost the connection"
+    unexplained = one_error([lost(0), lost(2)], [])
+    assert str(unexplained) == "ranks 0, 2 lost the connection to the others: DistNetworkError: reset by peer"
+    assert isinstance(killed, HangError)
+    assert isinstance(unexplained, HangError)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +238,7 @@ def test_a_pool_raises_errors_and_goes_on(pool: LocalPool) -> None:
     with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: rank 1 breaks"):
         pool.run(3, break_on, 1)
     assert len(pool.run(3, total, 1)) == 3
-    with pytest.raises(RuntimeError, match="rank 2 was killed by SIGKILL"):
+    with pytest.raises(HangError, match=r"^rank 2 was killed by SIGKILL, as the kernel does when memory runs out.*$"):
         pool.run(3, kill_on, 2)
     with pytest.raises(HangError, match=r"rank 1 did not finish within 1 s"):
         pool.run(2, sleep_on, 1, timeout_s=1.0)
