@@ -50,6 +50,7 @@ def serial(num_data_ranks: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.nightly
 def test_torch_has_the_numbers_of_one_process_in_every_case(found: dict[str, dict[str, Result]]) -> None:
     for name, case in CASES.items():
         result = found[name]["torch"]
@@ -58,6 +59,7 @@ def test_torch_has_the_numbers_of_one_process_in_every_case(found: dict[str, dic
         assert result.norms == pytest.approx(norms, rel=1e-10), name
 
 
+@pytest.mark.nightly
 def test_what_torch_keeps_is_counted(found: dict[str, dict[str, Result]]) -> None:
     own = [
         sum(p.numel() for p in block.parameters()) * 8 for block in real_blocks(TINY.model, torch.float64)
@@ -69,6 +71,7 @@ def test_what_torch_keeps_is_counted(found: dict[str, dict[str, Result]]) -> Non
     assert found["zero3"]["torch"].kept_bytes == pytest.approx([2.5 * halves[0]] * 2 + [2.5 * halves[1]] * 2, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_both_train_alike(found: dict[str, dict[str, Result]]) -> None:
     for name in CASES:
         assert not [line for line in verdict(TINY, name, found[name]) if "differ" in line]

@@ -70,6 +70,7 @@ def test_a_probe_writes_a_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_a_launcher_of_too_few_ranks_is_refused_once(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "terrace", "probe", "--seconds", "2", cwd=tmp_path)
     assert done.returncode != 0

@@ -143,7 +143,7 @@ class WideBlock(nn.Module):
         return out
 
 
-NUM_BLOCKS, WIDTH = 24, 256
+NUM_BLOCKS, WIDTH = 12, 256
 
 
 def wide_blocks() -> list[nn.Module]:

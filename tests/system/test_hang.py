@@ -121,7 +121,7 @@ def test_a_rank_killed_while_constants_are_measured_is_named(tmp_path: Path) -> 
     ("victim", "how", "more"),
     [
         (1, "computing", ()),
-        (0, "computing", ()),
+        pytest.param(0, "computing", (), marks=pytest.mark.nightly),
         (3, "saving", ()),
         (1, "computing", ("--plan.mapping.package.tensor", "2", "--plan.mapping.node.data", "2")),
     ],

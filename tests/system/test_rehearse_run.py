@@ -225,6 +225,7 @@ def test_a_killed_rehearsal_takes_its_ranks_along_and_clean_the_rest(cluster_fil
         assert all(map(is_alive, _all(their_pids)))
 
 
+@pytest.mark.nightly
 def test_two_at_once_do_not_meet(cluster_file: Path) -> None:
     with _staying(cluster_file):
         done = _rehearse(cluster_file, "transfer", "100000", "2")

@@ -119,6 +119,7 @@ def test_the_second_signal_ends_a_process_and_a_repeat_does_not(monkeypatch: pyt
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path) -> None:
     """A rank is killed, the ranks are started again by the same command and go on; then torchrun is told to end."""
     write_run(tmp_path, 2, 2, steps=100_000, checkpoint_every=5)
