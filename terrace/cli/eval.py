@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError
 from terrace.cli.generate import add_model_options, load_model_of
+from terrace.cli.output import raw_stream
 
 if TYPE_CHECKING:
     from terrace.train.evaluate import Evaluation
@@ -87,6 +88,11 @@ def _progress() -> "Callable[[Evaluation], None]":
         if sys.stderr.isatty() and time.monotonic() - last[0] >= _SECONDS:
             # Every token would flood the terminal: one line per second.
             last[0] = time.monotonic()
-            print(f"\r{found.num_tokens:,} tokens, loss {found.loss:.4f}", end="\033[K\r", file=sys.stderr, flush=True)
+            print(
+                f"\r{found.num_tokens:,} tokens, loss {found.loss:.4f}",
+                end="\033[K\r",
+                file=raw_stream(sys.stderr),
+                flush=True,
+            )
 
     return tell

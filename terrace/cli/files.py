@@ -45,6 +45,4 @@ def write_file(option: str, path: Path, content: str) -> None:
 
 def _unwritable(option: str, path: Path, error: OSError | ValueError | RuntimeError) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else str(error)
-    # Control characters in a name must not reach the terminal.
-    name = str(path) if str(path).isprintable() else repr(str(path))
-    return ConfigError(f"{option} {name} cannot be written ({why}): name a file in a folder that can")
+    return ConfigError(f"{option} {path} cannot be written ({why}): name a file in a folder that can")

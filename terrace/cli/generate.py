@@ -1,12 +1,14 @@
 """`terrace generate FOLDER`: text from a trained model."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
+from terrace.cli.output import raw_stream
 
 _PROMPT = "def "
 
@@ -96,7 +98,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     model = load_model_of(options)
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
     texts = generate_texts(model, prompts, options.tokens, sampling)
-    print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
+    # A terminal gets control characters spelled out; a file gets the text as it is.
+    out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
+    print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)), file=out)
     return 0
 
 

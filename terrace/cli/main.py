@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
-from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
+from terrace.cli.output import Terminated, drop_stdout, printable_output
 
 _COMMANDS = (
     "doctor",
@@ -33,7 +33,11 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    replace_unprintable()
+    with printable_output():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         # Commands are imported inside the try: importing takes a moment, and Ctrl-C then must print one line, too.
         words, command = list(sys.argv[1:] if arguments is None else arguments), list[str]()

@@ -1,4 +1,8 @@
-"""Standard output that may be closed, narrow or in another encoding; and the signal that ends a run."""
+"""Standard output that may be closed, narrow or in another encoding; and the signal that ends a run.
+
+While a command runs, standard output and error spell out control characters of what is printed: most of it holds names
+from files. What Terrace itself draws (colours, a line in place) goes to `raw_stream`.
+"""
 
 import os
 import signal
@@ -7,9 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
+from rich.text import Text
+
+from terrace.base.printable import printable
 
 _PLAIN_WIDTH = 120  # of a file or a pipe, which have no width
 
@@ -24,8 +31,13 @@ class Terminal(Console):
     Markup is off: names come from files, and may hold brackets and colons.
     """
 
-    def __init__(self) -> None:
-        super().__init__(markup=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    def __init__(self, *, stderr: bool = False) -> None:
+        file = raw_stream(sys.stderr if stderr else sys.stdout)
+        super().__init__(file=file, markup=False, emoji=False, width=None if file.isatty() else _PLAIN_WIDTH)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Callback of rich, for every text that is shown."""
+        return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> NoReturn:
         """Callback of rich."""
@@ -41,11 +53,38 @@ def drop_stdout() -> None:
         os.close(nowhere)
 
 
-def replace_unprintable() -> None:
-    """Print `?` for characters missing in the terminal's encoding, instead of raising."""
-    for stream in (sys.stdout, sys.stderr):
+class _Spelled:
+    def __init__(self, raw: TextIO) -> None:
+        self.raw_stream = raw
+
+    def write(self, text: str) -> int:
+        return self.raw_stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw_stream, name)
+
+
+def raw_stream(stream: TextIO) -> TextIO:
+    """The stream below a standard stream of `printable_output`; any other as it is."""
+    raw: TextIO = getattr(stream, "raw_stream", stream)
+    return raw
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Inside the block, standard output and error take any text: control characters are spelled out, and characters
+    missing in the terminal's encoding are shown as `?`.
+    """
+    before = sys.stdout, sys.stderr
+    for stream in before:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+    out, error = (_Spelled(raw_stream(stream)) for stream in before)
+    sys.stdout, sys.stderr = out, error
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
-from terrace.cli.output import replace_unprintable, sigterm_raises
+from terrace.cli.output import printable_output, sigterm_raises
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import detect, join, launch_local, pace
 from terrace.launch.world import World
@@ -61,14 +61,14 @@ def _on_all_ranks(
 
 def run_rank(world: World, cluster: Cluster, seconds: float) -> Samples:
     """One rank; rank 0 prints progress. Top-level, so that a child process can import it."""
-    replace_unprintable()
-    return measure(world, cluster, seconds, _say if world.rank == 0 else _nothing)
+    with printable_output():
+        return measure(world, cluster, seconds, _say if world.rank == 0 else _nothing)
 
 
 def run_links_rank(world: World, cluster: Cluster, seconds: float, quiet: bool) -> list[MeasuredTier]:
     """One rank of `run_links`; top-level for the same reason."""
-    replace_unprintable()
-    return measure_links(world, cluster, seconds, _say if world.rank == 0 and not quiet else _nothing)
+    with printable_output():
+        return measure_links(world, cluster, seconds, _say if world.rank == 0 and not quiet else _nothing)
 
 
 def _nothing(what: str) -> None:

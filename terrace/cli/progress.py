@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from terrace.cli.output import raw_stream
 from terrace.report.tables import quantity
 from terrace.train.metrics import StepRecord
 from terrace.train.utilisation import Utilisation
 
 _BAR, _LEAST_WIDTH = 24, 60  # characters
+_ERASE = "\r\x1b[K"  # the line that the terminal's cursor is in
 
 
 class ProgressLine:
@@ -23,26 +25,27 @@ class ProgressLine:
     def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
         self._console, self._num_steps, self._log_every = console, num_steps, log_every
         # In a file, lines that overwrite each other would only be noise.
-        self._live = sys.stdout.isatty()
+        self._live, self._raw = sys.stdout.isatty(), raw_stream(sys.stdout)
 
     def show(self, record: StepRecord, seconds_left: float) -> None:
         line = step_words(record, self._num_steps, seconds_left)
         # First and last step are always kept.
         keep = record.step % self._log_every == 0 or record.step in (1, self._num_steps)
         if keep:
-            print(f"{self._erase()}{line}", flush=True)
+            self._permanent(line)
         if self._live and record.step < self._num_steps:
-            print(f"{self._erase()}{self._bar(record.step)}", end="", flush=True)
+            print(f"{_ERASE}{self._bar(record.step)}", end="", file=self._raw, flush=True)
             # A line longer than the terminal would wrap, and could not be overwritten.
             words = line[: max(0, self._console.width - _BAR - 2)]
             print(words if self._console.width >= _LEAST_WIDTH else "", end="", flush=True)
 
     def above(self, text: str) -> None:
         """Print a permanent line above the progress line."""
-        print(f"{self._erase()}{text}", flush=True)
+        self._permanent(text)
 
-    def _erase(self) -> str:
-        return "\r\x1b[K" if self._live else ""
+    def _permanent(self, text: str) -> None:
+        print(_ERASE if self._live else "", end="", file=self._raw)
+        print(text, flush=True)
 
     def _bar(self, step: int) -> str:
         # Rich ends each print with a line break, which would leave the line.

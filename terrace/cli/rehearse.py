@@ -17,8 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from terrace.base.errors import ConfigError
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
@@ -107,7 +105,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         ended = run_ranks(net, command)
         taken_s, carried = time.monotonic() - begin_s, net.counts() - before
     # stdout belongs to the program.
-    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(counts_table(wiring, carried))
+    Terminal(stderr=True).print(counts_table(wiring, carried))
     if options.counters is not None:
         document = {
             "cluster": wiring.cluster.name,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from terrace.base.errors import CheckpointError, DataError, TrainingError
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
-from terrace.cli.output import Terminated, drop_stdout, replace_unprintable, sigterm_raises
+from terrace.cli.output import Terminated, drop_stdout, printable_output, sigterm_raises
 from terrace.cli.prepare import CompleteError, prepare
 from terrace.cli.screen import Screen, show_plan
 from terrace.data.batches import Source
@@ -62,9 +62,9 @@ def run_rank(world: World, job: RunJob) -> str | None:
 
     Top-level, so that a child process can import it.
     """
-    replace_unprintable()
     try:
-        end = train(world, job, Screen(job) if world.rank == 0 else Silent())
+        with printable_output():
+            end = train(world, job, Screen(job) if world.rank == 0 else Silent())
         return end.text if isinstance(end, Stop) else None
     except BrokenPipeError as error:
         drop_stdout()

@@ -23,6 +23,7 @@ from typing import Any, Literal, Self
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError, HangError
+from terrace.base.printable import printable
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.seal import Seal
@@ -299,7 +300,7 @@ class Watchdog:
         if self._on_hang is not None:
             self._on_hang(message)
         elif code == EXIT_HANG or message.startswith(f"rank {self._rank} "):  # one line for a plain stop
-            os.write(2, f"terrace: {message} (reported by rank {self._rank})\n".encode())
+            os.write(2, f"terrace: {printable(message)} (reported by rank {self._rank})\n".encode())
         os._exit(code)
 
 

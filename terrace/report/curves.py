@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 
+from terrace.base.printable import escape
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
 
 _TOP = 56

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from rich.table import Table
 
+from terrace.base.printable import escape
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
 from terrace.report.tables import bytes_words, new_table, seconds
 from terrace.sequence.policies import PolicyCost

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from importlib import resources
 
+from terrace.base.printable import escape
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
 from terrace.report.palette import MESSAGES, STREAM, colour_key, colour_variables

@@ -6,8 +6,8 @@ blocks and clusters are escaped, in the markup and in the script's data. A pipel
 """
 
 from collections.abc import Sequence
-from html import escape
 
+from terrace.base.printable import escape
 from terrace.cluster.cluster import Cluster
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport

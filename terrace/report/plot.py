@@ -1,7 +1,8 @@
 """The loss curve as an SVG file."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
+
+from terrace.base.printable import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, RIGHT = 720, 360, 60, 44, 20
 _TOP = 36

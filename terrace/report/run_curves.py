@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
+from terrace.base.printable import escape
 from terrace.report.plot import round_ticks
 from terrace.report.tables import scaled
 

@@ -6,9 +6,9 @@ markup and in the script's data.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import NamedTuple
 
+from terrace.base.printable import escape
 from terrace.report.markup import (
     MERGED,
     Markup,

@@ -1,11 +1,11 @@
 """A pipelined step for people: the table of exposed messages and a page, both from one `RecordedStep`."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from rich.table import Table
 
+from terrace.base.printable import escape
 from terrace.plan.plan import AXES
 from terrace.report.markup import (
     Markup,

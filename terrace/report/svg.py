@@ -6,10 +6,10 @@ zooms by narrowing its view box, so names and ticks stay outside it. Colours are
 
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
+from terrace.base.printable import escape
 from terrace.report.bars import Window
 from terrace.report.plot import round_ticks
 from terrace.report.tables import quantity
