@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from terrace.base.alike import once_each
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
@@ -68,10 +69,9 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
     """
     _check_sliced(cluster, plan, blocks)
     mesh, layouts = Mesh.of(cluster, plan), dict[tuple[str, ...], Layout]()
-    known: dict[tuple[tuple[ParamSpec, ...], bool], tuple[FlatParamSpec, ...]] = {}  # most blocks of a model are alike
-    found: dict[tuple[int, bool], tuple[FlatParamSpec, ...]] = {}  # and share a tuple, whose number is read faster
 
-    def flats(params: tuple[ParamSpec, ...], orthogonal: bool) -> tuple[FlatParamSpec, ...]:
+    def flats(block: tuple[tuple[ParamSpec, ...], bool]) -> tuple[FlatParamSpec, ...]:
+        params, orthogonal = block
         groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
         for param in params:
             # Without slicing, `replicated_over` is unset and the data ranks hold everything.
@@ -90,16 +90,10 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
             made.append(FlatParamSpec(layouts[axes], ordered, trainable, whole))
         return tuple(made)
 
-    keys = []
-    for index, block in enumerate(blocks):
-        orthogonal = plan.update == "muon" and is_layer(blocks, index)
-        keys.append((id(block.params), orthogonal))
-        if keys[-1] in found:
-            continue
-        if (block.params, orthogonal) not in known:
-            known[block.params, orthogonal] = flats(block.params, orthogonal)
-        found[keys[-1]] = known[block.params, orthogonal]
-    return tuple(found[key] for key in keys)
+    muon = plan.update == "muon"
+    return tuple(
+        once_each(flats, [(block.params, muon and is_layer(blocks, index)) for index, block in enumerate(blocks)])
+    )
 
 
 def _order(group: tuple[bool, tuple[str, ...]]) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:

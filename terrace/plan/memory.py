@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec, block_flats, orthogonalised, stage_layout
@@ -158,8 +159,9 @@ def tensor_buffers(tensor: TensorTraffic, blocks: Sequence[BlockSpec], indexes: 
     """
     largest = 0
     known: set[tuple[int, bool, bool]] = set()  # most layers are alike
+    firsts = first_equal([block.params for block in blocks])
     for index in indexes:
-        alike = (id(blocks[index].params), index == 0, index == len(blocks) - 1)
+        alike = (firsts[index], index == 0, index == len(blocks) - 1)
         if tensor.degree == 1 or alike in known:
             continue
         known.add(alike)

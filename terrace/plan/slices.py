@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import CUT_BY
@@ -33,17 +34,16 @@ def slice_blocks(
     `cut_by` names the axes of a stage that cut each kind of dim. Raises `PlanError` for a dim that their degrees do not
     divide, and under a tensor axis for a parameter that declares no dims.
     """
-    # Nothing is cut: the specs stay the same objects, and with them all caches keyed on identity.
+    # Nothing is cut: the specs stay the same objects, which are compared fastest.
     if all(mesh.total(axis) == 1 for axes in cut_by.values() for axis in axes):
         return tuple(blocks)
-    known: dict[int, tuple[ParamSpec, ...]] = {}  # most blocks of a model share their parameters' specs, and still do
-
-    def sliced(block: BlockSpec) -> tuple[ParamSpec, ...]:
-        if id(block.params) not in known:
-            known[id(block.params)] = tuple(_slice(block.name, param, mesh, cut_by) for param in block.params)
-        return known[id(block.params)]
-
-    return tuple(replace(block, params=sliced(block)) for block in blocks)
+    # Blocks that share their parameters' specs still do.
+    firsts = first_equal([block.params for block in blocks])
+    sliced = {
+        first: tuple(_slice(blocks[first].name, param, mesh, cut_by) for param in blocks[first].params)
+        for first in dict.fromkeys(firsts)
+    }
+    return tuple(replace(block, params=sliced[first]) for block, first in zip(blocks, firsts, strict=True))
 
 
 def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:

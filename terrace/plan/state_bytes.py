@@ -5,7 +5,9 @@ Formulas are in terrace.plan.memory, which adds the buffers that come and go.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
+from terrace.base.alike import once_each
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES
 from terrace.plan.layout import Layout
@@ -43,9 +45,8 @@ def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
 
 
 def blocks_bytes(plan: Plan, flats: Sequence[Sequence[FlatParamSpec]]) -> list[dict[str, int]]:
-    """`slice_bytes` of every block; blocks that are alike share their flat buffers, and so the result."""
-    known = {id(parts): slice_bytes(plan, parts) for parts in {id(parts): parts for parts in flats}.values()}
-    return [known[id(parts)] for parts in flats]
+    """`slice_bytes` of every block; found once for blocks with equal flat buffers."""
+    return once_each(partial(slice_bytes, plan), flats)
 
 
 def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:

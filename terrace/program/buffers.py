@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from terrace.base.alike import once_each
 from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.hops import arena_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, blocks_bytes, tie_bytes
@@ -110,10 +110,9 @@ def _slices(
 
 def _lanes(messages: Iterable[Message]) -> Iterator[Buffer]:
     largest: dict[int, int] = {}
-    for message in {id(message): message for message in messages}.values():  # blocks that are alike share theirs
-        for transfer in message.transfers:
-            for sizes in (transfer.reduce_buffers, transfer.gather_buffers):
-                largest[transfer.lane] = max(largest.get(transfer.lane, 0), arena_bytes(sizes))
+    for message in messages:
+        for lane, size in message.arenas.items():
+            largest[lane] = max(largest.get(lane, 0), size)
     # A lane runs one message at a time, so all its messages share one arena as large as the largest of them.
     yield from (Buffer(f"messages on lane {lane}", "buffers", size) for lane, size in largest.items() if size)
 
@@ -165,12 +164,12 @@ def _gradients(
 ) -> Iterator[Buffer]:
     # Only gradients that autograd cannot add into the accumulated shard need a buffer of their own.
     item = FORMATS[plan.compute].element_bytes
-    known = {  # most blocks are alike, and share their flat buffers
-        id(parts): item
-        * sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
-        for parts in {id(parts): parts for parts in flats}.values()
-    }
-    sizes = [known[id(parts)] for parts in flats]
+
+    def whole_bytes(parts: Sequence[FlatParamSpec]) -> int:
+        whole = (flat for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
+        return sum(flat.padded for flat in whole) * item
+
+    sizes = once_each(whole_bytes, flats)
     # All gradients accumulate in place.
     if not any(sizes):
         return

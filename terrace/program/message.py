@@ -12,7 +12,7 @@ terrace.plan.traffic are the check that the verifier holds them to.
 from dataclasses import dataclass
 from functools import cached_property
 
-from terrace.plan.hops import Hop
+from terrace.plan.hops import Hop, arena_bytes
 from terrace.plan.layout import Layout
 from terrace.plan.wire import MessageClass
 
@@ -60,3 +60,12 @@ class Message:
     def hops(self) -> tuple[Hop, ...]:
         """The hops of all transfers, in order."""
         return tuple(hop for transfer in self.transfers for hop in transfer.hops)
+
+    @cached_property
+    def arenas(self) -> dict[int, int]:
+        """Bytes of message memory on each lane: those of the largest transfer, since they follow one another."""
+        found: dict[int, int] = {}
+        for transfer in self.transfers:
+            size = max(arena_bytes(transfer.reduce_buffers), arena_bytes(transfer.gather_buffers))
+            found[transfer.lane] = max(found.get(transfer.lane, 0), size)
+        return found

@@ -1,16 +1,19 @@
 """The Program: the instructions of one rank, and the values they refer to."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
+from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -34,6 +37,7 @@ from terrace.program.resolve import (
     tensor_message,
 )
 
+T = TypeVar("T")
 _Alike = tuple[Op, int, bool, bool, int]
 
 
@@ -87,6 +91,16 @@ class Program:
     def flats(self) -> tuple[tuple[FlatParamSpec, ...], ...]:
         """The flat buffers of every block."""
         return block_flats(self.cluster, self.plan, self.blocks)
+
+    @cached_property
+    def alike(self) -> list[int]:
+        """The first block whose flat buffers equal each block's; their messages and update are the same."""
+        return first_equal(self.flats)
+
+    def of_flats(self, function: Callable[[Sequence[FlatParamSpec]], T]) -> list[T]:
+        """`function` of the flat buffers of every block, called once for blocks that are alike."""
+        found = {first: function(self.flats[first]) for first in dict.fromkeys(self.alike)}
+        return [found[first] for first in self.alike]
 
     @cached_property
     def tensor(self) -> TensorTraffic:
@@ -156,10 +170,9 @@ class Program:
 
     def transfers(self) -> Iterator[Transfer]:
         """A transfer of every route that messages of this plan take on some stage; the same on all ranks."""
-        # Blocks that are alike share one tuple of flat buffers, so identity is enough to visit each shape once.
-        for flats in {id(flats): flats for flats in self.flats}.values():
+        for first in dict.fromkeys(self.alike):
             for message_class in ROUTES:
-                yield from block_message(message_class, self.stage_layout, self.plan, flats).transfers
+                yield from block_message(message_class, self.stage_layout, self.plan, self.flats[first]).transfers
         # Calibration measures the first in a pipeline too, where CLIP is among all stages.
         for ranks in (self.stage_layout, self.world_layout):
             yield from control_message(self.stage_layout, ranks, self.plan).transfers
@@ -203,7 +216,7 @@ class Program:
         # The secondary copy starts a gather from its own, inner tier.
         source = self.layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]
-        key = (message_class, source, id(flats))  # blocks that are alike share their flat buffers, and so the message
+        key = (message_class, source, self.alike[instruction.block])
         found = self._of_blocks.get(key)
         if found is None:
             found = self._of_blocks[key] = block_message(message_class, self.stage_layout, self.plan, flats, source)
@@ -235,27 +248,35 @@ class Program:
 
     def block_program(self, block: int) -> BlockProgram:
         """The program of a block on one micro-batch: computing and messages in the order of issue."""
-        again = block in self._recomputed
-        key = (id(self.blocks[block].params), again)  # layers that are alike share their parameters' specs
+        key = self.alike_inside(block)
         if key not in self._block_programs:
-            self._block_programs[key] = block_program(self.tensor, self.context, self.blocks, block, recomputed=again)
+            found = block_program(self.tensor, self.context, self.blocks, block, recomputed=self.recomputes(block))
+            self._block_programs[key] = found
         return self._block_programs[key]
+
+    def alike_inside(self, block: int) -> tuple[int, bool]:
+        """Kind of a block, and whether it is recomputed: blocks that agree in both share one block program."""
+        return self._kinds[block], block in self._recomputed
+
+    @cached_property
+    def _kinds(self) -> tuple[int, ...]:
+        return Kinds.of(self.blocks).order
 
     def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
         """The messages inside a block that a pass sends, or a RECV to complete its activation; resolved once."""
         op, block = instruction.op, instruction.block
         if op is not Op.RECV and op not in PASSES:
             return ()
-        # Blocks that are alike share one block program; all that arrives has the same shape.
-        steps = None if op is Op.RECV else self.block_program(block)
-        found = self._inside.get((op, id(steps)))
+        # All activations that arrive have the same shape.
+        key = (op, None if op is Op.RECV else self.alike_inside(block))
+        found = self._inside.get(key)
         if found is None:
             messages: Iterable[InBlockMessage]
-            if steps is None:
+            if op is Op.RECV:
                 messages = () if self.edge.gathers is None else (self.edge.gathers,)
             else:
-                messages = messages_of(steps.steps(op))
-            found = self._inside[op, id(steps)] = tuple(self.message_inside(message, block) for message in messages)
+                messages = messages_of(self.block_program(block).steps(op))
+            found = self._inside[key] = tuple(self.message_inside(message, block) for message in messages)
         return found
 
     def message_inside(self, message: InBlockMessage, block: int) -> Message:
@@ -280,7 +301,7 @@ class Program:
         return {}
 
     @cached_property
-    def _inside(self) -> dict[tuple[Op, int], tuple[Message, ...]]:
+    def _inside(self) -> dict[tuple[Op, tuple[int, bool] | None], tuple[Message, ...]]:
         return {}
 
     @cached_property
@@ -298,8 +319,8 @@ class Program:
 
 # Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
 _OF_THE_PLAN = (
-    *("stage_layout", "world_layout", "mesh", "flats", "tensor", "context"),
-    *("_of_blocks", "_of_lines", "_inside", "_block_programs", "_recomputed"),
+    *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context"),
+    *("_of_blocks", "_of_lines", "_inside", "_block_programs", "_kinds", "_recomputed"),
 )
 
 

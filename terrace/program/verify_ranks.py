@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from terrace.base.alike import first_equal, once_each
 from terrace.base.errors import ProgramError
 from terrace.plan.layout import Layout
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
@@ -33,11 +34,12 @@ class _Item:
 
 def verify_ranks(programs: Mapping[int, Program]) -> None:
     """Check the program of every rank, and the ranks against each other; raises `ProgramError`."""
-    # Ranks that share a Program object are verified once; reversed, so that the lowest rank stands for each.
-    classes = {id(program): (rank, program) for rank, program in reversed(list(programs.items()))}
-    for rank, program in classes.values():
-        verify(program, rank)
-    if len(classes) > 1:
+    # Each distinct program once, for the first rank that has it.
+    firsts = set(first_equal(list(programs.values())))
+    for index, (rank, program) in enumerate(programs.items()):
+        if index in firsts:
+            verify(program, rank)
+    if len(firsts) > 1:
         _check_collectives(programs)
         _check_messages(programs)
         _play(programs)
@@ -45,11 +47,8 @@ def verify_ranks(programs: Mapping[int, Program]) -> None:
 
 def _check_collectives(programs: Mapping[int, Program]) -> None:
     orders: dict[tuple[object, ...], tuple[int, list[Instruction]]] = {}
-    cache: dict[int, dict[tuple[int, Layout], list[Instruction]]] = {}
-    for rank, program in programs.items():
-        by_tier = cache.get(id(program))
-        if by_tier is None:
-            by_tier = cache[id(program)] = _collectives_by_tier(program)
+    of_ranks = once_each(_collectives_by_tier, list(programs.values()))
+    for rank, program, by_tier in zip(programs, programs.values(), of_ranks, strict=True):
         for (tier, among), sequence in by_tier.items():
             # The peers alone do not name a group: two axes may join the same ranks.
             group = (tier, among.axes, among.peers(rank, tier))
@@ -110,8 +109,7 @@ def _items(program: Program) -> list[_Item]:
 class _Play:
     def __init__(self, programs: Mapping[int, Program]) -> None:
         self.programs = programs
-        cache = {id(program): _items(program) for program in programs.values()}
-        self.items = {rank: cache[id(program)] for rank, program in programs.items()}
+        self.items = dict(zip(programs, once_each(_items, list(programs.values())), strict=True))
         self.heads = dict.fromkeys(self.items, 0)
         self.sent: set[tuple[int, int, bool, int, int]] = set()
         self.readers: dict[tuple[int, int, bool, int, int], int] = {}

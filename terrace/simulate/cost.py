@@ -113,15 +113,15 @@ class Costs:
         """Seconds that a pass waits for messages inside its block, by message class."""
         block, steps = instruction.block, self.program.block_program(instruction.block)
         weight_s = self.weight_s[block] if self.weight_s else 0.0
-        # Blocks that are alike share one block program.
         rounds = self.rounds[block] if self.rounds else NO_ROUNDS
-        key = (instruction.op, id(steps), self.forward_s[block], self.backward_s[block], weight_s, rounds)
+        alike = self.program.alike_inside(block)
+        key = (instruction.op, alike, self.forward_s[block], self.backward_s[block], weight_s, rounds)
         found = self._waits.get(key)
         if found is None:
             rooms = self.rooms(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, rounds)
-            prices = self._prices.get(id(steps))
+            prices = self._prices.get(alike)
             if prices is None:
-                prices = self._prices[id(steps)] = block_prices(self.program, block)
+                prices = self._prices[alike] = block_prices(self.program, block)
             found = self._waits[key] = exposed(prices.priced(steps.moments(instruction.op)), rooms)
         return found
 
@@ -130,7 +130,7 @@ class Costs:
         return rooms_of(forward_s, input_s, weight_s, rounds)
 
     @cached_property
-    def _prices(self) -> dict[int, InBlockPrices]:
+    def _prices(self) -> dict[tuple[int, bool], InBlockPrices]:
         return {}
 
     @cached_property
@@ -210,12 +210,12 @@ def _trained_part(block: BlockSpec) -> float:
 def update_seconds(program: "Program") -> tuple[float, ...]:
     """Seconds of the optimizer on a rank's part of every block; its constant is added to the last that trains."""
     device = program.cluster.device
-    known = {
+
+    def own_s(parts: Sequence[FlatParamSpec]) -> float:
         # The constant counts once a step, below, not once a block.
-        id(parts): optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
-        for parts in {id(parts): parts for parts in program.flats}.values()  # blocks that are alike share theirs
-    }
-    update = [known[id(parts)] for parts in program.flats]
+        return optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
+
+    update = program.of_flats(own_s)
     trained = [block for block in program.stage.held if program.blocks[block].num_trainable]
     if trained:  # only their UPDATE is played
         update[trained[-1]] += device.kernels.optimizer_s  # once a step, on every stage

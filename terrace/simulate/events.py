@@ -130,7 +130,7 @@ class _Pricing:
             seconds, penalty = self.costs.point_to_point(instruction)
             return Rank.nothing, Event(op, block, seconds, Rank.SENDING, category, penalty=penalty)
         # Blocks that are alike send the same messages. CLIP has no block.
-        alike = id(self.program.flats[block]) if block >= 0 else -1
+        alike = self.program.alike[block] if block >= 0 else -1
         key = (op, instruction.backward, instruction.secondary, alike)
         if key not in self._messages:
             category = f"wait {instruction.message_class}"
@@ -176,11 +176,9 @@ def gradient_buffers(program: "Program") -> list[bool]:
 
     A block of frozen parameters has none.
     """
-    known = {  # blocks that are alike share their flat buffers
-        id(flats): any(flat.trainable and not accumulates_in_place(program.plan, flat.layout) for flat in flats)
-        for flats in {id(flats): flats for flats in program.flats}.values()
-    }
-    return [known[id(flats)] for flats in program.flats]
+    return program.of_flats(
+        lambda flats: any(flat.trainable and not accumulates_in_place(program.plan, flat.layout) for flat in flats)
+    )
 
 
 class Rank:

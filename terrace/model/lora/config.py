@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from terrace.base.alike import once_each
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.model.spec import BlockSpec, ParamSpec
 
@@ -79,16 +80,13 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
 def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockSpec, ...]:
     """`blocks` with everything frozen and the adapters of the targets, in the order of `named_parameters`."""
     chosen = targets(blocks, lora)
-    known: dict[tuple[int, frozenset[str]], tuple[ParamSpec, ...]] = {}  # layers that are alike share their parameters
-
-    def adapted(block: BlockSpec) -> tuple[ParamSpec, ...]:
-        own = frozenset(weight for name, weight in chosen if name == block.name)
-        key = id(block.params), own
-        if key not in known:
-            known[key] = tuple(_adapted(block.params, own, lora.rank))
-        return known[key]
-
-    return tuple(replace(block, params=adapted(block)) for block in blocks)
+    weights = [frozenset(weight for name, weight in chosen if name == block.name) for block in blocks]
+    # Layers that are alike still share their parameters.
+    adapted = once_each(
+        lambda each: tuple(_adapted(*each, lora.rank)),
+        [(block.params, own) for block, own in zip(blocks, weights, strict=True)],
+    )
+    return tuple(replace(block, params=params) for block, params in zip(blocks, adapted, strict=True))
 
 
 def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) -> Iterator[ParamSpec]:

@@ -59,7 +59,7 @@ class ContextAxis(InBlockAxis):
         Raises `PlanError` for a shape other than the plan's, `ModelError` for positions beyond the model's.
         """
         local = [self._localised(batch) for batch in batches]
-        # Device tensors of a layout are reused when the same layout comes again.
+        # Device tensors of a layout are reused when it comes again; by identity, since a hash would read all its runs.
         known = {id(layout.token_layout): layout for layout in self._layouts}
         self._layouts = []
         for batch in local:

@@ -1,0 +1,37 @@
+"""Work done once for values that are alike.
+
+Most blocks of a model are equal, and mostly one object. Such values are compared, identity first, rather than hashed:
+a hash reads every parameter of a block each time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def first_equal(values: Sequence[object]) -> list[int]:
+    """For each value, the index of the first that equals it."""
+    distinct: list[object] = []
+    firsts: list[int] = []
+    found: list[int] = []
+    for index, value in enumerate(values):
+        # Runs of one object are the usual case.
+        if index and value is values[index - 1]:
+            found.append(found[-1])
+            continue
+        try:
+            found.append(firsts[distinct.index(value)])
+        except ValueError:
+            distinct.append(value)
+            firsts.append(index)
+            found.append(index)
+    return found
+
+
+def once_each(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
+    """`function` of every value, called once for equal ones."""
+    firsts = first_equal(values)
+    results = {first: function(values[first]) for first in dict.fromkeys(firsts)}
+    return [results[first] for first in firsts]
