@@ -147,7 +147,7 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
     from terrace.data.tokenizer import load_tokenizer
 
     config = load(DataConfig, data, "data")
-    sources = prepare_sources(config, load_tokenizer(config.tokenizer), options.sequence, print)
+    sources = prepare_sources(config, load_tokenizer(config.tokenizer, config.bos, config.eos), options.sequence, print)
     found: list[int] = []
     for source in sources:
         documents = open_documents(source.tokens, source.name)

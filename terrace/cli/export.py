@@ -116,5 +116,5 @@ def _end_of_text(config: RunConfig, source: Path) -> int | None:
     from terrace.data.tokenizer import load_tokenizer
 
     if config.data.tokenizer == BYTES:
-        return load_tokenizer(BYTES).end_of_text
-    return load_tokenizer(source).end_of_text if (source / "tokenizer.json").is_file() else None
+        return load_tokenizer(BYTES).text_tokens.end
+    return load_tokenizer(source).text_tokens.end if (source / "tokenizer.json").is_file() else None

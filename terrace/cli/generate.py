@@ -25,7 +25,14 @@ def add_parser(commands: Any) -> None:
         "--prompt",
         metavar="TEXT",
         action="append",
-        help=f"text to continue; may be given several times, and all are continued at once (default: {_PROMPT!r})",
+        help="text to continue, in which special tokens count as such; may be given several times, and all are "
+        f"continued at once (default: {_PROMPT!r})",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="take each prompt as what a user says, and print the answer: with the chat template of the model's "
+        "tokenizer, or of its training",
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", default=200, help="tokens to add at most (default: %(default)s)"
@@ -88,15 +95,21 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} must be above 0 and at most 1, which keeps all")
     # After the options are checked: importing torch takes seconds.
-    from terrace.train.generate import generate_texts
+    from terrace.train.generate import chat_prompt, generate_texts
     from terrace.train.sampling import Sampling
 
+    if options.chat and not options.prompt:
+        raise ConfigError("--chat needs a --prompt: what the user says")
     prompts = options.prompt or [_PROMPT]
     # A prompt from a shell may hold bytes that are no text.
     for prompt in prompts:
         check_text("--prompt", prompt)
     model = load_model_of(options)
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    if options.chat:
+        asked = [chat_prompt(model, prompt) for prompt in prompts]
+        print("\n\n".join(generate_texts(model, asked, options.tokens, sampling)))
+        return 0
     texts = generate_texts(model, prompts, options.tokens, sampling)
     # A terminal gets control characters spelled out; a file gets the text as it is.
     out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)

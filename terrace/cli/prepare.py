@@ -19,7 +19,7 @@ from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.cli.programs import checked_programs
 from terrace.data.batches import Batches, Source
 from terrace.data.prepared import compare_facts, prepare_sources
-from terrace.data.tokenizer import load_tokenizer
+from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
@@ -60,8 +60,13 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         check_compiles(programs)
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = replace(config, data=config.data.absolute())  # so that config.toml works from any directory
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
     check_tokenizer(tokenizer, config)
+    if isinstance(tokenizer, FileTokenizer):
+        print(tokenizer.words(), flush=True)
+        # Named in config.toml, so that files that change beside the tokenizer do not change the run.
+        bos, eos = tokenizer.as_keys()
+        config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     if resume is None:
         check_weights(config)
     sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
@@ -69,14 +74,14 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         source.tokens.check_vocab(config.model.vocab_size)
     # Raises where the data is too short for a batch.
     Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)
-    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer.fingerprint)
+    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
         raise CompleteError(
             f"{checkpoint.folder} is after step {checkpoint.step} of {config.train.steps}, so nothing is left to "
             "train: ask for more with --train.steps N"
         )
     _check_disk(resume or folder or _RUNS, config)
-    carried = source_files(config) if resume is None else {}
+    carried = source_files(config, tokenizer) if resume is None else {}
     is_new = there is None
     chosen = resume or _new_folder(folder, going_on)
     # A file of an earlier start is replaced by rank 0, once the ranks are ready and it holds the folder.
@@ -134,7 +139,7 @@ def _earlier(folder: Path) -> dict[str, Any] | None:
         return {}
 
 
-def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], fingerprint: str) -> Checkpoint:
+def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], tokenizer: Tokenizer) -> Checkpoint:
     checkpoint, wrong = newest_whole(run_folder)
     folder = checkpoint.folder
     if wrong:
@@ -143,7 +148,7 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
     # Every fact that decides the sequence of batches or the model must be the same.
     stored = dict(checkpoint.facts.get("model", {}))
     here: dict[str, Any] = {
-        "tokenizer": fingerprint,
+        "tokenizer": tokenizer.fingerprint,
         "seed": config.train.seed,
         "batch": config.train.batch,
         "sequence": config.train.sequence,
@@ -156,9 +161,10 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
         there[name], here[name] = old, new
     for name, value in here.items():
         if there[name] != value:
+            fix = trained_otherwise(str(there[name]), tokenizer) if name == "tokenizer" else "restore it"
             raise CheckpointError(
                 f"{folder} was made with {name} = {there[name]!r}, now it is {value!r}, so the run would not be "
-                "the same: restore it, or start a new run"
+                f"the same: {fix}, or start a new run"
             )
     return checkpoint
 

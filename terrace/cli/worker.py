@@ -125,7 +125,7 @@ def _sources_here(job: RunJob) -> tuple[Source, ...]:
             "file system that all machines share"
         )
     data = job.run.data
-    sources = prepare_sources(data, load_tokenizer(data.tokenizer), job.run.train.sequence)
+    sources = prepare_sources(data, load_tokenizer(data.tokenizer, data.bos, data.eos), job.run.train.sequence)
     # Paths may be local to machines: contents must be the same.
     for mine, of_rank_0 in zip(sources, job.sources, strict=True):
         if mine.tokens.digest != of_rank_0.tokens.digest:

@@ -2,8 +2,8 @@
 
 A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, optionally with `"tools"`, or `{"prompt": text,
 "completion": text}`; other keys are ignored. Messages go through the tokenizer's chat template, and the assistant's
-text is trained on. Prompt and completion are plain text, concatenated and closed by the end of text; the completion and
-that end are trained on.
+text is trained on. Prompt and completion are plain text, concatenated, between the tokens that begin and end a text;
+the completion and that end are trained on.
 
 The whole text of a conversation is tokenised at once. Special tokens of the template count as such and none are added,
 so the ids are those that a model sees when the same template is used to talk to it. A token is trained on if any of its
@@ -22,7 +22,8 @@ import numpy.typing as npt
 from terrace.base.errors import DataError, did_you_mean
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.template import ChatTemplate, Spans, TemplateRefusalError, marks_in
-from terrace.data.tokenizer import BYTES, Tokenizer
+from terrace.data.text_tokens import TextTokens
+from terrace.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FileEncoder
@@ -38,7 +39,7 @@ Mask = npt.NDArray[np.uint8]
 class ChatEncoder(Protocol):
     """Maps text to ids and to the characters that each id stands for."""
 
-    end_of_text: int | None
+    around: TextTokens  # of a prompt with its completion
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
         """Ids with the first character of each and one past its last; each array of shape (num_tokens,)."""
@@ -50,7 +51,7 @@ class ChatEncoder(Protocol):
 class ByteEncoder:
     """Encodes text as UTF-8 bytes; there are no special tokens."""
 
-    end_of_text: int | None = 256
+    around = ByteTokenizer.text_tokens
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
         # One id per byte; the bytes of one character share its place.
@@ -65,12 +66,12 @@ class ByteEncoder:
 class SpecialEncoder:
     """A Hugging Face tokenizer that reads special tokens in the text as such."""
 
-    def __init__(self, encoder: "FileEncoder", end_of_text: int | None) -> None:
+    def __init__(self, encoder: "FileEncoder", around: TextTokens) -> None:
         # A tokenizer.json may ask for truncation and padding, which would cut or fill conversations silently.
         encoder.no_truncation()
         encoder.no_padding()
         self._encoder = encoder
-        self.end_of_text = end_of_text
+        self.around = around
         # One regular expression for all special tokens; "(?!)" matches nothing.
         special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
         self._special = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
@@ -85,18 +86,14 @@ class SpecialEncoder:
         return None if found is None else found.group()
 
 
-def load_encoder(path: str | Path, tokenizer: Tokenizer, template: ChatTemplate) -> ChatEncoder:
+def load_encoder(path: str | Path, tokenizer: Tokenizer) -> ChatEncoder:
     """Encoder for chats of the tokenizer at `path`, which `tokenizer` has read without error."""
     if str(path) == BYTES:
         return ByteEncoder()
     from tokenizers import Tokenizer as FileEncoder
 
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    encoder = FileEncoder.from_str(file.read_text(encoding="utf-8"))
-    eos = template.tokens.get("eos_token")
-    # The template's end of sequence closes a completion as it closes an assistant turn.
-    end = tokenizer.end_of_text if eos is None else encoder.token_to_id(eos)
-    return SpecialEncoder(encoder, end)
+    return SpecialEncoder(FileEncoder.from_str(file.read_text(encoding="utf-8")), tokenizer.text_tokens)
 
 
 @dataclass(frozen=True)
@@ -142,12 +139,14 @@ class ChatReader:
             self._check(text, where)
         # Tokenised as one text, as a model sees it when it continues a prompt.
         ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
-        if self.encoder.end_of_text is None:
+        around = self.encoder.around
+        if around.end is None:
             raise DataError(
-                f"{where}: the tokenizer names no token that ends a text, so a completion would have no end: give it "
-                'an eos_token in tokenizer_config.json, or write "messages"'
+                f"{where}: the tokenizer names no token that ends a text, so a completion would have no end: name it "
+                'with --data.eos TOKEN, or write "messages"'
             )
-        return np.append(ids, self.encoder.end_of_text), np.append(mask, np.uint8(1))
+        ends_mask = [*(0 for _ in around.begin), *mask, 1]
+        return np.array([*around.begin, *ids, around.end], dtype=np.int64), np.array(ends_mask, dtype=np.uint8)
 
     def _mask(self, text: str, spans: Spans) -> tuple[Ids, Mask]:
         ids, firsts, ends = self.encoder.encode(text)

@@ -23,7 +23,7 @@ from terrace.data.template import load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
-_FORMAT = "terrace-chat-1"  # part of the key: raise it when the same data would give other bytes
+_FORMAT = "terrace-chat-2"  # part of the key: raise it when the same data would give other bytes
 
 
 def prepare_chat(
@@ -50,7 +50,7 @@ def prepare_chat(
     target = cache_file(cache_dir, file_stem(path, "chat"), identity)
 
     def make(written: dict[str, int]) -> CorpusDescription:
-        reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer, template))
+        reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
         facts = _write(target, _conversations(files, reader, tokenizer.vocab_size), id_dtype(tokenizer.vocab_size))
         # Compared again after reading: a file that changed meanwhile has another key.
         if source != [file_identity(file) for file in files]:

@@ -18,6 +18,8 @@ class DataConfig:
     path: str = STDLIB
     tokenizer: str = "bytes"
     cache: str = ".terrace-cache"
+    bos: bool | str = "auto"  # before a text: as the tokenizer's folder says, its bos_token, nothing, or a token
+    eos: str = "auto"  # after a text: as the tokenizer's folder says, or a token
     mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
     format: Format = "text"
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations

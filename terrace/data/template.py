@@ -23,8 +23,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import ConfigError, DataError
-from terrace.base.schema import read_table
+from terrace.base.errors import DataError
+from terrace.data.text_tokens import CONFIG_FILE, read_tables, token_text
 from terrace.data.tokenizer import BYTES
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ Messages = Sequence[Mapping[str, Any]]
 Spans = list[tuple[int, int]]  # of characters, first and one past the last
 
 TEMPLATE_FILE = "chat_template.jinja"
-_CONFIG_FILE = "tokenizer_config.json"
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # code points that no text may hold: Unicode keeps them for marks inside a program
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under the names that templates and data use
@@ -134,10 +133,8 @@ def load_template(tokenizer: str | Path, path: str | Path = "", *, needed: bool 
     # The template lies in the tokenizer's folder.
     if str(tokenizer) != BYTES:
         folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
-    config = _config(folder)
-    given = {name: config[name] for name in _TOKENS if config.get(name) is not None}
-    # A token is a text, or a table that describes it.
-    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    config = read_tables(folder).get(CONFIG_FILE, {})
+    tokens = {name: token for name in _TOKENS if (token := token_text(config, name)) is not None}
     if not needed:
         return ChatTemplate("", tokens)
     if path:
@@ -159,20 +156,11 @@ def _own_template(
         own = named.get("default")
     if isinstance(own, str):
         return ChatTemplate(own, tokens, f"the chat template of {folder}")
-    where = f"{folder} has no {TEMPLATE_FILE}, and no chat_template in a {_CONFIG_FILE}"
+    where = f"{folder} has no {TEMPLATE_FILE}, and no chat_template in a {CONFIG_FILE}"
     raise DataError(
         f"chat data need a chat template, but {where if folder else f'the tokenizer {str(tokenizer)!r} has none'}: "
         "name one with data.chat_template, or take the tokenizer's folder of a chat model"
     )
-
-
-def _config(folder: Path | None) -> dict[str, Any]:
-    if folder is None or not (folder / _CONFIG_FILE).is_file():
-        return {}
-    try:
-        return read_table(folder / _CONFIG_FILE)
-    except ConfigError as error:
-        raise DataError(str(error)) from error
 
 
 def _read(path: Path) -> str:

@@ -1,8 +1,10 @@
 """From text to token ids and back.
 
 Two tokenizers: raw UTF-8 bytes, which need nothing, and any Hugging Face `tokenizer.json`, through the `tokenizers`
-package. Only plain text is encoded: a special token that happens to be spelled out in the data ("<|endoftext|>") is
-text there, so that data cannot forge the end of a document, and no token is added at either end of a text.
+package. A special token that happens to be spelled out in data ("<|endoftext|>") is text there, so that data cannot
+forge the end of a document. In a prompt, which its user writes, it is the special token.
+
+`text_tokens` stand around a text in training, evaluation and generation alike; terrace.data.text_tokens finds them.
 """
 
 import hashlib
@@ -14,16 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
+from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoder
 
 BYTES = "bytes"
-
-# A tokenizer.json does not say which of its special tokens ends a document, so this is a guess: the
-# first of these that it declares as special. The order matters for families that kept an older
-# tokenizer's </s> beside their own <|endoftext|>.
-END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
@@ -31,15 +29,15 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that `encode` or `end_of_text` can give."""
+        """One more than the largest id that it can give."""
 
     @property
-    def end_of_text(self) -> int | None:
-        """The id put after each document; without one, documents follow each other unmarked."""
+    def text_tokens(self) -> TextTokens:
+        """The ids put around each document; without an end, documents follow each other unmarked."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers only if they encode alike."""
+        """Equal for two tokenizers only if they encode alike and put the same tokens around a text."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Ids of `text`, shape (num_tokens,), without any special token."""
@@ -47,15 +45,21 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """Ids of every text, as `encode` gives them."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens are left out, broken UTF-8 becomes U+FFFD."""
+    def encode_prompt(self, text: str, *, begins_text: bool = True) -> npt.NDArray[np.int64]:
+        """Ids of a prompt, in which special tokens count as such.
+
+        The tokens that begin a text come first if the prompt `begins_text` and does not spell them out itself.
+        """
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """Text of `ids`; broken UTF-8 becomes U+FFFD. Special tokens are left out unless kept."""
 
 
 class ByteTokenizer:
     """Ids 0-255 are the bytes of the UTF-8 text, 256 ends a document."""
 
     vocab_size: int = 257
-    end_of_text: int | None = 256
+    text_tokens: TextTokens = TextTokens(end=256, context=256)
     fingerprint: str = "bytes-1"
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
@@ -64,28 +68,30 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def encode_prompt(self, text: str, *, begins_text: bool = True) -> npt.NDArray[np.int64]:
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         return bytes(token for token in ids if 0 <= token < 256).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`. Use `load_tokenizer` to get one.
+    """A Hugging Face `tokenizer.json`. Use `load_tokenizer` to get one."""
 
-    `end_of_text` is a guess: the first of `END_OF_TEXT_NAMES` among the special tokens, else `None`.
-    """
-
-    def __init__(self, encoder: "Encoder", fingerprint: str) -> None:
+    def __init__(self, encoder: "Encoder", digest: str, vocabulary: Vocabulary, text_tokens: TextTokens) -> None:
         # A tokenizer.json may ask for truncation and padding; both would corrupt a corpus silently.
         encoder.no_truncation()
         encoder.no_padding()
         encoder.encode_special_tokens = True
-        special = {token.content: index for index, token in encoder.get_added_tokens_decoder().items() if token.special}
-        found = [special[name] for name in END_OF_TEXT_NAMES if name in special]
         self._encoder = encoder
+        self.vocabulary = vocabulary
         # Ids may have holes, so that the number of words is less than the largest id.
         self.vocab_size: int = max(encoder.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.end_of_text: int | None = found[0] if found else None
-        self.fingerprint: str = fingerprint
+        self.text_tokens = text_tokens
+        self.fingerprint: str = digest
+        # Earlier versions put nothing before a text and guessed its end: what they made has the digest alone.
+        if text_tokens.begin or text_tokens.end != vocabulary.guess:
+            self.fingerprint += f"-bos{','.join(map(str, text_tokens.begin))}-eos{text_tokens.end}"
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         return self.encode_batch([text])[0]
@@ -106,17 +112,63 @@ class FileTokenizer:
             ) from error
         return [np.array(each.ids, dtype=np.int64) for each in encoded]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._encoder.decode([int(token) for token in ids], skip_special_tokens=True))
+    def encode_prompt(self, text: str, *, begins_text: bool = True) -> npt.NDArray[np.int64]:
+        self._encoder.encode_special_tokens = False
+        try:
+            ids = self.encode(text)
+        finally:
+            self._encoder.encode_special_tokens = True
+        begin = self.text_tokens.begin
+        return np.array([*begin, *ids], dtype=np.int64) if begins_text and tuple(ids[: len(begin)]) != begin else ids
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        return str(self._encoder.decode([int(token) for token in ids], skip_special_tokens=not keep_special))
+
+    def words(self) -> str:
+        """One line on the tokens around a text."""
+        tokens = self.text_tokens
+        begin = " ".join(map(self._shown, tokens.begin))
+        said = f"texts begin with {begin}, {tokens.begin_from}" if begin else "texts have no token before them"
+        if tokens.end is None:
+            return f"{said}, and none at their end: name one with data.eos"
+        return f"{said}; they end with {self._shown(tokens.end)}, {tokens.end_from}"
+
+    def _shown(self, token: int) -> str:
+        return f"{self.name(token)!r} ({token})"
+
+    def name(self, token: int) -> str:
+        return str(self._encoder.id_to_token(token))
+
+    def as_keys(self) -> tuple[bool | str, str]:
+        """`data.bos` and `data.eos` that name what was found, whatever the folder says later."""
+        begin, end = self.text_tokens.begin, self.text_tokens.end
+        # Several tokens before a text cannot be named, and are found again.
+        bos: bool | str = AUTO if len(begin) > 1 else self.name(begin[0]) if begin else False
+        return bos, AUTO if end is None else self.name(end)
 
 
-def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+def trained_otherwise(there: str, tokenizer: Tokenizer) -> str:
+    """The fix where a checkpoint was trained with the tokenizer `there`, a fingerprint."""
+    if not isinstance(tokenizer, FileTokenizer) or tokenizer.fingerprint.split("-bos")[0] != there.split("-bos")[0]:
+        return "name the tokenizer of its config.toml"
+    if "-bos" in there:
+        return "keep data.bos and data.eos, and the files beside the tokenizer, as they were"
+    guess = tokenizer.vocabulary.guess
+    eos = "" if guess is None else f" and eos = {tokenizer.name(guess)!r}"
+    return f"a version before data.bos and data.eos made it, so set bos = false{eos} under [data] in its config.toml"
+
+
+def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = AUTO) -> ByteTokenizer | FileTokenizer:
     """The tokenizer "bytes", or the one in a `tokenizer.json` or in a folder that holds one.
 
-    Raises `DataError` for a path that is missing, unreadable or not a tokenizer, and when the `tokenizers` package is
-    not installed.
+    `bos` and `eos` are `data.bos` and `data.eos` (terrace.data.text_tokens). Raises `DataError` for a path that is
+    missing, unreadable or not a tokenizer, for tokens that it has not, and when the `tokenizers` package is not
+    installed.
     """
     if name_or_path == BYTES:
+        for key, value in (("bos", bos), ("eos", eos)):
+            if value not in (AUTO, False):
+                raise DataError(f'data.{key} = {value!r} has no effect on data.tokenizer = "bytes": leave it out')
         return ByteTokenizer()
     path = Path(name_or_path)
     try:
@@ -138,8 +190,18 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     except Exception as error:  # the package raises bare Exception for a malformed file
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a tokenizer.json ({reason}); export it again") from error
-    tokenizer = FileTokenizer(encoder, f"sha256-{hashlib.sha256(raw).hexdigest()}")
+    # transformers reads the files beside a tokenizer of this name alone.
+    folder = path.parent if path.name == "tokenizer.json" else None
+    special = {token.content: index for index, token in encoder.get_added_tokens_decoder().items() if token.special}
+    vocabulary = Vocabulary(path=path, special=special, id_of=encoder.token_to_id)
+    found = find_text_tokens(vocabulary, state_of(encoder.post_processor), read_tables(folder), bos, eos)
+    tokenizer = FileTokenizer(encoder, f"sha256-{hashlib.sha256(raw).hexdigest()}", vocabulary, found)
     # An untrained tokenizer encodes everything to nothing.
     if tokenizer.vocab_size == 0:
         raise DataError(f"{path} has an empty vocabulary; export it again after training it")
+    if found.end is not None and not 0 <= found.end < tokenizer.vocab_size:
+        raise DataError(
+            f"{folder} names the token {found.end} for the end of a text, but the largest of {path.name} is "
+            f"{tokenizer.vocab_size - 1}: name it with --data.eos TOKEN"
+        )
     return tokenizer

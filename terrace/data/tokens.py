@@ -1,6 +1,7 @@
 """A corpus tokenised once, into a memory-mapped file.
 
-`<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document followed by the tokenizer's end of text.
+`<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document between the tokens that begin and end a
+text.
 `.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), and `.json` describes both. The
 key is a hash of the tokenizer and of the path, size and modification time of every source file, so another source or
 tokenizer is another file, and a file that is mapped never changes. Old files are not removed, since other runs may
@@ -32,7 +33,7 @@ from terrace.data.pieces import DocumentPart, Unit
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
-_FORMAT = "terrace-tokens-3"  # part of the key: raise it when the same corpus would give other bytes
+_FORMAT = "terrace-tokens-4"  # part of the key: raise it when the same corpus would give other bytes
 
 _TELL_S = 1.0
 _NOTE_BYTES = 16 << 20  # bytes of the corpus between two journal entries
@@ -62,7 +63,8 @@ def prepare_tokens(
                 raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
         return open_indexed(path, cache_dir)
     source = _source_fingerprint(path, split)
-    identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text, column, source)
+    around = tokenizer.text_tokens
+    identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, around.begin, around.end, column, source)
     target = cache_file(cache_dir, file_stem(path, "corpus"), identity)
 
     def make(written: dict[str, int]) -> CorpusDescription:
@@ -87,7 +89,7 @@ def prepare_tokens(
             partial.close()
             raise
         # Without an id that ends documents, the starts are part of the contents.
-        if tokenizer.end_of_text is None:
+        if around.end is None:
             partial.digest.update(target.with_suffix(".starts").read_bytes())
         return CorpusDescription(
             format=_FORMAT,
@@ -107,7 +109,9 @@ def prepare_tokens(
 def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:
     noted = partial.noted
     stored = np.dtype(id_dtype(tokenizer.vocab_size)).newbyteorder("<")
-    end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
+    around = tokenizer.text_tokens
+    begin = np.array(around.begin, dtype=np.int64)
+    end = np.array([] if around.end is None else [around.end], dtype=np.int64)
     began, first = time.monotonic(), noted.num_tokens
     # The rate counts only tokens made by this process.
     told = began
@@ -115,8 +119,8 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
         progress(f"going on after {first / 1e6:.1f} M tokens that are there")
     for num_done, group in _groups(units, noted.num_units):
         for piece, ids in _encoded(chain.from_iterable(map(read_unit, group)), tokenizer, noted):
-            # Only the last piece of a document gets the end token.
-            whole = np.concatenate([ids, end]) if piece.ends_document else ids
+            # The first and the last piece of a document get the tokens around it.
+            whole = np.concatenate([begin[: len(begin) * noted.begins], ids, end[: len(end) * piece.ends_document]])
             if whole.size and not 0 <= int(whole.min()) <= int(whole.max()) < tokenizer.vocab_size:
                 raise DataError(
                     f"the tokenizer gave ids from {whole.min()} to {whole.max()}, outside its vocabulary of "

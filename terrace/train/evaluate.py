@@ -1,23 +1,24 @@
 """How well a model predicts texts that it was not trained on.
 
-A document is the tokens of its text plus the end token, if the tokenizer has one. It is cut into windows of `context`
-tokens without overlap; a token sees the tokens before it in its window. Every token of a document except the first is
-predicted exactly once. Windows of several documents share a row, each isolated (terrace.model.attention), so that short
-ones are no slower.
+Every token of a text is predicted exactly once, in windows of `context` tokens, and sees the tokens before it in its
+window. The first token of a text sees the one that begins texts, or else the one that ends them (`TextTokens.context`);
+with a tokenizer that has neither it is not predicted. Windows do not overlap, except that the last one is as long as
+the others and predicts only the tokens that are left. This is the rolling log-likelihood of lm-eval. Windows of several
+documents share a row, each isolated (terrace.model.attention), so that short ones are no slower.
 
 With L the sum of -ln p over the predicted tokens, n their number and b the UTF-8 bytes of all texts: loss L / n,
-perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models with different tokenizers; a
-document's first token adds nothing to it, which flatters a corpus of very short documents.
+perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models with different tokenizers.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.model.decoder import token_loss
+from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.train.trained import Trained
 
 _ROW_TOKENS = 2048  # most tokens of windows that run together
@@ -76,12 +77,26 @@ def evaluate(
     # Texts are a stream: counts are running, and no window is kept.
     for row in _rows(counted.windows(model, texts, context), max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
-        num_tokens += sum(len(window) - 1 for window in row)
+        num_tokens += sum(window.num_predicted for window in row)
         if progress is not None:
             progress(found())
     if not num_tokens:
-        raise DataError("the data has no token to predict: its documents have one token at most; give longer ones")
+        raise DataError("the data has no token to predict: its documents are empty, or one token each; give others")
     return found()
+
+
+class _Window(NamedTuple):
+    tokens: list[int]  # each predicts the next
+    num_predicted: int  # the last ones
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def labels(self) -> list[int]:
+        num_seen = self.size - self.num_predicted
+        return [IGNORE_INDEX] * num_seen + self.tokens[1 + num_seen :]
 
 
 class _Counted:
@@ -89,41 +104,41 @@ class _Counted:
         self.num_documents = 0
         self.num_bytes = 0
 
-    def windows(self, model: Trained, texts: Iterable[str], context: int) -> Iterator[list[int]]:
-        end, vocabulary = model.tokenizer.end_of_text, model.config.vocab_size
+    def windows(self, model: Trained, texts: Iterable[str], context: int) -> Iterator[_Window]:
+        before, vocabulary = model.tokenizer.text_tokens.context, model.config.vocab_size
         for text in texts:
-            ids = [int(token) for token in model.tokenizer.encode(text)] + ([] if end is None else [end])
+            ids = [*([] if before is None else [before]), *model.tokenizer.encode(text).tolist()]
             # Without this check the embedding would fail with an index error, or on a GPU later.
-            if ids and max(ids) >= vocabulary:
+            if max(ids, default=0) >= vocabulary:
                 raise DataError(f"the data has token {max(ids)}, but the model has {vocabulary} only")
             self.num_documents += 1
-            # Bytes of the text, without the end token: bits per byte must not depend on the tokenizer.
             self.num_bytes += len(text.encode())
-            # Windows share one token: the last label of one is the first input of the next.
-            yield from (ids[start : start + context + 1] for start in range(0, len(ids) - 1, context))
+            for start in range(0, len(ids) - 1, context):
+                end = min(start + context, len(ids) - 1)
+                # The last window reaches back for a whole context.
+                yield _Window(ids[max(0, end - context) : end + 1], end - start)
 
 
-def _rows(windows: Iterable[list[int]], limit: int) -> Iterator[list[list[int]]]:
-    row: list[list[int]] = []
+def _rows(windows: Iterable[_Window], limit: int) -> Iterator[list[_Window]]:
+    row: list[_Window] = []
     size = 0
     for window in windows:
-        # A window has one token less as input than it has ids.
-        if row and size + len(window) - 1 > limit:
+        if row and size + window.size > limit:
             yield row
             row, size = [], 0
         row.append(window)
-        size += len(window) - 1
+        size += window.size
     if row:
         yield row
 
 
 @torch.no_grad()
-def _nats(model: Trained, row: list[list[int]]) -> float:
+def _nats(model: Trained, row: list[_Window]) -> float:
     device = next(model.blocks[0].parameters()).device
     tokens, labels, positions = (
         # Positions restart in every window, which isolates them from each other.
         torch.tensor([[part for window in row for part in taken(window)]], device=device)
-        for taken in (lambda w: w[:-1], lambda w: w[1:], lambda w: range(len(w) - 1))
+        for taken in (lambda w: w.tokens[:-1], lambda w: w.labels, lambda w: range(w.size))
     )
     x = tokens
     for block in model.blocks[:-1]:

@@ -67,11 +67,14 @@ def check_weights(run: "RunConfig") -> None:
         Pretrained(run.train.weights, run.model).check()
 
 
-def source_files(run: "RunConfig") -> dict[str, bytes]:
+def source_files(run: "RunConfig", tokenizer: "Tokenizer") -> dict[str, bytes]:
     """Files that an export of a run needs in addition to its weights, name -> content, as they are when the run starts.
 
-    Raises `ModelError` for a file that cannot be read.
+    They declare the tokens that the run puts around its texts. Raises `ModelError` for a file that cannot be read.
     """
+    from terrace.data.tokenizer import FileTokenizer
+    from terrace.data.tokenizer_files import agreeing
+
     found: dict[str, bytes] = {}
     if run.train.weights:
         found |= read_files(Path(run.train.weights), (CONFIG, GENERATION))
@@ -86,6 +89,8 @@ def source_files(run: "RunConfig") -> dict[str, bytes]:
         if run.data.chat_template:  # transformers prefers this file to one in tokenizer_config.json
             template = Path(run.data.chat_template)
             found[CHAT_TEMPLATE] = read_files(template.parent, (template.name,))[template.name]
+        if isinstance(tokenizer, FileTokenizer):
+            found |= agreeing(found, tokenizer)
     return found
 
 

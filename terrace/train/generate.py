@@ -5,15 +5,20 @@ from pathlib import Path
 
 from terrace.base.errors import DataError
 from terrace.checkpoint.reading import Checkpoint
+from terrace.data.chat import load_encoder
+from terrace.data.template import TemplateRefusalError, load_template
 from terrace.data.tokenizer import Tokenizer
 from terrace.train.sampling import Sampling, continue_texts
 from terrace.train.trained import Trained, check_tokenizer, load_blocks
 
+Prompt = str | Sequence[int]  # a text, or the ids of one
 
-def generate_texts(model: Trained, prompts: Sequence[str], num_tokens: int, sampling: Sampling) -> list[str]:
+
+def generate_texts(model: Trained, prompts: Sequence[Prompt], num_tokens: int, sampling: Sampling) -> list[str]:
     """Continuation of every prompt by `num_tokens` sampled tokens, or fewer if the text ends.
 
-    Raises `DataError` for a prompt with tokens outside the model's vocabulary.
+    A prompt's special tokens are special, and a text begins as in training. Raises `DataError` for a prompt with tokens
+    outside the model's vocabulary.
     """
     given = [_encoded(prompt, model) for prompt in prompts]
     made = continue_texts(
@@ -31,7 +36,7 @@ def generate_texts(model: Trained, prompts: Sequence[str], num_tokens: int, samp
 def generate(
     folder: Path,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Prompt,
     *,
     num_tokens: int,
     temperature: float = 0.8,
@@ -49,17 +54,36 @@ def generate(
     checkpoint.verify()
     check_tokenizer(checkpoint, tokenizer)
     config, blocks = load_blocks(checkpoint)
-    stops = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+    end = tokenizer.text_tokens.end
+    stops = () if end is None else (end,)
     model = Trained(config=config, blocks=blocks, tokenizer=tokenizer, context=window, stops=stops)
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     return generate_texts(model, [prompt], num_tokens, sampling)[0]
 
 
-def _encoded(prompt: str, model: Trained) -> list[int]:
-    ids = [int(token) for token in model.tokenizer.encode(prompt)]
+def chat_prompt(model: Trained, message: str) -> list[int]:
+    """Ids of a conversation that a user begins with `message`, up to where the assistant answers.
+
+    The chat template is the one of training. Raises `DataError` without one, for a message that it refuses, and for one
+    that spells out a special token, which no conversation in training does.
+    """
+    template = load_template(model.tokenizer_path, model.template_path)
+    forged = load_encoder(model.tokenizer_path, model.tokenizer).forged(message)
+    if forged is not None:
+        raise DataError(f"the message spells out the special token {forged!r}: leave it out, or leave out --chat")
+    try:
+        text, _ = template.render([{"role": "user", "content": message}], add_generation_prompt=True)
+    except TemplateRefusalError as error:
+        raise DataError(f"the message cannot be put into a chat: {error}") from error
+    # The template begins the text itself.
+    return [int(token) for token in model.tokenizer.encode_prompt(text, begins_text=False)]
+
+
+def _encoded(prompt: Prompt, model: Trained) -> list[int]:
+    ids = model.tokenizer.encode_prompt(prompt).tolist() if isinstance(prompt, str) else list(prompt)
     # An empty prompt starts from the end of a text, or from token 0.
     if not ids:
-        ids = [model.tokenizer.end_of_text if model.tokenizer.end_of_text is not None else 0]
+        ids = [model.tokenizer.text_tokens.end or 0]
     if max(ids) >= model.config.vocab_size:
         raise DataError(
             f"the prompt has token {max(ids)}, but the model was trained with {model.config.vocab_size} only"

@@ -352,11 +352,12 @@ class _Run:
         if num_params(self.run.model) > _SAMPLE_MAX_PARAMS:
             return None  # too slow while all ranks wait; `terrace generate` can do it afterwards
         # Only rank 0 generates, on one device, from the checkpoint that was just written.
-        tokenizer, train = load_tokenizer(self.run.data.tokenizer), self.run.train
-        prompt = train.prompt
-        if prompt is None:
-            prompt = tokenizer.decode(self.job.sources[0].tokens.open()[:_PROMPT_TOKENS].tolist())
-        return prompt + generate(
+        data, train = self.run.data, self.run.train
+        tokenizer = load_tokenizer(data.tokenizer, data.bos, data.eos)
+        begun: list[int] = self.job.sources[0].tokens.open()[:_PROMPT_TOKENS].tolist()
+        prompt = begun if train.prompt is None else train.prompt
+        shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
+        return shown + generate(
             folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
         )
 

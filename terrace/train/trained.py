@@ -12,7 +12,7 @@ from terrace.base.errors import CheckpointError, ConfigError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
-from terrace.data.tokenizer import Tokenizer, load_tokenizer
+from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, holds_weights
@@ -20,19 +20,25 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
 from terrace.train.adapted import merged_values
 from terrace.train.config import RunConfig, parse_run
+from terrace.train.folder import SOURCE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model with values, its tokenizer, its training sequence length, and the tokens that end a text."""
+    """A model with values, its tokenizer, its training sequence length, and the tokens that end a text.
+
+    `tokenizer_path` and `template_path` lead to the chat template that it was trained with.
+    """
 
     config: ModelConfig
     blocks: list[nn.Module]
     tokenizer: Tokenizer
     context: int
     stops: tuple[int, ...]
+    tokenizer_path: str = BYTES
+    template_path: str = ""
 
 
 def load_trained(
@@ -87,7 +93,7 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     if trained_with != tokenizer.fingerprint:
         raise CheckpointError(
             f"{checkpoint.folder} was trained with another tokenizer ({trained_with}, not {tokenizer.fingerprint}): "
-            "name the one of its config.toml"
+            f"{trained_otherwise(str(trained_with), tokenizer)}"
         )
 
 
@@ -100,34 +106,51 @@ def _of_run(
     checkpoint = Checkpoint(newest)
     # Checksums first, so that a damaged file gives an error rather than a bad model.
     checkpoint.verify()
-    own = load_tokenizer(tokenizer or run.data.tokenizer)
+    path = tokenizer or run.data.tokenizer
+    own = load_tokenizer(path, run.data.bos, run.data.eos)
     check_tokenizer(checkpoint, own)
     config, blocks = load_blocks(checkpoint, device, dtype)
-    return Trained(config=config, blocks=blocks, tokenizer=own, context=run.train.sequence, stops=_stops(own, ()))
+    return Trained(
+        config=config,
+        blocks=blocks,
+        tokenizer=own,
+        context=run.train.sequence,
+        stops=_stops(own, folder / SOURCE),
+        tokenizer_path=path,
+        template_path=run.data.chat_template,
+    )
 
 
 def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str) -> Trained:
     if tokenizer is None and not (folder / TOKENIZER).is_file():
         raise CheckpointError(f"{folder} has no {TOKENIZER}: name one with --tokenizer")
-    own = load_tokenizer(tokenizer or folder / TOKENIZER)
+    path = tokenizer or str(folder / TOKENIZER)
+    own = load_tokenizer(path)
     weights = Pretrained(folder, load_model(str(folder), training=False))
     weights.check()
     config = weights.config
     names = ((spec.name, param.name) for spec in block_specs(config) for param in spec.params)
     values = ((block, name, weights.value(block, name)) for block, name in names)
     blocks = with_values(config, values, device, dtype)
-    # Chat models may end a turn with another token than a text.
-    stops = _stops(own, (_ends(folder / CONFIG), _ends(folder / GENERATION)))
-    return Trained(config=config, blocks=blocks, tokenizer=own, context=config.max_positions, stops=stops)
+    return Trained(
+        config=config,
+        blocks=blocks,
+        tokenizer=own,
+        context=config.max_positions,
+        stops=_stops(own, folder),
+        tokenizer_path=path,
+    )
 
 
 def _ends(path: Path) -> Any:
     return read_table(path).get("eos_token_id") if path.is_file() else None
 
 
-def _stops(tokenizer: Tokenizer, given: Iterable[Any]) -> tuple[int, ...]:
-    found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
-    for ends in given:
+def _stops(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
+    end = tokenizer.text_tokens.end
+    found = set() if end is None else {end}
+    # Chat models may end a turn with another token than a text.
+    for ends in (_ends(folder / CONFIG), _ends(folder / GENERATION)):
         # The key holds one id or a list of them.
         found |= {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
     return tuple(sorted(found))

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from terrace.base.errors import DataError, ModelError, TerraceError
+from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.main import main
@@ -20,7 +21,7 @@ from terrace.data.tokenizer import load_tokenizer
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import Pretrained
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig, parse_run, resolve
 from tests.support.hf_folder import TABLE, TEXT, write_folder, write_tokenizer
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
 from tests.support.toys import run_blocks
@@ -133,9 +134,13 @@ def test_from_a_folder_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert done.returncode == 0, done.stderr
     assert f"\nstarts from the weights in {folder}; tokenizer {folder / 'tokenizer.json'}\n" in done.stdout
     assert losses(run)[0] == pytest.approx(expected, rel=1e-10)
+    assert "; they end with '<|endoftext|>' (0), from config.json\n" in done.stdout
+    named = parse_run(read_table(run / "config.toml")).data
+    assert (named.bos, named.eos) == (False, "<|endoftext|>")
     assert sorted(path.name for path in (run / "source").iterdir()) == SOURCE_FILES
     shutil.move(folder, tmp_path / "elsewhere")  # the run has all it needs
 
+    capsys.readouterr()
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert said.startswith(

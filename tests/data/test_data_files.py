@@ -70,7 +70,7 @@ def test_load_tokenizer_file(tmp_path: Path) -> None:
     made.enable_padding(length=8)
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (10, 9)
+    assert (tokenizer.vocab_size, tokenizer.text_tokens.end) == (10, 9)
     # Neither cut off nor padded, and the special token in the text stays text.
     assert tokenizer.encode("hello world hello </s>").tolist()[:3] == [1, 2, 1]
     assert 9 not in tokenizer.encode("hello </s>world").tolist()

@@ -15,6 +15,7 @@ import pytest
 from terrace.base.errors import DataError
 from terrace.data import pieces as pieces_module
 from terrace.data import tokens as tokens_module
+from terrace.data.text_tokens import TextTokens
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
@@ -24,7 +25,7 @@ class WideTokenizer:
     """Every character is an id of its own: needs uint32, has no end of text."""
 
     vocab_size: int = 0x110000
-    end_of_text: int | None = None
+    text_tokens = TextTokens()
     fingerprint: str = "characters"
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
@@ -33,7 +34,10 @@ class WideTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def encode_prompt(self, text: str, *, begins_text: bool = True) -> npt.NDArray[np.int64]:
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         return "".join(map(chr, ids))
 
 

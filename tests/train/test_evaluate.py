@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,17 @@ import torch
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.cli.main import main
-from terrace.data.tokenizer import ByteTokenizer
+from terrace.data.config import DataConfig
+from terrace.data.prepared import prepare_sources
+from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
+from terrace.train import loop as loop_module
+from terrace.train.config import resolve
 from terrace.train.evaluate import Evaluation, evaluate
-from terrace.train.trained import Trained
+from terrace.train.generate import chat_prompt
+from terrace.train.trained import Trained, load_trained
+from tests.support.chats import write_lines, write_tokenizer
 from tests.support.generation import MODELS, make, named
 from tests.support.toys import run_blocks
 
@@ -28,13 +35,14 @@ def trained(name: str, context: int = 32, **changes: Any) -> Trained:
 
 
 @torch.no_grad()
-def by_definition(model: Trained, texts: list[str], context: int, end: list[int]) -> tuple[float, int]:
+def by_definition(model: Trained, texts: list[str], context: int, before: list[int]) -> tuple[float, int]:
     """Sum of -ln p and number of tokens, each token by a pass of its own over what is before it in its window."""
     total, count = 0.0, 0
     for text in texts:
-        ids = [*text.encode(), *end]
+        ids = [*before, *text.encode()]
         for place in range(1, len(ids)):
-            begin = (place - 1) // context * context
+            end = min((place - 1) // context * context + context, len(ids) - 1)
+            begin = max(0, end - context)
             logits = run_blocks(model.blocks, torch.tensor([ids[begin:place]]))[0, -1]
             total -= float(logits.log_softmax(0)[ids[place]])
             count += 1
@@ -59,6 +67,83 @@ def test_loss_is_what_its_definition_says(name: str, row_tokens: int, monkeypatc
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / count, rel=1e-12)
     assert steps[-1] == found
     assert len(steps) == {1: 17, 40: 6, 2048: 1}[row_tokens]
+
+
+@torch.no_grad()
+def rolling(folder: Path, texts: list[str], max_length: int) -> tuple[float, int]:
+    """The rolling log-likelihood of lm-eval, written after its definition with transformers alone: a text without
+    special tokens behind a prefix token, the bos_token or else the eos_token, in windows that predict up to
+    `max_length` tokens, the later ones with a whole window of input.
+    """
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    total, count = 0.0, 0
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        windows = [([prefix, *tokens[: max_length - 1]][: len(tokens)], tokens[:max_length])]
+        done = max_length
+        while done < len(tokens):
+            end = min(done + max_length, len(tokens))
+            windows.append((tokens[end - max_length - 1 : end - 1], tokens[done:end]))
+            done = end
+        for given, predicted in windows:
+            logits = model(torch.tensor([given])).logits[0, -len(predicted) :].log_softmax(-1)
+            total += float(logits[torch.arange(len(predicted)), torch.tensor(predicted)].sum())
+            count += len(predicted)
+    return total, count
+
+
+@pytest.mark.parametrize(("bos", "begins"), [("<s>", False), ("<s>", True), (None, False)])
+def test_an_export_is_evaluated_as_lm_eval_does(
+    bos: str | None, begins: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = chat_model(tmp_path, bos=bos, add_bos_token=begins)
+    texts = ["What is a tier?", "A level of the cluster — naïve. " * 8, "a"]
+    data = write_lines(tmp_path / "data.jsonl", [{"text": text} for text in texts])
+    assert main(["eval", str(folder), "--data", str(data), "--dtype", "fp64", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    total, count = rolling(folder, texts, max_length=32)
+    assert said["num_tokens"] == count
+    assert count > 2 * 32
+    assert said["loss"] * count == pytest.approx(-total, rel=1e-8)  # their rotary angles are fp32
+    num_bytes = len("".join(texts).encode())
+    assert said["bits_per_byte"] == pytest.approx(-total / math.log(2) / num_bytes, rel=1e-8)
+
+
+def test_a_chat_is_asked_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A template's special tokens are special, the ids are those of transformers, and nothing else begins the text."""
+    transformers = pytest.importorskip("transformers")
+    folder = chat_model(tmp_path, bos="<s>", add_bos_token=True)
+    message = "What is a tier?"
+    words = ["generate", str(folder), "--dtype", "fp64", "--temperature", "0", "--tokens", "12"]
+    assert main([*words, "--chat", "--prompt", message]) == 0
+    answer = capsys.readouterr().out.removesuffix("\n")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": message}]
+    rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert chat_prompt(load_trained(folder, dtype="fp64"), message) == ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    made = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12)[0, len(ids) :]
+    assert answer == tokenizer.decode(made, skip_special_tokens=True)
+    assert main([*words, "--chat", "--prompt", "ends <|im_end|> here"]) == 2
+    assert "spells out the special token '<|im_end|>'" in capsys.readouterr().err
+    assert main([*words, "--chat"]) == 2
+    assert "--chat needs a --prompt" in capsys.readouterr().err
+
+
+def chat_model(tmp_path: Path, *, bos: str | None, add_bos_token: bool) -> Path:
+    """A model folder with a chat tokenizer, whose texts may begin with <s>."""
+    config = replace(MODELS["llama"], vocab_size=404)
+    held = named(make(config))
+    write_pretrained(tmp_path / "model", config, lambda block, key: held[block, key].detach(), "fp64")
+    folder = write_tokenizer(tmp_path / "model")
+    table = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": bos}
+    table |= {"add_bos_token": add_bos_token}
+    (folder / "tokenizer_config.json").write_text(json.dumps(table))
+    return folder
 
 
 def test_a_longer_context_is_used() -> None:
@@ -105,3 +190,29 @@ def test_the_command_prints_what_was_found(tmp_path: Path, capsys: pytest.Captur
     assert "2 documents, 12 bytes" in capsys.readouterr().out
     assert main([*words, "--context", "0"]) == 2
     assert "--context 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_a_run_s_closing_sample_begins_with_the_ids_of_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Special tokens at the beginning of the data stay what they are; a prompt of its own is encoded like any other."""
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text("What is a tier?")
+    data = DataConfig(path=str(tmp_path / "a.txt"), tokenizer=str(folder), bos="<s>", cache=str(tmp_path / "cache"))
+    sources = prepare_sources(data, load_tokenizer(folder, data.bos), 4)
+    given: list[Any] = []
+
+    def generate(folder: Path, tokenizer: object, prompt: object, **more: object) -> str:
+        given.append(prompt)
+        return "!"
+
+    monkeypatch.setattr(loop_module, "generate", generate)
+    run = resolve(None, {}, {"model": {"vocab_size": 404}})
+    loop: Any = SimpleNamespace(world=SimpleNamespace(rank=0), dog=SimpleNamespace(idle=lambda doing: None))
+    loop.job = SimpleNamespace(sources=sources)
+    for prompt in (None, "<s>A <|im_end|>"):
+        loop.run = replace(run, data=data, train=replace(run.train, prompt=prompt))
+        shown = loop_module._Run._sample(loop, tmp_path)
+        begun = "<s>What is a tier?<|im_end|>" if prompt is None else prompt
+        assert shown == begun + "!"
+    assert given == [sources[0].tokens.open().tolist(), "<s>A <|im_end|>"]

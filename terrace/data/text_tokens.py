@@ -1,0 +1,160 @@
+"""The tokens that begin and end a text: what the tokenizer's folder declares, or what a run says instead.
+
+end     `eos_token` of tokenizer_config.json, else the first `eos_token_id` of generation_config.json, else of
+        config.json, else a guess: the first of `END_OF_TEXT_NAMES` that tokenizer.json declares as special
+begin   the tokens that the post-processor of tokenizer.json puts before a text; where it has no template, the
+        `bos_token` of tokenizer_config.json if `add_bos_token` is true there
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError, DataError, did_you_mean
+from terrace.base.schema import read_table
+
+AUTO = "auto"
+CONFIG_FILE = "tokenizer_config.json"
+_ID_FILES = ("generation_config.json", "config.json")
+Tables = Mapping[str, Mapping[str, Any]]  # file name -> contents, of the files above that exist
+
+# The order matters for families that kept an older tokenizer's </s> beside their own <|endoftext|>.
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTokens:
+    """Ids around a text, and where each comes from, in words.
+
+    `context` stands before the first token when a text is evaluated: the token that begins texts, or the declared
+    `bos_token`, or else the end of the text before.
+    """
+
+    begin: tuple[int, ...] = ()
+    end: int | None = None
+    context: int | None = None
+    begin_from: str = ""
+    end_from: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Tokens of a tokenizer.json by name; `special` are those that it declares as such."""
+
+    path: Path
+    special: Mapping[str, int]
+    id_of: Callable[[str], int | None]
+
+    @property
+    def guess(self) -> int | None:
+        """The end of text by its name."""
+        return next((self.special[name] for name in END_OF_TEXT_NAMES if name in self.special), None)
+
+    def named(self, token: str, what: str) -> int:
+        """Id of `token`. Raises `DataError` naming `what` if there is none."""
+        found = self.id_of(token)
+        if found is None:
+            raise DataError(
+                f"{what} = {token!r} is no token of {self.path}{did_you_mean(token, self.special)}; name one with "
+                f"--data.{'bos' if 'bos' in what else 'eos'} TOKEN"
+            )
+        return found
+
+
+def find_text_tokens(
+    vocabulary: Vocabulary, post_processor: Mapping[str, Any] | None, files: Tables, bos: bool | str, eos: str
+) -> TextTokens:
+    """The tokens around a text by the `files` beside a tokenizer, unless `bos` or `eos` say otherwise.
+
+    `bos` is "auto", true (the folder's `bos_token`), false or a token, `eos` "auto" or a token. Raises `DataError` for
+    a token that is not in the vocabulary, and for true where the folder has no `bos_token`.
+    """
+    end, end_from = _end(vocabulary, files, eos)
+    begin, begin_from = _begin(vocabulary, post_processor, files.get(CONFIG_FILE, {}), bos)
+    declared = token_text(files.get(CONFIG_FILE, {}), "bos_token")
+    known = None if declared is None else vocabulary.id_of(declared)
+    context = begin[-1] if begin else end if known is None else known
+    return TextTokens(begin=begin, end=end, context=context, begin_from=begin_from, end_from=end_from)
+
+
+def read_tables(folder: Path | None) -> dict[str, dict[str, Any]]:
+    """The files of `folder` that say which tokens stand around a text. Raises `DataError` for one that is damaged."""
+    if folder is None:
+        return {}
+    try:
+        return {name: read_table(folder / name) for name in (CONFIG_FILE, *_ID_FILES) if (folder / name).is_file()}
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+
+
+def state_of(post_processor: Any) -> Mapping[str, Any] | None:
+    """A post-processor of the `tokenizers` package as its JSON."""
+    if post_processor is None:
+        return None
+    state = json.loads(post_processor.__getstate__())
+    assert isinstance(state, dict), "a post-processor is an object"
+    return state
+
+
+def token_text(config: Mapping[str, Any], key: str) -> str | None:
+    """A token of a tokenizer_config.json, which is a text, or a table that describes it."""
+    token = config.get(key)
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _end(vocabulary: Vocabulary, files: Tables, eos: str) -> tuple[int | None, str]:
+    if eos != AUTO:
+        return vocabulary.named(eos, "data.eos"), "as data.eos says"
+    declared = token_text(files.get(CONFIG_FILE, {}), "eos_token")
+    if declared is not None:
+        return vocabulary.named(declared, f"eos_token in {CONFIG_FILE}"), f"from {CONFIG_FILE}"
+    for name in _ID_FILES:
+        ids = files.get(name, {}).get("eos_token_id")
+        first = next(iter(ids), None) if isinstance(ids, list) else ids
+        if isinstance(first, int) and not isinstance(first, bool):
+            return first, f"from {name}"
+    return vocabulary.guess, "guessed by its name: say otherwise with data.eos"
+
+
+def _begin(
+    vocabulary: Vocabulary, post_processor: Mapping[str, Any] | None, config: Mapping[str, Any], bos: bool | str
+) -> tuple[tuple[int, ...], str]:
+    if isinstance(bos, str) and bos != AUTO:
+        return (vocabulary.named(bos, "data.bos"),), "as data.bos says"
+    if bos is False:
+        return (), "as data.bos says"
+    put = _put_before(post_processor)
+    if bos == AUTO and put is not None:
+        return put, "from the post-processor of tokenizer.json"
+    if bos == AUTO and config.get("add_bos_token") is not True:
+        return (), ""
+    declared = token_text(config, "bos_token")
+    if declared is None:
+        said = "data.bos = true" if bos is True else f"{CONFIG_FILE} says add_bos_token"
+        raise DataError(
+            f"{said}, but no {CONFIG_FILE} beside {vocabulary.path} has a bos_token: name it with --data.bos TOKEN"
+        )
+    origin = "as data.bos says" if bos is True else f"from {CONFIG_FILE}"
+    return (vocabulary.named(declared, f"bos_token in {CONFIG_FILE}"),), origin
+
+
+def _put_before(processor: Mapping[str, Any] | None) -> tuple[int, ...] | None:
+    """Ids that a post-processor puts before a text; None where it has no template of texts."""
+    kind = None if processor is None else processor.get("type")
+    if processor is None or kind not in ("Sequence", "TemplateProcessing", "BertProcessing", "RobertaProcessing"):
+        return None
+    if kind == "Sequence":
+        found = [before for each in processor["processors"] if (before := _put_before(each)) is not None]
+        # A later processor puts its tokens around those of an earlier one.
+        return tuple(token for before in reversed(found) for token in before) if found else None
+    if kind != "TemplateProcessing":
+        return (processor["cls"][1],)
+    put: list[int] = []
+    for piece in processor["single"]:
+        if "SpecialToken" not in piece:
+            break
+        put += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return tuple(put)

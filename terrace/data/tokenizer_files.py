@@ -1,0 +1,71 @@
+"""A tokenizer's files that say what a run put around its texts, so that whoever loads the model puts the same."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from terrace.base.errors import DataError
+from terrace.data.text_tokens import AUTO, CONFIG_FILE, find_text_tokens, token_text
+from terrace.data.tokenizer import FileTokenizer
+
+_TOKENIZER = "tokenizer.json"
+_TEMPLATES = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
+
+
+def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, bytes]:
+    """Those of a folder's `files`, name -> content, that must change for it to declare what `tokenizer` puts around a
+    text; none where it does already.
+    """
+    tables = {name: _parsed(name, raw) for name, raw in files.items() if name.endswith("config.json")}
+    whole = _parsed(_TOKENIZER, files[_TOKENIZER])
+    try:
+        there = find_text_tokens(tokenizer.vocabulary, whole.get("post_processor"), tables, AUTO, AUTO)
+    except DataError:  # tokens that do not exist, which is why the run names others
+        there = None
+    here = tokenizer.text_tokens
+    config = dict(tables.get(CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    # lm-eval begins a text with the bos_token, wherever the template has it from.
+    names_begin = not here.begin or token_text(config, "bos_token") is not None
+    if there is not None and (there.begin, there.end) == (here.begin, here.end) and names_begin:
+        return {}
+    changed: dict[str, Any] = {CONFIG_FILE: config}
+    config["add_bos_token"] = bool(here.begin)
+    if here.begin:
+        config["bos_token"] = tokenizer.name(here.begin[-1])
+    if here.end is not None:
+        config["eos_token"] = tokenizer.name(here.end)
+        for name in tables.keys() - {CONFIG_FILE}:
+            ends = tables[name].get("eos_token_id")
+            if here.end not in (ends if isinstance(ends, list) else [ends]):
+                changed[name] = {**tables[name], "eos_token_id": here.end}
+    if there is None or there.begin != here.begin:
+        changed[_TOKENIZER] = {
+            **whole,
+            "post_processor": _processor(whole.get("post_processor"), here.begin, tokenizer),
+        }
+    return {name: (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode() for name, table in changed.items()}
+
+
+def _processor(old: Any, begin: tuple[int, ...], tokenizer: FileTokenizer) -> Any:
+    flat = [] if old is None else old["processors"] if old["type"] == "Sequence" else [old]
+    kept = [each for each in flat if each["type"] not in _TEMPLATES]
+    if begin:
+        names = [tokenizer.name(token) for token in begin]
+        put = [[{"SpecialToken": {"id": name, "type_id": kind}} for name in names] for kind in (0, 1)]
+        text = [[{"Sequence": {"id": sequence, "type_id": kind}}] for kind, sequence in enumerate("AB")]
+        special = {
+            name: {"id": name, "ids": [token], "tokens": [name]} for name, token in zip(names, begin, strict=True)
+        }
+        single, pair = put[0] + text[0], put[0] + text[0] + put[1] + text[1]
+        kept.append({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special})
+    return {"type": "Sequence", "processors": kept} if len(kept) > 1 else kept[0] if kept else None
+
+
+def _parsed(name: str, raw: bytes) -> dict[str, Any]:
+    try:
+        table = json.loads(raw)
+    except ValueError as error:
+        raise DataError(f"{name} of the tokenizer is not valid JSON: {error}; download it again") from error
+    if not isinstance(table, dict):
+        raise DataError(f"{name} of the tokenizer holds no object; download it again")
+    return table
