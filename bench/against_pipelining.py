@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bench import turns
@@ -55,6 +54,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
+from terrace.runtime.gathered import gather_plain
 
 KEPT = ("params", "secondary", "gathered", "grads", "grads_full")  # of the engine's categories of memory
 HEADER = ["ranks", "case", "who", "rounds", "median s", "min s", "CPU s", "peak MB (mean)", "kept MB (mean)"]
@@ -234,9 +234,7 @@ def _load_optimizer() -> None:
 
 
 def _everyone(figure: int) -> list[int]:
-    figures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(figures, figure)
-    return figures
+    return gather_plain(figure, torch.device("cpu"))
 
 
 def verdict(job: Job, name: str, results: dict[str, Result]) -> list[str]:

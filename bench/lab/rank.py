@@ -25,6 +25,7 @@ from bench.lab.contest import Contestant, Result, Setting, Text, model_of, new_a
 from bench.lab.job import Entry, Job, contestant
 from bench.lab.launch import MARK, Place, place
 from terrace.model.config import num_params
+from terrace.runtime.gathered import gather_plain
 
 WARMUP_STEPS = 1
 _TIMEOUT = timedelta(minutes=5)
@@ -81,8 +82,7 @@ def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, st
         "optimizer_bytes": sum(tensor.numel() * tensor.element_size() for tensor in made.states()),
         "time_s": [dict(result.time_s) for result in results[WARMUP_STEPS:]],
     }
-    everyone: list[Any] = [None] * at.world_size
-    dist.all_gather_object(everyone, own)
+    everyone = gather_plain(own, torch.device("cpu"))
     record = {
         "contestant": entry.name,
         "accum": num_micros,

@@ -5,24 +5,17 @@ import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load
 from terrace.data.batches import Source
 from terrace.train.config import RunConfig, parse_run, run_toml
-from terrace.train.job import RunJob
+from terrace.train.job import JobInputs, RunJob
 
 
 @dataclass(frozen=True, kw_only=True)
-class _JobText:
+class _JobText(JobInputs):
     run: str  # TOML
-    folder: Path
-    sources: tuple[Source, ...]
-    tokenizer_fingerprint: str
-    resume: Path | None = None
-    config: str = ""
-    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +25,7 @@ class _Sources:
 
 def job_text(job: RunJob) -> str:
     """The job as JSON; `read_job` gives an equal one back."""
-    table = _JobText(
-        run=run_toml(job.run),
-        folder=job.folder,
-        sources=job.sources,
-        tokenizer_fingerprint=job.tokenizer_fingerprint,
-        resume=job.resume,
-        config=job.config,
-        changes=job.changes,
-    )
-    return json.dumps(dump(table))
+    return json.dumps(dump(_JobText(**vars(job) | {"run": run_toml(job.run)})))
 
 
 def read_job(text: str) -> RunJob:
@@ -51,15 +35,7 @@ def read_job(text: str) -> RunJob:
         run = tomllib.loads(table.run)
     except ValueError as error:
         raise ConfigError(f"the job of rank 0 cannot be read ({error}): start the run again") from error
-    return RunJob(
-        run=parse_run(run),
-        folder=table.folder,
-        sources=table.sources,
-        tokenizer_fingerprint=table.tokenizer_fingerprint,
-        resume=table.resume,
-        config=table.config,
-        changes=table.changes,
-    )
+    return RunJob(**vars(table) | {"run": parse_run(run)})
 
 
 def sources_text(sources: Sequence[Source]) -> str:

@@ -11,20 +11,26 @@ from terrace.train.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunJob:
-    """Input of every rank: the run, its folder, its data, and the checkpoint to resume from.
+class JobInputs:
+    """Inputs of every rank except the run: the folder, the data, and the checkpoint to resume from.
 
     `config` is the text for the folder's config.toml, if a file of an earlier start is there: rank 0 writes it once all
     ranks are ready and it holds the folder. `changes` are settings that differ from that file's.
     """
 
-    run: RunConfig
     folder: Path
     sources: tuple[Source, ...]
     tokenizer_fingerprint: str
     resume: Path | None = None
     config: str = ""
     changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob(JobInputs):
+    """A run with its inputs."""
+
+    run: RunConfig
 
 
 def device_of() -> torch.device:

@@ -21,7 +21,7 @@ OVERRIDES = {
 
 
 def test_every_field_of_a_job_travels() -> None:
-    """A field with a default that is forgotten here would be lost without a word."""
+    """The inputs are inherited: a field that is added to `RunJob` alone would not be in the text."""
     assert [each.name for each in fields(_JobText)] == [each.name for each in fields(RunJob)]
 
 
