@@ -35,6 +35,7 @@ from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of
 
 FORMAT, FORMAT_2 = 3, 2
 _GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
+MAX_STEPS = 10**12  # no run comes near
 _READ_BYTES = 4 << 20
 
 Group = str
@@ -43,14 +44,22 @@ Files = dict[str, dict[str, Any]]  # file -> its entry in the manifest
 
 
 def folder_of(run_folder: Path, step: int) -> Path:
-    return run_folder / "checkpoints" / f"step-{step:08d}"
+    return run_folder / "checkpoints" / folder_name(step)
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return re.fullmatch(r"step-\d{1,18}", name) is not None
 
 
 def complete(checkpoints: Path) -> list[Path]:
     """Complete checkpoints in a folder, oldest first."""
     if not checkpoints.is_dir():
         return []
-    found = [path for path in checkpoints.iterdir() if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
+    found = [path for path in checkpoints.iterdir() if is_checkpoint_name(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 

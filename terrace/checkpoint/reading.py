@@ -1,5 +1,6 @@
 """Reading checkpoints: integrity checks, then any box of any parameter."""
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,16 @@ from terrace.checkpoint.boxes import Box, from_text, numel, sizes, to_text, whol
 from terrace.checkpoint.layout import (
     FORMAT,
     FORMAT_2,
+    MAX_STEPS,
     BlockLayout,
     Files,
     check_model,
     complete,
     decode,
+    folder_name,
+    is_checkpoint_name,
     is_intact,
+    step_of,
     tensor_name,
 )
 from terrace.checkpoint.parts import BoxValues, Slices, held, parts_of, slices_of
@@ -48,16 +53,21 @@ class Checkpoint:
                     f"{folder} has format {manifest['format']!r}, but this version of Terrace reads formats {FORMAT_2} "
                     f"and {FORMAT} only: resume it with the version that wrote it, or start a new run"
                 )
-            self.step = int(manifest["step"])
-            self.num_updates = int(manifest["num_updates"])
+            self.step, self.num_updates = _counts(manifest["step"], manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
             self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
             self.layout: dict[str, BlockLayout] = {
                 block: {name: (group, list(shape)) for name, (group, shape) in layout.items()}
                 for block, layout in manifest["layout"].items()
             }
+            for group in sorted({group for layout in self.layout.values() for group, _ in layout.values()}):
+                if not self.groups.get(group):
+                    raise ValueError(f"groups has no kinds of state for {group!r}")
             self.files: Files = dict(manifest["files"])
             for file, entry in self.files.items():
+                # A name with a folder in it would open files outside of the checkpoint.
+                if os.path.basename(file) != file or file in ("", ".", ".."):
+                    raise ValueError(f"files names {file!r}, which is not the name of a file in the folder")
                 for block, boxes in entry["pieces"].items():
                     for name, texts in boxes.items():
                         self._pieces[block, name] += [(from_text(text), file) for text in texts]
@@ -65,6 +75,12 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; is {folder} a checkpoint?") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged ({error}): {_INSTEAD}") from error
+        # `latest` and the removal of old checkpoints go by the name.
+        if is_checkpoint_name(folder.name) and step_of(folder) != self.step:
+            raise CheckpointError(
+                f"{folder} holds step {self.step}, so it was renamed: give it its name {folder_name(self.step)} back, "
+                "or delete it"
+            )
         # Sorted once, as `reshard` is fastest on sorted boxes.
         for pieces in self._pieces.values():
             pieces.sort()
@@ -176,6 +192,15 @@ class Checkpoint:
             yield *pieces[copy.source], copy.box
 
 
+def _counts(step: object, num_updates: object) -> tuple[int, int]:
+    # Exact types: a bool or text would pass `int`.
+    if type(step) is not int or not 0 <= step < MAX_STEPS:
+        raise ValueError(f"step = {step!r} is not a number of steps")
+    if type(num_updates) is not int or not 0 <= num_updates <= step:
+        raise ValueError(f"num_updates = {num_updates!r} is not possible after {step} steps")
+    return step, num_updates
+
+
 def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
     """Newest intact checkpoint of a run, verified, and the damage of each newer one.
 
@@ -204,6 +229,9 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> None:
     first: this checks only the elements it reads.
     """
     check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
+    # Without its updates the optimizer would correct the bias of a mean that has none.
+    if checkpoint.num_updates == 0 < checkpoint.step and any(spec.num_trainable for spec in state.specs):
+        raise CheckpointError(f"{checkpoint.folder} is after {checkpoint.step} steps with 0 updates: {_INSTEAD}")
     slices = slices_of(state.program.mesh, state.rank)
     with torch.no_grad():
         for flat in state:

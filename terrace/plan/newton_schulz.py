@@ -5,6 +5,7 @@ from functools import lru_cache
 from terrace.plan.flats import FlatParamSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: as steep as can be at zero while it stays near one
+NORM_EPS = 1e-7  # added to the norm a matrix is divided by: `eps` of Jordan's code, and of torch.optim.Muon
 UPDATE_RMS = 0.2  # times sqrt(max(n, m)): the size of AdamW's updates (Liu et al., arXiv 2502.16982, section 2.2)
 NUM_STEPS = 5  # the default of `optimizer.newton_schulz_steps`, by which steps are priced
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from terrace.model.spec import ParamSpec
-from terrace.plan.newton_schulz import COEFFICIENTS, UPDATE_RMS
+from terrace.plan.newton_schulz import COEFFICIENTS, NORM_EPS, UPDATE_RMS
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.state_part import StatePart, whole_part
@@ -110,16 +110,15 @@ class ShardedMuon:
 def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     """U V^T, approximately, for the singular value decomposition U S V^T of a matrix (n, m).
 
-    Jordan's quintic iteration: singular values end between 0.7 and 1.2, and zero stays zero.
+    Jordan's quintic iteration: singular values end between 0.7 and 1.2, and zero stays zero. Singular values far below
+    `NORM_EPS` end near zero too, so that a matrix whose gradient has vanished stands still.
     """
     a, b, c = COEFFICIENTS
     # X X^T is smallest with the short side first.
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if is_tall else matrix
     wide = torch.promote_types(x.dtype, torch.float32)
-    # First by the largest element: a momentum without gradients decays below 1e-19, where squares underflow to zero.
-    x = x / x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)
-    x = x / torch.linalg.vector_norm(x, dtype=wide).clamp(min=1.0).to(x.dtype)
+    x = x / (torch.linalg.vector_norm(x, dtype=wide) + NORM_EPS).to(x.dtype)
     for _ in range(num_steps):
         square = x @ x.t()
         x = a * x + torch.addmm(square, square, square, beta=b, alpha=c) @ x

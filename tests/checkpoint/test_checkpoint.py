@@ -16,7 +16,7 @@ from torch import Tensor
 from terrace.base.errors import CheckpointError, HangError
 from terrace.checkpoint import snapshot, writing
 from terrace.checkpoint.layout import decode, encode, latest
-from terrace.checkpoint.reading import Checkpoint, restore
+from terrace.checkpoint.reading import Checkpoint, newest_whole, restore
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.plan.presets import preset
@@ -178,6 +178,34 @@ def test_damage_is_named_also_when_nobody_verified(tmp_path: Path) -> None:
     assert "has format 1, but this version of Terrace reads formats 2 and 3 only" in refused(lambda: Checkpoint(folder))
     manifest.unlink()
     assert f"cannot read {manifest}" in refused(lambda: Checkpoint(folder))
+
+
+def test_a_renamed_folder_and_impossible_manifests_are_refused(tmp_path: Path) -> None:
+    engine, folder = saved_alone(tmp_path)
+    manifest, table = folder / "manifest.json", decode((folder / "manifest.json").read_text())
+    renamed = folder.rename(folder.with_name("step-00000009"))
+    assert f"{renamed} holds step 1, so it was renamed" in refused(lambda: Checkpoint(renamed))
+    assert "step-00000009 holds step 1" in refused(lambda: newest_whole(tmp_path))
+    # A copy under a name of the user's own is no step of a run.
+    own = renamed.rename(folder.with_name("best"))
+    assert Checkpoint(own).step == 1
+    own.rename(folder)
+    (file,) = table["files"]
+    cases: dict[str, dict[str, Any]] = {
+        "files names '../outside'": {"files": {"../outside": table["files"][file]}},
+        "files names '/etc/passwd'": {"files": {"/etc/passwd": table["files"][file]}},
+        "step = -5 is not": {"step": -5},
+        "step = '1' is not": {"step": "1"},
+        "step = True is not": {"step": True},
+        "num_updates = 1000000000000 is not possible after 1 steps": {"num_updates": 10**12},
+        "num_updates = -1 is not": {"num_updates": -1},
+        "groups has no kinds of state for 'adamw'": {"groups": {}},
+    }
+    for said, changed in cases.items():
+        manifest.write_text(encode({**table, **changed}))
+        assert said in refused(lambda: Checkpoint(folder))
+    manifest.write_text(encode({**table, "num_updates": 0}))
+    assert "after 1 steps with 0 updates" in refused(lambda: restore(engine.state, Checkpoint(folder)))
 
 
 def test_every_cut_of_a_manifest_is_refused(tmp_path: Path) -> None:
