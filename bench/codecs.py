@@ -38,11 +38,11 @@ def measure(wire: WireFormat, dtype: torch.dtype, numel: int, rounds: int) -> tu
     values = torch.randn(1, numel, dtype=torch.float32).to(dtype)
     decoded, residual, total = torch.empty_like(values), torch.zeros(1, numel), torch.zeros(numel)
     messages = torch.empty(MESSAGES, wire.message_bytes(numel), dtype=torch.uint8)
-    codecs.encode(values.expand(MESSAGES, -1), wire, messages, "values")
+    codecs.encode(values.expand(MESSAGES, -1), wire, messages)
     one = messages[:1]
-    encode_s = best_s(lambda: codecs.encode(values, wire, one, "values"), rounds)
+    encode_s = best_s(lambda: codecs.encode(values, wire, one), rounds)
     decode_s = best_s(lambda: codecs.decode(one, wire, decoded), rounds)
-    feedback_s = best_s(lambda: codecs.encode(values, wire, one, "values", residual), rounds)
+    feedback_s = best_s(lambda: codecs.encode(values, wire, one, residual), rounds)
     add_s = best_s(lambda: codecs.decode_add(messages, wire, total), rounds) / MESSAGES
     size_bytes = numel * values.element_size()
     both = size_bytes / (encode_s + decode_s)

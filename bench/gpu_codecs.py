@@ -45,7 +45,7 @@ def equals_reference(wire: WireFormat) -> bool:
     total, there_total = torch.zeros(NUM_COMPARED), torch.zeros(NUM_COMPARED, device="cuda")
     there_residual, there = residual.to("cuda"), message.to("cuda")
     decoded = torch.empty(2, NUM_COMPARED, dtype=torch.bfloat16, device="cuda")
-    codecs.encode(values.to("cuda"), wire, there, "values", there_residual)
+    codecs.encode(values.to("cuda"), wire, there, there_residual)
     codecs.decode(there, wire, decoded)
     codecs.decode_add(there, wire, there_total)
     reference.encode(values, wire, message, residual)
@@ -62,11 +62,11 @@ def bandwidths(wire: WireFormat) -> dict[str, float]:
     residual = torch.zeros(1, NUM_ELEMENTS, device="cuda")
     wide_bytes, narrow_bytes, fp32_bytes = (part.numel() * part.element_size() for part in (values, message, residual))
     moved: dict[str, tuple[int, Callable[[], None]]] = {
-        "encode bf16": (wide_bytes + narrow_bytes, lambda: codecs.encode(values, wire, message, "values")),
+        "encode bf16": (wide_bytes + narrow_bytes, lambda: codecs.encode(values, wire, message)),
         "decode bf16": (wide_bytes + narrow_bytes, lambda: codecs.decode(message, wire, values)),
         "encode with feedback": (
             wide_bytes + narrow_bytes + 2 * fp32_bytes,
-            lambda: codecs.encode(values, wire, message, "values", residual),
+            lambda: codecs.encode(values, wire, message, residual),
         ),
         "decode_add to fp32": (
             narrow_bytes + 2 * fp32_bytes,

@@ -208,23 +208,21 @@ class Collectives:
     def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
         if not values.numel():
             return
-        name = f"{message.value} of block {origin.name!r} over tier {self._layout.tiers[hop.tier]!r}"
         key = (message, origin.name, hop.tier)
         # Only a sample is decoded again, since whole messages would double the cost.
         part = self.errors.sample(key, leg, hop.numel, hop.wire.block)
         if hop.wire.feedback:
             residual = origin.residual(message, hop.tier, leg, *values.shape)
-            codecs.encode(values, hop.wire, out, name, residual)
+            codecs.encode(values, hop.wire, out, residual)
             # With feedback the residual is the rounding error, so nothing is decoded.
             squares = [residual[0, part].double().square().sum(), values[0, part].double().square().sum()]
             sums = torch.stack(squares)
         else:
-            codecs.encode(values, hop.wire, out, name)
-            sums = codecs.error_sums(values[0, part], hop.wire, name)
-        # Where nothing is raised, the scale of a block with inf or nan is nan.
-        if out.is_cuda:
-            scales = out[:, : SCALE_BYTES * -(-hop.numel // hop.wire.block)].view(torch.bfloat16)
-            sums = sums + 0 * scales.sum(dtype=torch.float32)
+            codecs.encode(values, hop.wire, out)
+            sums = codecs.error_sums(values[0, part], hop.wire)
+        # The scale of a block with inf or nan is nan: the sample may have missed it, the error names the message.
+        scales = out[:, : SCALE_BYTES * -(-hop.numel // hop.wire.block)].view(torch.bfloat16)
+        sums = sums + 0 * scales.sum(dtype=torch.float32)
         self.errors.add(key, sums)
 
 

@@ -23,16 +23,23 @@ from terrace.plan.wire import MessageClass
 _SAMPLE_NUMEL = 4096
 
 _Key = tuple[MessageClass, str, int]  # message class, origin, tier
+_Hop = tuple[MessageClass, int, str]  # message class, tier, leg
 
 
 class Origin:
-    """Source of messages: a block's name, for errors, and the residuals of its gradients."""
+    """Source of messages: a block's name, for errors, and the residuals of its gradients.
+
+    Residuals count from `keep`: `undo` takes the messages since then back, for a step that is given up. So each is
+    there twice.
+    """
 
     def __init__(self, name: str, device: torch.device, meter: Meter) -> None:
         self.name = name
         self._device = device
         self._meter = meter
-        self._residuals: dict[tuple[MessageClass, int, str], Tensor] = {}
+        self._residuals: dict[_Hop, Tensor] = {}
+        self._before: dict[_Hop, Tensor] = {}  # at the last `keep`, of those in `_changed`
+        self._changed: set[_Hop] = set()
         # A category of every report, as in the formula.
         meter.add("feedback", 0)
 
@@ -41,8 +48,23 @@ class Origin:
         key = (message, tier, leg)
         if key not in self._residuals:
             self._residuals[key] = torch.zeros(rows, numel, dtype=torch.float32, device=self._device)
-            self._meter.add("feedback", self._residuals[key].nbytes)
+            self._before[key] = torch.empty_like(self._residuals[key])
+            self._meter.add("feedback", 2 * self._residuals[key].nbytes)
+        # Once a step: later micro-batches of the step add to what the first one left.
+        if key not in self._changed:
+            self._before[key].copy_(self._residuals[key])
+            self._changed.add(key)
         return self._residuals[key]
+
+    def keep(self) -> None:
+        """Let the residuals stand. No lane may be at work on messages of this origin, here and in `undo`."""
+        self._changed.clear()
+
+    def undo(self) -> None:
+        """Bring the residuals of the last `keep` back."""
+        for key in self._changed:
+            self._residuals[key].copy_(self._before[key])
+        self._changed.clear()
 
 
 class ErrorLog:

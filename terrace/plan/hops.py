@@ -17,6 +17,7 @@ from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 
 _OF_SUMS = (MessageClass.SYNC, MessageClass.OUTER)
 RESIDUAL_BYTES = 4  # error feedback is kept in fp32
+RESIDUAL_COPIES = 2  # the second is of before the step, which may be given up
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from terrace.base.alike import once_each
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.hops import RESIDUAL_BYTES
+from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import residual_numels
@@ -63,7 +63,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         owned = padded // layout.span(layout.optimizer)
         found["optimizer"] = (owned * (kept - 1) + num_second_moments(plan.update, owned, padded - whole)) * master
         found["outer"] = owned * master if layout.num_islands > 1 else 0
-        found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
+        found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES * RESIDUAL_COPIES
     return found
 
 

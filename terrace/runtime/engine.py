@@ -1,15 +1,14 @@
 """The engine: blocks, a plan and a world, ready to step."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from terrace.base.errors import ProgramError, TrainingError
+from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.pace import Pacer
 from terrace.comm.rounding import relative_errors
@@ -34,13 +33,16 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import check_compiles, compile_blocks
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
+from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.head import Objective
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import return_large_buffers
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
 from terrace.runtime.progress import Progress, no_progress
+from terrace.runtime.random_state import random_state
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
+from terrace.runtime.step_sums import GivenUp, StepSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ class Engine:
         self._period: Period | None = None  # the last that was run
         self._forward: Program | None = None  # the default of `evaluate`, made by its first call
         self._given: Program | None = None  # the last that `evaluate` was given
+        self._given_up = Counter[tuple[MessageClass, str]]()  # bytes of steps that were not finite
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
@@ -146,12 +149,16 @@ class Engine:
         """Run one training step on this rank's micro-batches; a plan with islands runs periods instead.
 
         Blocks get the positions of a batch, if it has any, as a second argument; the tensors must not change
-        meanwhile. Raises `ModelError` when a block takes no positions, and `TrainingError` naming the message when a
-        message in a block format holds inf or nan.
+        meanwhile. Raises `ModelError` when a block takes no positions. Raises `NonFiniteError` on every rank when loss
+        or gradient are inf or nan: the state is then as before, and the error names rank, micro-batch and block.
         """
         if self.program.layout.num_islands > 1:
             raise ProgramError("steps alone would let the plan's islands drift apart: run a period")
-        return self._run(batches, lr, self.program)
+        result = self._run(batches, lr, self.program)
+        if isinstance(result, NotFinite):
+            agree(self, result)
+        assert isinstance(result, StepResult), "the ranks agree on an error"
+        return result
 
     def run_period(self, period: Period, batches: Iterable[Sequence[Batch]], lr: float) -> list[StepResult]:
         """Run every program of a period; `batches` has the micro-batches of each step and evaluation, in order.
@@ -173,13 +180,21 @@ class Engine:
                 "micro-batches of each"
             )
         results, given, declared = [], iter(batches), Counter(self.runner.declared_bytes)
+        problem: NotFinite | None = None
         for program in period.runs(stage):
             if program.phase is Phase.FORWARD:
                 results.append(self._evaluate(next(given), program))
-            elif program.phase is Phase.TRAIN:
-                results.append(self._run(next(given), lr, program))
-            else:
+            elif program.phase is not Phase.TRAIN:
+                self._agree(problem)
                 self.runner.run((), lr, program)
+            # An island whose step is not finite makes no more; the others learn of it before they exchange.
+            elif problem is None:
+                result = self._run(next(given), lr, program)
+                if isinstance(result, NotFinite):
+                    problem = result
+                else:
+                    results.append(result)
+        self._agree(problem)
         declared.update(period.sent_bytes(stage))
         if declared != self.runner.declared_bytes:
             raise ProgramError("the programs that were run declare other bytes than their period")
@@ -205,6 +220,11 @@ class Engine:
             self._given = program
         return self._evaluate(batches, program)
 
+    def _agree(self, problem: NotFinite | None) -> None:
+        # Without islands all ranks have the same sums, and so the same problem.
+        if problem is not None or self.program.layout.num_islands > 1:
+            agree(self, problem)
+
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
         modules = self.state.modules.values()
         # Only modules in training mode are switched back: others may have been set to eval on purpose.
@@ -213,7 +233,9 @@ class Engine:
             module.eval()
         before = self._declared()
         try:
-            return self._run(batches, 0.0, program)
+            result = self._run(batches, 0.0, program)
+            assert isinstance(result, StepResult), "only training steps are given up"
+            return result
         finally:
             self._outside.update(self._declared() - before)
             for module in training:
@@ -238,29 +260,45 @@ class Engine:
                 f"the {program.phase.value} program was built for another cluster, plan, model or stage than the engine"
             )
 
-    def _run(self, batches: Sequence[Batch], lr: float, program: Program) -> StepResult:
+    def _run(self, batches: Sequence[Batch], lr: float, program: Program) -> StepResult | NotFinite:
+        batches, drawn = self._taken(batches, program), random_state(self.device)
+        try:
+            sums = self.runner.run(batches, lr, program)
+        except GivenUp as given_up:
+            return NotFinite(self._result(given_up.sums), self._examined(batches, program, drawn).first)
+        # Evaluations do not count: reports are means over training steps.
+        self._num_steps += program.trains
+        self.clock.mark("other")
+        return self._result(sums)
+
+    def _taken(self, batches: Sequence[Batch], program: Program) -> Sequence[Batch]:
         for axis in self.axes:
             batches = axis.take(batches, trains=program.trains)
         check_positions(batches, self.state.modules.values())
-        sums = self.runner.run(batches, lr, program)
-        # Evaluations do not count: reports are means over training steps.
-        self._num_steps += program.trains
-        # One transfer to the host for all numbers of the step.
-        figures = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens])
-        loss, norm, count, *rounding = torch.cat([figures, sums.rounding]).tolist()
-        self.clock.mark("other")
-        errors = self.comm.collectives.errors
-        # Codes of a block format cannot hold inf or nan, so these show only in its rounding figures.
-        if not all(math.isfinite(value) for value in rounding):
-            named = "; ".join(errors.not_finite()) or "a message of another rank"
-            raise TrainingError(f"inf or nan in {named}: lower optimizer.lr and resume from the last checkpoint")
+        return batches
+
+    def _result(self, sums: StepSums) -> StepResult:
+        loss, norm, count, *rounding = sums.figures
         return StepResult(
             loss=loss,
             grad_norm=norm,
             num_tokens=int(count),
             time_s=self.clock.totals(),
-            quantisation_error=relative_errors(errors.messages, rounding),
+            quantisation_error=relative_errors(self.comm.collectives.errors.messages, rounding),
         )
+
+    def examine(self, batches: Sequence[Batch]) -> Examination:
+        """What the blocks of this rank compute of a step, up to its CLIP; nothing is updated. Every rank calls this."""
+        return self._examined(self._taken(batches, self.program), self.program, random_state(self.device))
+
+    def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
+        found = examine(self, batches, program, drawn)
+        # No program declares the bytes of a step that was given up: after CLIP nothing is under way.
+        sent = Counter(self.comm.ledger.total())
+        sent.subtract(self._declared())
+        self._given_up.update(sent)
+        self._outside.update(sent)
+        return found
 
     @property
     def talks_inside(self) -> bool:
@@ -291,7 +329,7 @@ class Engine:
         expected = dict(self.runner.declared_bytes)
         for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
             expected = {**axis.declared, **expected}
-        return Counter(expected)
+        return Counter(expected) + self._given_up
 
     def report(self, time_s: dict[str, float]) -> StepReport:
         """The measured report of a step with these times; bytes are the mean over all training steps so far.

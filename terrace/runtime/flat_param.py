@@ -201,6 +201,21 @@ class FlatParam:
             piece(layout.island).copy_(total)
         collectives.gather(transfer, piece, self._origin)
 
+    def end_gradients(self, *, undo: bool) -> None:
+        """After the last message of a step's gradients: let their rounding residuals stand, or give the step up."""
+        if not self.spec.trainable:
+            return
+        if not undo:
+            self._origin.keep()
+            return
+        self._origin.undo()
+        self._begin_gradients()
+
+    def _begin_gradients(self) -> None:
+        if self._in_place:
+            self.gradients.open(self.grads)
+        self._is_fresh = True
+
     def prepare_muon_momentum(self, scale: Tensor) -> None:
         """Scale the gradient, put Muon's momentum in its place, and allocate it for whole matrices."""
         optimizer = self.optimizer
@@ -233,9 +248,7 @@ class FlatParam:
         if self._muon_momentum is not None:
             self._meter.add("buffers", -self._muon_momentum.nbytes)
             self._muon_momentum = None
-        if self._in_place:
-            self.gradients.open(self.grads)  # for the next step
-        self._is_fresh = True
+        self._begin_gradients()  # of the next step
 
     def exchange_change(self, collectives: Collectives, transfer: Transfer) -> None:
         """`owned`, free between steps, becomes the sum over islands of their parameters' change, negated."""

@@ -55,6 +55,10 @@ class GradientViews:
         assert parameter in self._written, "a weight gradient was computed while no gradient buffer was open"
         return self._written[parameter], False
 
+    def written(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of `parameter` so far; None without one, or without a buffer."""
+        return self._written.get(parameter)
+
     def fill_missing(self) -> None:
         """Set the gradient of parameters that got none to zero; later ones are added."""
         for parameter, view in self._missing.items():

@@ -1,4 +1,6 @@
-"""The norm of a long row."""
+"""The norm of a long row, and whether values are finite."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -18,3 +20,11 @@ def squared_norm(values: Tensor) -> Tensor:
     if cut:
         total = total + torch.linalg.vector_norm(rows, dim=1).double().square().sum()
     return total
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether a tensor of floats holds neither inf nor nan; allocates nothing of its size."""
+    if not values.numel():
+        return True
+    # nan passes on to both.
+    return all(math.isfinite(float(edge)) for edge in torch.aminmax(values.detach()))

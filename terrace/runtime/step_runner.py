@@ -40,7 +40,7 @@ from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
-from terrace.runtime.step_sums import StepSums, own_sums
+from terrace.runtime.step_sums import StepSums, end_gradients, own_sums
 
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
 
@@ -119,12 +119,14 @@ class StepRunner:
         self._muon_momentum: dict[int, Pending] = {}
         self._changes: dict[int, Pending] = {}
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
-        self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
+        self._sums = StepSums(*[torch.empty(0)] * 4)  # until the first CLIP
+        self.gives_up = False  # at the next CLIP of a training step, whatever its sums
 
     def run(self, batches: Sequence[Batch], lr: float = 0.0, program: Program | None = None) -> StepSums:
         """Run a program; `batches` are this rank's micro-batches, if it has any.
 
         Refreshes may still be under way after it. The sums are of the newest CLIP, in this program or one before.
+        Raises `GivenUp` on every rank, in place of the updates, where the sums of a training step are not finite.
 
         `program` is any verified program for the blocks and the plan of the default, the program of `comm`.
         """
@@ -340,13 +342,15 @@ class StepRunner:
         self._syncs.clear()
         self._reduced.clear()
         flats = self._state if self._program.trains else ()
-        values = own_sums(flats, self._loss, self._batches, counts_loss=self._counts_loss)
+        values = own_sums(flats, self._loss, self._batches, self._objective, counts_loss=self._counts_loss)
         total: list[Tensor] = []
         (transfer,) = self._program.message(now).transfers
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
         self._sums = StepSums.of(total[0])
         self._scale = self._sums.scale(self._clip_norm)
         self._clock.mark("clip")
+        if self._program.trains:
+            end_gradients(flats, self._sums, self.gives_up)
 
     def _orthogonalise(self, now: Instruction) -> None:
         for flat in self._state.trainable(now.block):

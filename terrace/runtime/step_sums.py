@@ -1,14 +1,15 @@
 """The sums of a step: one rank's part before CLIP's message, and the figures that the total gives."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from terrace.model.decoder import IGNORE_INDEX
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.head import Objective, ignored_label
 from terrace.runtime.norm import squared_norm
 
 
@@ -24,27 +25,57 @@ class StepSums:
     grad_norm: Tensor
     num_tokens: Tensor
     rounding: Tensor
+    figures: tuple[float, ...] = ()  # loss, norm, tokens and rounding, on the host
 
     @staticmethod
     def of(total: Tensor) -> "StepSums":
         """The figures of `total`: squared norm, loss and tokens of the ranks of CLIP, then rounding errors."""
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rounding = total[:3].unbind(), total[3:]
-        count = count.clamp(min=1.0)
-        return StepSums(loss / count, squared.sqrt() / count, count, rounding)
+        least = count.clamp(min=1.0)
+        loss, norm = loss / least, squared.sqrt() / least
+        # The one transfer to the host of a step.
+        figures = torch.cat([torch.stack([loss, norm, count]), rounding]).tolist()
+        return StepSums(loss, norm, count, rounding, tuple(figures))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss, norm and rounding errors are; a block format shows inf and nan in the last alone."""
+        return all(map(math.isfinite, self.figures))
 
     def scale(self, clip_norm: float) -> Tensor:
         """Factor that makes the summed gradient a mean whose norm is at most `clip_norm`; 0 does not clip."""
         clip = (clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if clip_norm > 0 else 1.0
-        return clip / self.num_tokens
+        return clip / self.num_tokens.clamp(min=1.0)
 
 
-def own_sums(flats: Iterable[FlatParam], loss: Tensor, batches: Sequence[Batch], *, counts_loss: bool) -> Tensor:
+class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)
+    """A step ended at its CLIP, with nothing updated and the same `sums` on every rank."""
+
+    def __init__(self, sums: StepSums) -> None:
+        super().__init__()
+        self.sums = sums
+
+
+def end_gradients(flats: Iterable[FlatParam], sums: StepSums, gives_up: bool) -> None:
+    """After CLIP: let the gradients stand, or raise `GivenUp` if `gives_up` or the sums are not finite."""
+    # All ranks have the same sums, so all go on or none; nothing has been updated yet.
+    given_up = gives_up or not sums.is_finite
+    for flat in flats:
+        flat.end_gradients(undo=given_up)
+    if given_up:
+        raise GivenUp(sums)
+
+
+def own_sums(
+    flats: Iterable[FlatParam], loss: Tensor, batches: Sequence[Batch], objective: Objective, *, counts_loss: bool
+) -> Tensor:
     """Squared gradient norm of `flats`, then `loss` and valid tokens unless another rank counts them, (3,) fp64."""
+    ignored = ignored_label(objective)
     # Not `* 0`: zero times an infinite norm or loss is nan.
     nothing = torch.zeros_like(loss)
     # Each gradient element counts once: only the first of the ranks that replicate a slice adds its square.
     counted = [flat.owned for flat in flats if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
     squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
-    num_tokens = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in batches]).sum().double()
+    num_tokens = torch.stack([(batch.labels != ignored).sum() for batch in batches]).sum().double()
     return torch.stack([squares, *((loss, num_tokens) if counts_loss else (nothing, nothing))])

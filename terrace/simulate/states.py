@@ -26,7 +26,7 @@ from typing import Literal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer, is_table
-from terrace.plan.hops import RESIDUAL_BYTES, arena_bytes, gather_buffers, reduce_buffers
+from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
@@ -280,4 +280,4 @@ def _messages(
     if any(name.endswith("+feedback") for row in table.values() for name in row.values()):
         each = zip(stage.counts, stage.sizes, strict=True)
         feedback = sum(count * sum(residual_numels(layout, plan, numel)) for count, numel in each)
-    return tuple(lanes.items()), feedback * RESIDUAL_BYTES
+    return tuple(lanes.items()), feedback * RESIDUAL_BYTES * RESIDUAL_COPIES

@@ -159,7 +159,7 @@ def _codec_bytes_per_s(engine: Engine) -> float:
     coded = torch.empty((1, wire.message_bytes(values.numel())), dtype=torch.uint8, device=engine.device)
 
     def both() -> None:
-        codecs.encode(values, wire, coded, "a measurement")
+        codecs.encode(values, wire, coded)
         codecs.decode(coded, wire, values)
 
     return 2 * (values.nbytes + coded.nbytes) / _mean_seconds(engine, both)

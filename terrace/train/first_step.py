@@ -22,6 +22,7 @@ from terrace.program.lowering import build_stages
 from terrace.program.report import StepReport
 from terrace.program.stages import blocks_by_stage
 from terrace.runtime.engine import Engine
+from terrace.runtime.head import ignored_label
 from terrace.runtime.random_state import random_state, restored
 from terrace.simulate.step import Step, predict_step
 from terrace.train.calibrate import measure
@@ -109,6 +110,7 @@ class CheckedLoss:
 
     def __init__(self, loss: Loss, check_sum: bool) -> None:
         self._loss = loss
+        self.ignore_index = ignored_label(loss)
         self._check_sum = check_sum
         self._is_checked = False
 
@@ -135,8 +137,8 @@ class CheckedLoss:
             raise TrainingError(
                 f"loss(output, labels) is not a sum: {num} samples give {whole:.4g}, two halves {halves[0]:.4g} "
                 f"and {halves[1]:.4g}. The losses of a step are added up over micro-batches and ranks and divided "
-                'once, by the number of labels that are not -100; use reduction="sum". For a loss that is no sum over '
-                "samples, give Trainer check_loss=False"
+                f'once, by the number of labels that are not {self.ignore_index}; use reduction="sum". For a loss that '
+                "is no sum over samples, give Trainer check_loss=False"
             )
 
 

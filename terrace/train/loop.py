@@ -39,7 +39,9 @@ from terrace.model.lora.config import is_adapter
 from terrace.model.pair_kernels import describe
 from terrace.plan.context import is_context_parallel
 from terrace.program.report import StepReport, plain, read_plain
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.finite import NonFiniteError
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
@@ -226,7 +228,7 @@ class _Run:
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
             with self._saved_first(), self.profiler.around(self.step):
-                result = self.engine.step(micros, rate)
+                result, problem = self._try(micros, rate)
             self.compiling = False
             record = self._record(result, rate, balance, data_s, time.perf_counter() - started)
             summary.add(record)
@@ -235,7 +237,7 @@ class _Run:
             done = self.step + 1 - first_step
             per_step_s = (time.perf_counter() - begin) / done
             self.observer.stepped(record, per_step_s * (train.steps - self.step - 1))
-            self._check(result)
+            self._check(result, problem)
             if self.step == first_step:
                 self.engine.check_bytes()  # a wrong byte count stops the run before it has cost anything
             num_done = self.step + 1
@@ -251,10 +253,26 @@ class _Run:
             metrics.close()
         return summary, stop
 
-    def _check(self, result: StepResult) -> None:
+    def _try(self, micros: Sequence[Batch], rate: float) -> tuple[StepResult, NonFiniteError | None]:
+        # A step that was given up has figures, too: they are written down and shown before the run ends.
+        try:
+            return self.engine.step(micros, rate), None
+        except NonFiniteError as error:
+            if error.result is None:  # of another island
+                raise
+            return error.result, error
+
+    def _check(self, result: StepResult, problem: NonFiniteError | None) -> None:
         with self._saved_first():
-            _check_finite(result, self.step)
+            if problem is not None:
+                number = self.step + 1
+                raise TrainingError(
+                    f"step {number} has {problem}. The run cannot go on; to see the step block by block: "
+                    f"terrace replay {self.job.folder} --step {number}"
+                ) from problem
             _check_rounding(result, self.step, self.run.train.error_budget)
+        if not result.num_tokens:
+            self.observer.note(f"step {self.step + 1} has no label that counts: its gradient is zero")
 
     @contextmanager
     def _saved_first(self) -> Iterator[None]:
@@ -359,14 +377,6 @@ class _Run:
         shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
         return shown + generate(
             folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
-        )
-
-
-def _check_finite(result: StepResult, step: int) -> None:
-    if not (abs(result.loss) < float("inf") and abs(result.grad_norm) < float("inf")):
-        raise TrainingError(
-            f"step {step + 1} has loss {result.loss} and gradient norm {result.grad_norm}: the run cannot go on; "
-            "lower optimizer.lr and resume from the last checkpoint"
         )
 
 

@@ -24,15 +24,17 @@ from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
-from terrace.model.decoder import token_loss
+from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
 from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.head import ignored_label
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_cluster, read_plan
@@ -51,7 +53,8 @@ class Trainer:
       ranks that run; any other must have as many ranks as the world. Without a dtype in the plan, blocks compute in
       their own dtype.
     - `loss(output, labels)` returns the SUM of the losses, of which the trainer makes the mean: sums of all
-      micro-batches and ranks are added up and divided once, by the number of labels that are not -100. The first
+      micro-batches and ranks are added up and divided once, by the number of labels that count: all but -100, or but
+      the `ignore_index` of a loss module or of `functools.partial(torch.nn.functional.cross_entropy, ...)`. The first
       loss is compared with the losses of its two halves unless `check_loss` is off.
     - `optimizer`: keys of AdamW as in the section `[optimizer]` of a run; by default with weight decay 0.1 on matrices
       and the gradient norm clipped at 1.
@@ -108,6 +111,7 @@ class Trainer:
         self._is_new = True
         self.predicted: StepReport | None = None  # after the first step
         self._is_closed = False
+        self._say, self._ignored = say, ignored_label(loss)
         self._joined = find_world(timeout_s, say)
         try:
             self.cluster = read_cluster(cluster, self._joined.world_size, self._joined.machines)
@@ -115,6 +119,11 @@ class Trainer:
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or hidden_dims(specs, activation)
             validate(self.cluster, self.plan, with_dims(specs, declared))
+            if self._ignored != IGNORE_INDEX and is_context_parallel(Mesh.of(self.cluster, self.plan), self.plan):
+                raise ConfigError(
+                    f"ignore_index = {self._ignored} of the loss: a context axis pads with labels of {IGNORE_INDEX}, "
+                    "so use that, or give the tier to the data axis"
+                )
             if broadcast and self._joined.world_size > 1:
                 spread(self._blocks, specs, self._joined.device)
             move_buffers(self._blocks, self._joined.device)
@@ -157,7 +166,8 @@ class Trainer:
         which may be set at any time. Returns the mean loss over the labels that count, on all ranks, the gradient norm
         before clipping, and the number of labels that counted. `positions` go to every block as its second argument.
 
-        Raises `ConfigError` for a batch that cannot be cut, and the engine's errors.
+        Raises `ConfigError` for a batch that cannot be cut, `NonFiniteError` on every rank for a loss or gradient that
+        is inf or nan, with nothing updated, and the engine's other errors.
         """
         if self._is_closed:
             raise TrainingError("this trainer is closed: make a new one, and load a checkpoint into it")
@@ -165,6 +175,10 @@ class Trainer:
         with self._guarded("between steps"):
             result = self._first_step(tensors, lr) if self._is_new else self._step(tensors, lr)
         self.num_steps += 1
+        if not result.num_tokens and self.rank == 0:
+            self._say(
+                f"step {self.num_steps} has no label that counts: all are {self._ignored}, and its gradient is zero"
+            )
         return result
 
     def report(self) -> TrainerReport:

@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from terrace.base.errors import TrainingError
 from terrace.comm import codecs
 from terrace.comm.codecs import cpu, reference
 from terrace.comm.codecs.layout import GRIDS, message_parts
@@ -23,7 +22,7 @@ fewer = settings(deadline=None, max_examples=25)
 def sent(values: Tensor, wire: WireFormat) -> Tensor:
     """Return messages [rows, bytes] of values [rows, n]."""
     messages = new_messages(wire, *values.shape)
-    codecs.encode(values, wire, messages, "values")
+    codecs.encode(values, wire, messages)
     return messages
 
 
@@ -89,7 +88,7 @@ def test_fast_equals_reference_over_several_chunks(codec: str) -> None:
         residual = mixed(rows, numel, 6).clamp(-1, 1)
         expected_residual, expected = residual.clone(), new_messages(wire, rows, numel)
         messages = new_messages(wire, rows, numel)
-        codecs.encode(values, wire, messages, "values", residual)
+        codecs.encode(values, wire, messages, residual)
         reference.encode(values, wire, expected, expected_residual)
         assert torch.equal(messages, expected)
         assert same(residual, expected_residual)
@@ -160,7 +159,7 @@ def test_rows_may_have_a_stride(wire: WireFormat, dtype: torch.dtype) -> None:
     rows, numel = 3, 300
     wide = mixed(rows, numel + 50, 2, dtype)
     frame = torch.zeros(rows, wire.message_bytes(numel) + 32, dtype=torch.uint8)
-    codecs.encode(wide[:, 7 : 7 + numel], wire, frame[:, 16:-16], "wide")
+    codecs.encode(wide[:, 7 : 7 + numel], wire, frame[:, 16:-16])
     assert torch.equal(frame[:, 16:-16], sent(wide[:, 7 : 7 + numel].contiguous(), wire))
     assert not frame[:, :16].any()
     assert not frame[:, -16:].any()
@@ -179,27 +178,30 @@ def test_rows_may_have_a_stride(wire: WireFormat, dtype: torch.dtype) -> None:
     bad=st.sampled_from((float("nan"), float("inf"), float("-inf"))),
     dtype=st.sampled_from(DTYPES),
 )
-def test_inf_and_nan_raise_and_name_the_tensor(
+def test_a_block_with_inf_or_nan_decodes_to_nan_and_others_are_untouched(
     codec: str, numel: int, where: float, bad: float, dtype: torch.dtype
 ) -> None:
     wire = parse_format(codec)
     values = torch.ones(2, numel, dtype=dtype)
     values[1, int(where * numel)] = bad
-    with pytest.raises(TrainingError, match=f"^layers.3: .*inf or nan.* {codec} ") as raised:
-        codecs.encode(values, wire, new_messages(wire, 2, numel), "layers.3")
-    assert "\n" not in str(raised.value)
-    poisoned = new_messages(wire, 2, numel)
-    reference.encode(values, wire, poisoned)  # what a device that nothing may wait for does
     block = int(where * numel) // wire.block
     expected = torch.ones(2, numel).isnan()
     expected[1, block * wire.block : (block + 1) * wire.block] = True
-    assert torch.equal(received(poisoned, wire, numel).isnan(), expected)
+    found = []
+    for encode in (codecs.encode, reference.encode):
+        poisoned, residual = new_messages(wire, 2, numel), torch.zeros(2, numel)
+        encode(values, wire, poisoned)
+        assert torch.equal(received(poisoned, wire, numel).isnan(), expected)
+        encode(values, wire, poisoned, residual)
+        assert torch.equal(residual.isnan(), expected)
+        found.append(poisoned)
+    assert torch.equal(*found)
 
 
-def test_fp64_beyond_fp32_raises() -> None:
-    wire = parse_format("int8")
-    with pytest.raises(TrainingError, match=r"^big: "):
-        codecs.encode(torch.tensor([[1e300]], dtype=torch.float64), wire, new_messages(wire, 1, 1), "big")
+def test_fp64_beyond_fp32_decodes_to_nan() -> None:
+    wire, message = parse_format("int8"), new_messages(parse_format("int8"), 1, 1)
+    codecs.encode(torch.tensor([[1e300]], dtype=torch.float64), wire, message)
+    assert received(message, wire, 1).isnan().all()
 
 
 @pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)
@@ -215,7 +217,7 @@ def test_feedback_delivers_what_was_asked_for(wire: WireFormat, dtype: torch.dty
         asked += values.double()
         total = values.float() + residual
         messages = new_messages(wire, rows, numel)
-        codecs.encode(values, wire, messages, "values", residual)
+        codecs.encode(values, wire, messages, residual)
         delivered += received(messages, wire, numel).double()
         assert (residual.double().abs() <= bound(total, messages, wire)).all()
     assert ((asked - delivered) - residual.double()).abs().max() < steps * 2.0**-22
@@ -224,7 +226,7 @@ def test_feedback_delivers_what_was_asked_for(wire: WireFormat, dtype: torch.dty
 def test_error_sums_measure_a_sample() -> None:
     x = mixed(1, 1000, 9)[0].clamp(-1, 1)
     for wire in FORMATS:
-        error, total = codecs.error_sums(x, wire, "sample").tolist()
+        error, total = codecs.error_sums(x, wire).tolist()
         lost = x.double() - received(sent(x[None], wire), wire, 1000)[0].double()
         assert error == pytest.approx(float(lost.square().sum()))
         assert total == pytest.approx(float(x.double().square().sum()))

@@ -22,6 +22,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.resolve import flat_transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.runtime.finite import NonFiniteError
 from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, deviation, reference, run
 from tests.support.toys import MODELS, cluster_of, make_batch, with_wires
@@ -177,10 +178,10 @@ def test_error_shrinks_as_the_format_widens(pool: LocalPool) -> None:
     assert found == sorted(found, reverse=True)
 
 
-def test_inf_in_a_gradient_names_the_message(pool: LocalPool) -> None:
+def test_inf_in_a_gradient_that_travels_in_a_block_format_names_rank_and_block(pool: LocalPool) -> None:
     cluster = cluster_of(2)
     plan = replace(preset("zero2", cluster), wire={"reduce": {"package": "int8"}})
-    with pytest.raises(TrainingError, match=r"reduce of block 'head'.*inf or nan"):
+    with pytest.raises(TrainingError, match=r"the loss of block 'head' is not finite, on rank 1 in micro-batch 0"):
         pool.run(2, errors_of_or_raise, cluster, plan, 1)
 
 
@@ -191,8 +192,8 @@ def errors_of_or_raise(world: World, cluster: Cluster, plan: Plan, spoil: int) -
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_what_is_not_finite_without_block_formats_is_reported_not_raised(how: str) -> None:
-    """Rank 0 alone: the caller sees the loss and the norm as they are, and the token count stays a number."""
+def test_what_is_not_finite_without_block_formats_is_raised_with_its_figures(how: str) -> None:
+    """Rank 0 alone: the error has the loss and the norm as they are, and the token count stays a number."""
     model, cluster = MODELS["toy"], cluster_of(1)
 
     def objective(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -203,8 +204,11 @@ def test_what_is_not_finite_without_block_formats_is_reported_not_raised(how: st
         model.blocks(torch.float32), cluster=cluster, plan=preset("ddp", cluster), num_micros=1, objective=objective
     )
     tokens, labels = make_batch(0, 1)
-    result = engine.step([Batch(tokens, labels)], 1e-3)
+    with pytest.raises(NonFiniteError, match=r"on rank 0 in micro-batch 0; nothing was updated") as caught:
+        engine.step([Batch(tokens, labels)], 1e-3)
     engine.close()
+    result = caught.value.result
+    assert result is not None
     assert result.num_tokens == int((labels != -100).sum())
     assert not (abs(result.loss) < float("inf") and abs(result.grad_norm) < float("inf"))
 

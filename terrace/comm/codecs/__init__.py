@@ -29,8 +29,8 @@ With error feedback, a message carries values + residual (their fp32 sum v), and
 of k decoded messages differs from the sum of k inputs by the last residual, one rounding step, and the fp32 rounding of
 the sums v.
 
-A block codec cannot carry inf or nan. On a CPU `encode` raises `TrainingError`; on CUDA nothing may wait for the
-device, so the block's scale becomes NaN and all of it decodes to NaN.
+A block codec cannot carry inf or nan: the scale of a block that holds one is NaN, and all of it decodes to NaN. So the
+sums of the step show it on every rank at once (terrace.runtime.step_sums), and nothing waits for the device.
 
 `reference.py` is the definition and `cpu.py` the CPU implementation. On CUDA `cuda.py` launches the kernels of
 `kernels.py` if Triton is installed, else the reference runs. Only the reference allocates in proportion to a message.
@@ -54,13 +54,11 @@ _ELEMENTS = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @torch.no_grad()
-def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: Tensor | None = None) -> None:
+def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
     """Write the message of every row of `values` [rows, n] into `out` [rows, wire.message_bytes(n)], uint8.
 
     `values` is fp64, fp32 or bf16; both may have a stride between rows, and rows of `out` begin at even bytes. With a
     `residual` [rows, n], fp32, the messages are of `values + residual`, and their rounding errors are left in it.
-    `name` describes the values in the error. Raises `TrainingError` on a CPU for inf or nan; `out` is then partly
-    written, and the residual must not be used again.
     """
     _check(values, wire, out)
     if residual is not None:
@@ -68,11 +66,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: T
         assert residual.shape == values.shape, f"a residual {tuple(residual.shape)} of values {tuple(values.shape)}"
     if not values.numel():
         return
-    if values.device.type == "cpu":
-        # The CPU implementation alone raises, so it alone takes the name.
-        cpu.encode(values, wire, out, name, residual)
-    else:
-        _implementation(values.device).encode(values, wire, out, residual)
+    _implementation(values.device).encode(values, wire, out, residual)
 
 
 @torch.no_grad()
@@ -96,16 +90,16 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 
 @torch.no_grad()
-def error_sums(values: Tensor, wire: WireFormat, name: str) -> Tensor:
+def error_sums(values: Tensor, wire: WireFormat) -> Tensor:
     """[sum of (x - x^)^2, sum of x^2], fp64, for a sample `values` [m] that begins at the start of a block.
 
-    m is at most `MAX_SAMPLE`. The result stays on the device of the sample. Raises as `encode` does.
+    m is at most `MAX_SAMPLE`. The result stays on the device of the sample.
     """
     assert values.ndim == 1, f"a sample has one dim, not {values.ndim}"
     assert values.numel() <= MAX_SAMPLE, f"a sample of {values.numel()} elements; at most {MAX_SAMPLE}"
     message = torch.empty(1, wire.message_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     decoded = torch.empty(1, values.numel(), dtype=torch.float32, device=values.device)
-    encode(values[None], wire, message, name)
+    encode(values[None], wire, message)
     decode(message, wire, decoded)
     exact = values.to(torch.float64)
     return torch.stack([(exact - decoded[0]).square().sum(), exact.square().sum()])

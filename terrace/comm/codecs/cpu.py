@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.base.errors import TrainingError
 from terrace.comm.codecs.layout import GRIDS, MIN_SCALE_BITS, Section, message_parts, sections
 from terrace.plan.wire import WireFormat
 
@@ -35,7 +34,7 @@ _SATURATING = 2.0**125  # from this magnitude on a scale may have been capped, a
 _local = threading.local()
 
 
-def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: Tensor | None = None) -> None:
+def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
     """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
     for part in sections(wire, values.shape[1]):
         kept = _split(_elements(residual, part), part) if residual is not None else None
@@ -48,14 +47,18 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: T
                 x, scaled = scratch.first.copy_(x).add_(rest), scratch.second
             elif x.dtype == torch.float64:
                 x = scratch.first.copy_(x)
-            scale, largest = _block_scales(x, scratch, wire, name)
+            scale, largest = _block_scales(x, scratch, wire)
             # One pass for fp32; other dtypes are widened by the copy first.
             if x.dtype == torch.float32:
                 torch.mul(x, scale.reciprocal(), out=scaled)
             else:
                 scaled.copy_(x).mul_(scale.reciprocal())
+            if largest == float("inf"):
+                scaled.masked_fill_(scale.isnan(), 0)
             _round(scaled, wire, codes, largest)
             scale_out.copy_(scale)
+            if largest == float("inf"):  # a vectorised copy to bf16 makes a nan of other bits
+                scale_out.masked_fill_(scale.isnan(), float("nan"))
             if rest is not None:
                 # From the codes just written, while they are in the cache: the residual is v - decoded(v).
                 points, factor = _points(codes, scale, wire, scaled)
@@ -141,24 +144,27 @@ def _codes(messages: Tensor, part: Section) -> Tensor:
     return messages[:, part.code : part.code_stop].view(torch.int8).view(-1, part.num_blocks, part.code_width)
 
 
-def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> tuple[Tensor, float]:
-    # -> scales [rows, blocks, 1], fp32, and the largest magnitude of the chunk. Overwrites `scratch.second`.
+def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat) -> tuple[Tensor, float]:
+    # -> scales [rows, blocks, 1], fp32, and the largest magnitude of the chunk, inf where it holds inf or nan, whose
+    # blocks have a NaN scale. Overwrites `scratch.second`.
     integer, mask = _INTEGER[x.dtype]
     # The integer view orders inf and nan above every finite magnitude, so one maximum finds them too.
     magnitudes = torch.bitwise_and(x.view(integer), mask, out=scratch.integers[integer])
     amax = magnitudes.amax(dim=-1, keepdim=True).view(x.dtype).to(torch.float32)
     largest = float(amax.max())
+    poisoned = None
     # Negated, so that nan fails the comparison, too.
     if not largest < float("inf"):
-        raise TrainingError(
-            f"{name}: it holds inf or nan, which the block codec {wire.name} cannot carry; look for what made it "
-            "(the loss, the learning rate) and resume from the last checkpoint"
-        )
+        largest, poisoned = float("inf"), ~(amax < float("inf"))
+        amax.masked_fill_(poisoned, 0)
     grid = GRIDS[wire.codec]
     bits = amax.mul_(grid.reciprocal).view(torch.int32)
     # Round the scale up to bf16, so that no code exceeds the grid.
     bits.add_(0xFFFF).bitwise_and_(~0xFFFF).clamp_(MIN_SCALE_BITS, grid.max_scale_bits)
-    return bits.view(torch.float32), largest
+    scale = bits.view(torch.float32)
+    if poisoned is not None:
+        scale.masked_fill_(poisoned, float("nan"))
+    return scale, largest
 
 
 def _round(scaled: Tensor, wire: WireFormat, codes: Tensor, largest: float) -> None:

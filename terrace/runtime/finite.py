@@ -1,0 +1,233 @@
+"""Where a step first computes inf or nan: the step runs again, up to its CLIP, and results of blocks are checked.
+
+A step whose sums are not finite is given up before its updates (terrace.runtime.step_sums). Parameters, residuals and
+micro-batches are then as they were, and so are the random numbers here: the second run computes the same. While it
+runs, instance attributes of the runner hide the methods of its class; steps that are not examined are unaffected.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from terrace.base.errors import TrainingError
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+from terrace.runtime.batch import Batch
+from terrace.runtime.norm import is_finite, squared_norm
+from terrace.runtime.random_state import restored
+from terrace.runtime.step_sums import GivenUp
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine, StepResult
+    from terrace.runtime.step_runner import StepRunner
+
+_FORWARD, _BACKWARD, _SUM = range(3)  # the order in which results of a micro-batch depend on each other
+
+_AFTER_ALL = 1 << 40  # in place of a micro-batch
+
+# micro-batch, phase, place in the phase, rank, words: the smallest is the first; a list, to be sent as JSON
+Finding = list[Any]
+
+
+class NonFiniteError(TrainingError):
+    """A step with inf or nan, given up before anything was updated; `result` has its figures, if it was this rank's."""
+
+    def __init__(self, text: str, result: "StepResult | None" = None) -> None:
+        super().__init__(text)
+        self.result = result
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A training step that was given up on this rank, and what this rank found first."""
+
+    result: "StepResult"
+    first: Finding | None
+
+
+@dataclass(kw_only=True)
+class Visit:
+    """The passes of one micro-batch through one block on one rank.
+
+    `loss` is the sum over the labels, of the last block alone. `gradient_norm` is of the block's parameters, from this
+    micro-batch alone, not divided by tokens. `bad` names the first result that is not finite, if there is one.
+    """
+
+    rank: int
+    micro: int
+    block: int
+    loss: float | None = None
+    gradient_norm: float = 0.0
+    bad: str = ""
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """What a rank found: its visits in the order of their forwards, and everything that was not finite."""
+
+    visits: dict[tuple[int, int], Visit] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def first(self) -> Finding | None:
+        return min(self.findings, default=None)
+
+
+def examine(engine: "Engine", batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
+    """Run a training step again up to its CLIP, with random numbers from `drawn`; nothing is updated.
+
+    `batches` are what the axes of the engine made of the micro-batches. Every rank calls this.
+    """
+    found = _Watch(engine)
+    runner = engine.runner
+    runner.gives_up = True
+    try:
+        with found.watching(runner), restored(drawn, engine.device):
+            runner.run(batches, 0.0, program)
+    except GivenUp:
+        pass
+    finally:
+        runner.gives_up = False
+    found.look_at_sums()
+    return found.examination
+
+
+def agree(engine: "Engine", problem: NotFinite | None) -> None:
+    """Raise `NonFiniteError` on every rank, with the first finding of all, if any rank has a problem; all call this."""
+    own = None if problem is None else [problem.result.loss, problem.result.grad_norm, problem.first, _rounding(engine)]
+    told = [each for each in engine.comm.exchange(own) if each is not None]
+    if not told:
+        return
+    loss, norm, _, _ = told[0]
+    first = min((first for _, _, first, _ in told if first is not None), default=None)
+    messages = [each for _, _, _, rounding in told for each in rounding]
+    if first is not None:
+        micro, phase, _, rank, said = first
+        place = f"{said}, on rank {rank}" + (f" in micro-batch {micro}" if phase != _SUM else "")
+    elif messages:
+        place = f"inf or nan in {messages[0]}"
+    else:
+        place = "all that blocks compute is finite, but the norm of their gradients is not"
+    raise NonFiniteError(
+        f"loss {loss:.6g} and gradient norm {norm:.6g}: {place}; nothing was updated: lower the learning rate, or "
+        "leave the batch out",
+        None if problem is None else problem.result,
+    )
+
+
+def _rounding(engine: "Engine") -> list[str]:
+    return engine.comm.collectives.errors.not_finite()
+
+
+class _Watch:
+    def __init__(self, engine: "Engine") -> None:
+        self._engine, self._runner = engine, engine.runner
+        self._names = [spec.name for spec in engine.state.specs]
+        self.examination = Examination()
+
+    @contextmanager
+    def watching(self, runner: "StepRunner") -> Iterator[None]:
+        handlers = dict(runner._handlers)
+        hidden: dict[str, Callable[..., Any]] = {
+            "_run_block": self._after_forward(runner._run_block),
+            "_backward_input": self._around_backward(runner._backward_input, gives_input_gradient=True),
+            "_backward_weight": self._around_backward(runner._backward_weight),
+        }
+        vars(runner).update(hidden)
+        runner._handlers |= {
+            Op.BACKWARD_INPUT: hidden["_backward_input"],
+            Op.BACKWARD_WEIGHT: hidden["_backward_weight"],
+        }
+        try:
+            yield
+        finally:
+            for name in hidden:
+                del vars(runner)[name]
+            runner._handlers = handlers
+
+    def look_at_sums(self) -> None:
+        """Look at the gradients that are summed up over micro-batches and ranks, if nothing was found before them."""
+        if self.examination.findings:
+            return
+        for index, flats in self._engine.state.flats.items():
+            for flat in flats:
+                if flat.spec.trainable and not is_finite(flat.owned):
+                    said = f"the gradient of block {flat.name!r}, summed over micro-batches and ranks, is not finite"
+                    self.examination.findings.append([_AFTER_ALL, _SUM, -index, self._engine.rank, said])
+
+    def _after_forward(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(block: int, inputs: Tensor, micro: int) -> Tensor:
+            output = run(block, inputs, micro)
+            # A block that is recomputed runs a second time, in its backward.
+            if (micro, block) not in self.examination.visits:
+                is_last = block == len(self._names) - 1
+                visit = self._visit(micro, block)
+                visit.loss = float(output.detach()) if is_last else None
+                if not is_finite(inputs):
+                    self._bad(visit, _FORWARD, "the input")
+                elif not is_finite(output):
+                    self._bad(visit, _FORWARD, "the loss" if is_last else "the output", self._bad_parameter(block))
+            return output
+
+        return forward
+
+    def _around_backward(self, run: Callable[..., None], *, gives_input_gradient: bool = False) -> Callable[..., None]:
+        def backward(now: Instruction, **options: bool) -> None:
+            runner, visit = self._runner, self._visit(now.micro, now.block)
+            kept = runner._kept.get((now.block, now.micro))
+            before = {name: view.clone() for name, view in self._gradients(now.block)}
+            total, runner._loss = runner._loss, torch.zeros_like(runner._loss)
+            run(now, **options)
+            # A head with its loss in chunks computes the loss here, and has no forward of its own.
+            if gives_input_gradient and runner._chunked is not None and now.block == len(self._names) - 1:
+                visit.loss = float(runner._loss)
+                if not math.isfinite(visit.loss):
+                    self._bad(visit, _FORWARD, "the loss", self._bad_parameter(now.block))
+            runner._loss = total + runner._loss
+            squared = visit.gradient_norm**2
+            for name, view in self._gradients(now.block):
+                own = view - before[name] if name in before else view
+                squared += float(squared_norm(own.flatten()))
+                if not is_finite(own):
+                    self._bad(visit, _BACKWARD, f"the gradient of parameter {name}")
+            visit.gradient_norm = math.sqrt(squared)
+            gradient = kept.inputs.grad if kept is not None and gives_input_gradient else None
+            if gradient is not None and not is_finite(gradient):
+                self._bad(visit, _BACKWARD, "the gradient of the input")
+
+        return backward
+
+    def _gradients(self, block: int) -> Iterator[tuple[str, Tensor]]:
+        for index in self._runner._parameters_of(block):
+            for flat in self._engine.state.flats[index]:
+                if flat.spec.trainable:
+                    named = zip(flat.spec.params, flat.parameters, strict=True)
+                    yield from (
+                        (f"{flat.name}.{spec.name}", view)
+                        for spec, parameter in named
+                        if (view := flat.gradients.written(parameter)) is not None
+                    )
+
+    def _bad_parameter(self, block: int) -> str:
+        for index in self._runner._parameters_of(block):
+            for name, parameter in self._engine.state.named_parameters(index):
+                if parameter.untyped_storage().nbytes() and not is_finite(parameter):
+                    return f", and so is its parameter {self._names[index]}.{name}"
+        return ""
+
+    def _visit(self, micro: int, block: int) -> Visit:
+        key = micro, block
+        if key not in self.examination.visits:
+            self.examination.visits[key] = Visit(rank=self._engine.rank, micro=micro, block=block)
+        return self.examination.visits[key]
+
+    def _bad(self, visit: Visit, phase: int, what: str, why: str = "") -> None:
+        said = f"{what} of block {self._names[visit.block]!r} is not finite{why}"
+        place = visit.block if phase == _FORWARD else -visit.block
+        self.examination.findings.append([visit.micro, phase, place, visit.rank, said])
+        visit.bad = visit.bad or what
