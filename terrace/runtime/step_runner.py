@@ -119,7 +119,7 @@ class StepRunner:
         self._muon_momentum: dict[int, Pending] = {}
         self._changes: dict[int, Pending] = {}
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
-        self._sums = StepSums(*[torch.empty(0)] * 4)  # until the first CLIP
+        self._sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
 
     def run(self, batches: Sequence[Batch], lr: float = 0.0, program: Program | None = None) -> StepSums:

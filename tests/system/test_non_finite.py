@@ -54,7 +54,7 @@ def spoil(engine: Engine, spoiled: Spoiled) -> Callable[[], None]:
         if not spoiled.backward:
             return output * float("nan")
         if output.requires_grad:
-            output.register_hook(lambda gradient: gradient * float("inf"))
+            output.register_hook(lambda gradient: gradient * float("inf"))  # type: ignore[no-untyped-call]
         return None
 
     return module.register_forward_hook(wrong).remove
