@@ -106,14 +106,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_text("--prompt", prompt)
     model = load_model_of(options)
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
-    if options.chat:
-        asked = [chat_prompt(model, prompt) for prompt in prompts]
-        print("\n\n".join(generate_texts(model, asked, options.tokens, sampling)))
-        return 0
-    texts = generate_texts(model, prompts, options.tokens, sampling)
+    asked = [chat_prompt(model, prompt) if options.chat else prompt for prompt in prompts]
+    texts = generate_texts(model, asked, options.tokens, sampling)
+    if not options.chat:
+        texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     # A terminal gets control characters spelled out; a file gets the text as it is.
-    out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
-    print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)), file=out)
+    print("\n\n".join(texts), file=sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout))
     return 0
 
 

@@ -11,7 +11,7 @@ characters is the assistant's.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from terrace.base.errors import DataError, did_you_mean
 from terrace.data.pieces import json_object, kind_of
-from terrace.data.template import ChatTemplate, Spans, TemplateRefusalError, marks_in
+from terrace.data.rendering import TemplateRefusalError
+from terrace.data.template import ChatTemplate, Spans, marks_in
 from terrace.data.text_tokens import TextTokens
 from terrace.data.tokenizer import BYTES, ByteTokenizer, Tokenizer
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 _SHOWN_KEYS = 8
+_BATCH, _BATCH_CHARACTERS = 64, 1 << 20  # conversations that are rendered together
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.uint8]
@@ -102,34 +104,63 @@ class ChatReader:
     encoder: ChatEncoder
 
     def tokens(self, line: str, where: str) -> tuple[Ids, Mask]:
-        """Ids of the conversation in `line`, and a mask that is 1 for trained tokens.
+        """Ids of the conversation in `line`, and a mask that is 1 for trained tokens; raises as `read` does."""
+        ids, mask, _ = next(self.read([(line, where)]))
+        return ids, mask
 
-        Raises `DataError` naming `where` for a line that is not a conversation, has no assistant text, or is refused by
-        the template.
+    def read(self, lines: Iterable[tuple[str, str]]) -> Iterator[tuple[Ids, Mask, str]]:
+        """Ids, mask and place of each conversation in `lines` (line, place).
+
+        Raises `DataError` naming the place for a line that is not a conversation, has no assistant text, or is refused
+        by the template.
         """
+        # The template's process is asked for many at once: a switch to it and back costs more than a rendering.
+        for batch in _batches(lines):
+            records, bad = [], None
+            for line, where in batch:
+                try:
+                    records.append((self._checked(line, where), where))
+                except DataError as error:
+                    # The lines before it may have errors of the template's, and come first.
+                    bad = error
+                    break
+            yield from self._made(records)
+            if bad is not None:
+                raise bad
+
+    def _made(self, records: list[tuple[dict[str, Any], str]]) -> Iterator[tuple[Ids, Mask, str]]:
+        talks = [(record["messages"], record.get("tools")) for record, _ in records if "messages" in record]
+        rendered = self.template.assistant_spans(talks) if talks else iter(())
+        for record, where in records:
+            # Prompt and completion need no template.
+            if "messages" not in record:
+                yield (*self._completion(record, where), where)
+                continue
+            try:
+                text, spans = next(rendered)
+            except TemplateRefusalError as error:
+                raise DataError(f"{where}: {error}") from error
+            ids, mask = self._mask(text, spans)
+            # Some templates leave out turns, such as an assistant turn without content.
+            if not mask.any():
+                raise DataError(
+                    f"{where}: nothing is left to train on, as {self.template.name} renders nothing that the assistant "
+                    "said; repair the line or drop it"
+                )
+            yield ids, mask, where
+
+    def _checked(self, line: str, where: str) -> dict[str, Any]:
         record = _record(line, where)
-        # Prompt and completion need no template.
         if "messages" not in record:
-            return self._completion(record, where)
-        messages = _messages(record["messages"], where, self.template.source)
+            return record
+        _messages(record["messages"], where, self.template.source)
         tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise DataError(f"{where}: 'tools' must be a list, not {kind_of(tools)}; write it as one")
         # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
-        for text in _texts([messages, tools]):
+        for text in _texts([record["messages"], tools]):
             self._check(text, where)
-        try:
-            text, spans = self.template.assistant_spans(messages, tools)
-        except TemplateRefusalError as error:
-            raise DataError(f"{where}: {error}") from error
-        ids, mask = self._mask(text, spans)
-        # Some templates leave out turns, such as an assistant turn without content.
-        if not mask.any():
-            raise DataError(
-                f"{where}: nothing is left to train on, as {self.template.name} renders nothing that the assistant "
-                "said; repair the line or drop it"
-            )
-        return ids, mask
+        return record
 
     def _completion(self, record: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
         prompt, completion = (_string(record, key, where) for key in ("prompt", "completion"))
@@ -174,6 +205,18 @@ class ChatReader:
                 f"{where} spells out the special token {token!r}, which would end or begin a turn; write it in another "
                 "way or drop the line"
             )
+
+
+def _batches(lines: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch: list[tuple[str, str]] = []
+    size = 0
+    for line, where in lines:
+        batch.append((line, where))
+        size += len(line)
+        if len(batch) >= _BATCH or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 def _record(line: str, where: str) -> dict[str, Any]:

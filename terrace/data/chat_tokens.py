@@ -100,8 +100,7 @@ def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) 
 
 def _conversations(files: list[Path], reader: ChatReader, vocab_size: int) -> Iterator[tuple[Ids, Mask]]:
     any_line = False
-    for line, where in _lines(files):
-        ids, mask = reader.tokens(line, where)
+    for ids, mask, where in reader.read(_lines(files)):
         if int(ids.max()) >= vocab_size:
             raise DataError(
                 f"{where}: the tokenizer gave id {ids.max()}, outside its vocabulary of {vocab_size}; use a tokenizer "

@@ -6,7 +6,8 @@ from pathlib import Path
 from terrace.base.errors import DataError
 from terrace.checkpoint.reading import Checkpoint
 from terrace.data.chat import load_encoder
-from terrace.data.template import TemplateRefusalError, load_template
+from terrace.data.rendering import TemplateRefusalError
+from terrace.data.template import load_template
 from terrace.data.tokenizer import Tokenizer
 from terrace.train.sampling import Sampling, continue_texts
 from terrace.train.trained import Trained, check_tokenizer, load_blocks

@@ -1,6 +1,8 @@
 """Chat data: the same text, ids and masks as transformers gives, and every bad line by its number."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import numpy as np
 import pytest
 
 from terrace.base.errors import DataError
+from terrace.data import template
 from terrace.data.chat import ByteEncoder, ChatReader, load_encoder
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.documents import open_documents
-from terrace.data.template import ChatTemplate, TemplateRefusalError, load_template
+from terrace.data.rendering import Renderers, TemplateRefusalError
+from terrace.data.template import ChatTemplate, load_template
 from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.support.chats import CHATML, FORGETFUL, STRICT, TAGGED, TALK, write_lines, write_tokenizer
 
@@ -98,7 +102,7 @@ def test_prefixes_that_do_not_agree_are_refused() -> None:
     # A template that ignores what it is asked has prompts that are no prefixes either.
     ends = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '.' if not add_generation_prompt else '!' }}"
     with pytest.raises(TemplateRefusalError, match="renders turn 1"):
-        ChatTemplate(ends).assistant_spans([{"role": "assistant", "content": "a"}])
+        next(ChatTemplate(ends).assistant_spans([([{"role": "assistant", "content": "a"}], None)]))
 
 
 def test_templates_are_found_where_hugging_face_keeps_them(tmp_path: Path) -> None:
@@ -133,6 +137,53 @@ def test_templates_run_in_a_sandbox() -> None:
             ChatTemplate(source).render(TALK)
     with pytest.raises(TemplateRefusalError, match="generation tags inside generation tags"):
         ChatTemplate("{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}").render(TALK)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ 'x' * 10 ** 11 }}", "takes more than 1024 MB|fails: MemoryError"),
+        (
+            "{% for i in range(40) %}{% set a = ('x' * 10 ** 6) %}{{ a.replace('x', a) }}{% endfor %}",
+            "takes more than 1024",
+        ),
+        ("{{ '%10000000000d' % messages|length }}", "takes more than 1024"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+    ],
+)
+def test_a_template_that_takes_too_much_memory_is_refused(source: str, said: str) -> None:
+    with pytest.raises((TemplateRefusalError, DataError), match=said) as caught:
+        ChatTemplate(source).render(TALK)
+    assert "\n" not in str(caught.value)
+    assert ChatTemplate("fine").render(TALK)[0] == "fine"
+
+
+def test_a_template_that_does_not_end_is_refused_after_the_lines_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = Renderers(most_s=0)
+    monkeypatch.setattr(template, "renderers", lambda: quick)
+    loop = "{% for i in range(99999) %}"
+    source = f"{{% if messages | length == 1 %}}{loop * 3}{'{% endfor %}' * 3}{{% endif %}}{TAGGED}"
+    lines = [(json.dumps({"messages": messages}), f"line {n}") for n, messages in enumerate([TALK, TALK, TALK[2:3]])]
+    found = bytes_reader(source).read(iter(lines))
+    assert [next(found)[2] for _ in range(2)] == ["line 0", "line 1"]
+    with pytest.raises(DataError, match=r"^line 2: the chat template takes more than 0 s of processor time for one"):
+        next(found)
+    # A fresh process takes over, as after one that ended because nobody asked.
+    assert spoken(bytes_reader(), {"messages": TALK[1:3]})
+    assert quick._process is not None
+    os.kill(quick._process.pid, signal.SIGALRM)
+    assert spoken(bytes_reader(), {"messages": TALK[1:3]})
+
+
+def test_errors_come_in_the_order_of_the_lines() -> None:
+    lines = [(json.dumps({"messages": TALK}), "line 1"), (json.dumps({"messages": TALK}), "line 2"), ("{", "line 3")]
+    with pytest.raises(DataError, match=r"^line 1: .* refuses it: no"):
+        list(bytes_reader("{{ raise_exception('no') }}").read(lines))
+    found = bytes_reader().read(lines)
+    assert [next(found)[2] for _ in range(2)] == ["line 1", "line 2"]
+    with pytest.raises(DataError, match=r"^line 3 is not valid JSON"):
+        next(found)
 
 
 def test_null_keys_are_not_seen_by_a_template() -> None:

@@ -1,0 +1,140 @@
+"""The parent's side of the process that renders chat templates (terrace.data.template_process)."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from terrace.base.errors import DataError
+from terrace.data import template_process
+
+_T = TypeVar("_T")
+
+
+class TemplateRefusalError(Exception):
+    """An objection of a template, or of its use on one conversation; the caller adds the line of the data."""
+
+
+class _EndedError(Exception):
+    pass
+
+
+class Renderers:
+    """The process; started when it is needed, and again when a template has ended it."""
+
+    def __init__(self, most_s: int = template_process.PROCESSOR_S) -> None:
+        self._most_s, self._lock = most_s, threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+        self._known: dict[str, tuple[int, bool]] = {}  # template -> its number there, whether it has tags
+
+    def has_tags(self, source: str, name: str, tokens: Mapping[str, Any]) -> bool:
+        """Whether a template has generation tags; raises `TemplateRefusalError` for one that cannot be compiled."""
+        with self._lock:
+            return self._retried(name, lambda: self._introduced(source, name, tokens)[1])
+
+    def ask(
+        self, source: str, name: str, tokens: Mapping[str, Any], asked: Mapping[str, Any]
+    ) -> tuple[list[Any], TemplateRefusalError | None]:
+        """What the template makes of the `conversations` in `asked`, up to the first that it refuses, and the refusal.
+
+        Raises `DataError` without Jinja.
+        """
+        made: list[Any] = []
+
+        def answers() -> None:
+            number, _ = self._introduced(source, name, tokens)
+            self._send({"template": number, **asked})
+            for _ in asked["conversations"]:
+                made.append(self._answer())
+
+        try:
+            with self._lock:
+                self._retried(name, answers)
+        except TemplateRefusalError as refusal:
+            return made, refusal
+        return made, None
+
+    def _retried(self, name: str, work: Callable[[], _T]) -> _T:
+        for _ in range(2):
+            try:
+                return work()
+            except _EndedError:
+                code = self._close()
+                # Idle for a while, it ended; its other ends are the template's work.
+                if code == -signal.SIGALRM:
+                    continue
+                why = f"ends the process that renders it ({code})"
+                if code == -signal.SIGXCPU:
+                    why = f"takes more than {self._most_s} s of processor time"
+                raise TemplateRefusalError(f"{name} {why} for one conversation: repair it") from None
+        raise TemplateRefusalError(f"{name} cannot be rendered: its process ends before it answers")
+
+    def _introduced(self, source: str, name: str, tokens: Mapping[str, Any]) -> tuple[int, bool]:
+        # A fork of this process must not write into the pipes of its parent.
+        if self._process is None or self._owner != os.getpid():
+            self._start()
+        key = json.dumps([source, name, sorted(tokens.items())])
+        if key not in self._known:
+            number = len(self._known)
+            self._send({"template": number, "source": source, "name": name, "tokens": dict(tokens)})
+            self._known[key] = number, bool(self._answer())
+        return self._known[key]
+
+    def _start(self) -> None:
+        self._known, self._owner = {}, os.getpid()
+        # -P: modules of the child's own folder must not stand for Python's. A session of its own: Ctrl-C is for this
+        # process, whose end is the end of the child's input.
+        self._process = subprocess.Popen(
+            (sys.executable, "-P", template_process.__file__, str(self._most_s)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+            start_new_session=True,
+        )
+
+    def _send(self, asked: Mapping[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+        except RecursionError as error:
+            raise TemplateRefusalError("brackets are nested too deeply") from error
+        except BrokenPipeError as error:
+            raise _EndedError from error
+
+    def _answer(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline()
+        if not said.endswith("\n"):
+            raise _EndedError
+        answer = json.loads(said)
+        if "missing" in answer:
+            raise DataError("chat templates need the package 'jinja2': pip install 'terrace[hf]'")
+        if "refused" in answer:
+            raise TemplateRefusalError(answer["refused"])
+        return answer["made"]
+
+    def _close(self) -> int:
+        process, self._process = self._process, None
+        assert process is not None
+        for stream in (process.stdin, process.stdout):
+            with suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        return process.wait()
+
+
+@functools.lru_cache(maxsize=1)
+def renderers() -> Renderers:
+    """One process for all templates."""
+    return Renderers()
