@@ -1,7 +1,7 @@
 """The Program: the instructions of one rank, and the values they refer to."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -28,6 +28,7 @@ from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message, Transfer
 from terrace.program.phase import Phase
+from terrace.program.report import StepReport
 from terrace.program.resolve import (
     block_message,
     context_message,
@@ -240,6 +241,13 @@ class Program:
     def state_bytes(self) -> dict[str, int]:
         """Peak bytes of each category of model state on a rank."""
         return peak_bytes(self.buffers)
+
+    def report(
+        self, time_s: Mapping[str, float], sent_bytes: Mapping[tuple[MessageClass, str], int] | None = None
+    ) -> StepReport:
+        """The report of a step that took `time_s`, seconds by category; by default it sends what this program sends."""
+        sent_bytes = self.sent_bytes if sent_bytes is None else sent_bytes
+        return StepReport(time_s=dict(time_s), sent_bytes=sent_bytes, memory_bytes=self.state_bytes)
 
     @property
     def edge_bytes(self) -> int:

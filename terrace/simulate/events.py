@@ -43,7 +43,7 @@ def simulate(program: "Program", costs: Costs) -> StepReport:
     Raises `ProgramError` for a program that talks to other stages (terrace.simulate.stages plays all of them).
     """
     check_alone(program)
-    return report(program, _time(program, price(program, costs)))
+    return program.report(_time(program, price(program, costs)))
 
 
 def step_seconds(program: "Program", costs: Costs) -> dict[str, float]:
@@ -69,11 +69,6 @@ def _time(program: "Program", plays: list["Play"]) -> dict[str, float]:
         for act, event in plays:
             act(rank, event)
     return dict(rank.time_s)
-
-
-def report(program: "Program", time_s: dict[str, float]) -> StepReport:
-    """The report of a step that took `time_s`, seconds by category."""
-    return StepReport(time_s=dict(time_s), sent_bytes=program.sent_bytes, memory_bytes=program.state_bytes)
 
 
 @dataclass(slots=True, eq=False)

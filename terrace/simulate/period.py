@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.program.period import Period
+from terrace.program.program import Program
 from terrace.program.report import StepReport
-from terrace.simulate.events import report
 from terrace.simulate.step import play_stages
 from terrace.simulate.work import Work
 
@@ -34,7 +34,7 @@ def predict_period(period: Period, work: Work | Sequence[float]) -> PeriodPredic
     turns = []
     for turn in period.turns:
         if turn.key not in known:
-            known[turn.key] = tuple(map(report, turn.programs, play_stages(turn.programs, work)[1]))
+            known[turn.key] = tuple(map(Program.report, turn.programs, play_stages(turn.programs, work)[1]))
         turns.append(known[turn.key])
     reports = []
     for stage in range(period.num_stages):

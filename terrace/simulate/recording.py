@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from terrace.program.instruction import Instruction
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import Event, Moment, Rank, check_alone, price, report
+from terrace.simulate.events import Event, Moment, Rank, check_alone, price
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -164,7 +164,7 @@ class Recorder(Rank):
         )
         return Recording(
             program=self.program,
-            report=report(self.program, self.time_s),
+            report=self.program.report(self.time_s),
             spans=tuple(spans),
             first=self.first,
             started_s=tuple(wall_s(moment_s) - origin_s for moment_s in self.started_s),

@@ -19,7 +19,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import Event, Play, Rank, price_distinct, report
+from terrace.simulate.events import Event, Play, Rank, price_distinct
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def simulate_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> St
     """
     pipeline = _Pipeline(programs, costs, timed=True)
     stages = zip(programs, pipeline.run(), strict=True)
-    return StagesStep([report(program, time_s) for program, time_s in stages], pipeline.noted())
+    return StagesStep([program.report(time_s) for program, time_s in stages], pipeline.noted())
 
 
 def stages_seconds(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[dict[str, float]]:

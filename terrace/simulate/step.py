@@ -84,11 +84,7 @@ class Prediction:
     @cached_property
     def reports(self) -> tuple[StepReport, ...]:
         """The report of every stage. A search and a folded step read the times of most predictions and no more."""
-        stages = zip(self.times_s, self.sent_bytes, self.programs, strict=True)
-        return tuple(
-            StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=program.state_bytes)
-            for time_s, sent, program in stages
-        )
+        return tuple(map(Program.report, self.programs, self.times_s, self.sent_bytes))
 
     @cached_property
     def passes(self) -> tuple[Sequence[Passed], ...]:
