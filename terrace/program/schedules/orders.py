@@ -13,7 +13,7 @@ for, and BACKWARD_WEIGHT the gradient of the weights, any time later (Qi et al. 
 Orders hold no times and no messages: a task waits for its inputs, and terrace.simulate.timeline says when.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +86,14 @@ def build(
         placement=placement,
         tasks=tuple(tuple(row) for row in tasks),
     )
+
+
+def split_orders(schedule: str, num_stages: int, num_micros: int, row: Callable[..., list[StageTask]]) -> Orders:
+    """Orders of one chunk a stage with split backwards: `row` makes a stage's order from its F, I and W."""
+    positive(num_stages=num_stages, num_micros=num_micros)
+    passes = [tasks_of(pass_, 0, num_micros) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)]
+    rows = [row(num_stages, stage, *passes) for stage in range(num_stages)]
+    return build(schedule, looped(num_stages, 1), num_micros, rows)
 
 
 def positive(**numbers: int) -> None:

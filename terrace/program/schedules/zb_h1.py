@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, StageTask, build, looped, positive, tasks_of
+from terrace.program.schedules.orders import Orders, StageTask, split_orders
 from terrace.program.schedules.registry import schedule
 
 
@@ -18,10 +17,7 @@ def zb_h1(num_stages: int, num_micros: int) -> Orders:
     messages, T_W <= T_F, T_B and 2 num_stages micro-batches or more the longest span is num_micros (T_F + T_B + T_W) +
     (num_stages - 1)(T_F + T_B - T_W).
     """
-    positive(num_stages=num_stages, num_micros=num_micros)
-    passes = [tasks_of(pass_, 0, num_micros) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)]
-    rows = [_row(num_stages, stage, *passes) for stage in range(num_stages)]
-    return build("zb-h1", looped(num_stages, 1), num_micros, rows)
+    return split_orders("zb-h1", num_stages, num_micros, _row)
 
 
 def _row(

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, StageTask, build, looped, positive, tasks_of
+from terrace.program.schedules.orders import Orders, StageTask, split_orders
 from terrace.program.schedules.registry import schedule
 
 
@@ -18,10 +17,7 @@ def zb_h2(num_stages: int, num_micros: int) -> Orders:
     T_B = T_W, free messages and 2 num_stages - 1 micro-batches or more, no stage idles between its first task and its
     last.
     """
-    positive(num_stages=num_stages, num_micros=num_micros)
-    passes = [tasks_of(pass_, 0, num_micros) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)]
-    rows = [_row(num_stages, stage, *passes) for stage in range(num_stages)]
-    return build("zb-h2", looped(num_stages, 1), num_micros, rows)
+    return split_orders("zb-h2", num_stages, num_micros, _row)
 
 
 def _row(
