@@ -1,0 +1,202 @@
+"""Training steps by `transformers` and torch alone, in fp64 on one device: the independent reference.
+
+It shares no code with Terrace and was written from the docs and the papers they name. Every document of a batch runs
+alone, so there are no masks, no packing, no micro-batches and no loss in chunks; gradients are torch's.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents, each (rows, tokens): a document begins where its positions begin again at 0."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+
+    def documents(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for tokens, labels, positions in zip(self.tokens, self.labels, self.positions, strict=True):
+            starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
+            for start, end in zip(starts[:-1], starts[1:], strict=True):
+                yield tokens[start:end], labels[start:end]
+
+
+def causal_model(family: str, config: Mapping[str, Any], seed: int) -> nn.Module:
+    """A decoder of `transformers` in fp64 with random biases and norms, and no step of its forward in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    settings = AutoConfig.for_model(family, **config)
+    model: nn.Module = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    exact(model)
+    return model
+
+
+def exact(model: nn.Module) -> None:
+    """Norms and rotary angles of the model in fp64: `transformers` computes them in fp32 whatever the dtype."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _Norm(module)
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = _Rotary(model.config)
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        mean = hidden.square().mean(-1, keepdim=True)
+        return hidden / (mean + self.module.variance_epsilon).sqrt() * self.module.weight
+
+
+class _Rotary:
+    def __init__(self, config: Any) -> None:
+        rope = config.rope_parameters
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = int(size * rope.get("partial_rotary_factor", 1.0))
+        frequencies = rope["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+        self.frequencies = _SCALINGS[rope["rope_type"]](frequencies, rope)
+
+    def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    # Llama 3.1: long waves are stretched by the factor, short ones left, those between interpolated
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / rope["factor"]
+
+
+_SCALINGS: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    "default": lambda frequencies, rope: frequencies,
+    "linear": lambda frequencies, rope: frequencies / rope["factor"],
+    "llama3": _llama3,
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    grad_norm: float
+
+
+class Reference:
+    """A model of `transformers` and an optimizer: a table with the keys of `[optimizer]` in docs/training.md."""
+
+    def __init__(self, model: nn.Module, optimizer: Mapping[str, Any]) -> None:
+        self.model = model
+        self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.clip = float(optimizer.get("clip", 1.0))
+        self.optimizer = _OPTIMIZERS[optimizer.get("name", "adamw")](optimizer)
+
+    def step(self, batch: Batch, lr: float) -> StepResult:
+        count = int((batch.labels != IGNORED).sum())
+        total = 0.0
+        for value in self.trained.values():
+            value.grad = None
+        for tokens, labels in batch.documents():
+            positions = torch.arange(len(tokens))[None]
+            logits = self.model(input_ids=tokens[None], position_ids=positions, use_cache=False).logits[0]
+            loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / count
+            if loss.requires_grad:
+                loss.backward()
+            total += float(loss.detach())
+        gradients = {
+            name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in self.trained.items()
+        }
+        norm = math.sqrt(math.fsum(float(gradient.square().sum()) for gradient in gradients.values()))
+        scale = self.clip / norm if 0 < self.clip < norm else 1.0
+        with torch.no_grad():
+            for name, value in self.trained.items():
+                self.optimizer.update(name, value, gradients[name] * scale, lr)
+        return StepResult(total, norm)
+
+
+class _AdamW:
+    """Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2; decay of matrices alone."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.beta1, self.beta2 = table.get("beta1", 0.9), table.get("beta2", 0.95)
+        self.eps, self.decay = table.get("eps", 1e-8), table.get("weight_decay", 0.1)
+        self.state: dict[str, tuple[int, Tensor, Tensor]] = {}
+
+    def update(self, name: str, value: Tensor, gradient: Tensor, lr: float) -> None:
+        count, first, second = self.state.get(name, (0, torch.zeros_like(value), torch.zeros_like(value)))
+        count += 1
+        first = self.beta1 * first + (1 - self.beta1) * gradient
+        second = self.beta2 * second + (1 - self.beta2) * gradient.square()
+        self.state[name] = (count, first, second)
+        direction = first / (1 - self.beta1**count) / ((second / (1 - self.beta2**count)).sqrt() + self.eps)
+        if value.ndim > 1:
+            direction = direction + self.decay * value
+        value -= lr * direction
+
+
+class _Lion:
+    """Chen et al., arXiv 2302.06675, Algorithm 2; decay of matrices alone."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.beta1, self.beta2 = table.get("beta1", 0.9), table.get("beta2", 0.95)
+        self.decay = table.get("weight_decay", 0.1)
+        self.state: dict[str, Tensor] = {}
+
+    def update(self, name: str, value: Tensor, gradient: Tensor, lr: float) -> None:
+        momentum = self.state.get(name, torch.zeros_like(value))
+        direction = (self.beta1 * momentum + (1 - self.beta1) * gradient).sign()
+        self.state[name] = self.beta2 * momentum + (1 - self.beta2) * gradient
+        if value.ndim > 1:
+            direction = direction + self.decay * value
+        value -= lr * direction
+
+
+class _Muon:
+    """Jordan 2024 (Newton-Schulz of Nesterov's momentum), scaled as Liu et al., arXiv 2502.16982, section 2.2."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.momentum, self.num_steps = table.get("momentum", 0.95), table.get("newton_schulz_steps", 5)
+        self.decay = table.get("weight_decay", 0.1)
+        self.adamw, self.ratio = _AdamW(table), table.get("adamw_lr", table["lr"]) / table["lr"]
+        self.state: dict[str, Tensor] = {}
+
+    def update(self, name: str, value: Tensor, gradient: Tensor, lr: float) -> None:
+        if value.ndim != 2 or not (".layers." in name or ".h." in name):
+            self.adamw.update(name, value, gradient, lr * self.ratio)
+            return
+        momentum = self.momentum * self.state.get(name, torch.zeros_like(value)) + gradient
+        self.state[name] = momentum
+        direction = self._orthogonal(gradient + self.momentum * momentum)
+        value -= lr * (0.2 * math.sqrt(max(value.shape)) * direction + self.decay * value)
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+        wide = wide / (wide.norm() + 1e-7)
+        for _ in range(self.num_steps):
+            gram = wide @ wide.T
+            wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+        return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+
+
+_OPTIMIZERS: dict[str, Callable[[Mapping[str, Any]], _AdamW | _Lion | _Muon]] = {
+    "adamw": _AdamW,
+    "lion": _Lion,
+    "muon": _Muon,
+}
