@@ -5,7 +5,7 @@ alone, so there are no masks, no packing, no micro-batches and no loss in chunks
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,7 @@ from torch.nn.functional import cross_entropy
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rows of packed documents, each (rows, tokens): a document begins where its positions begin again at 0."""
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-
-    def documents(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for tokens, labels, positions in zip(self.tokens, self.labels, self.positions, strict=True):
-            starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
-            for start, end in zip(starts[:-1], starts[1:], strict=True):
-                yield tokens[start:end], labels[start:end]
+Document = tuple[Tensor, Tensor]  # tokens and labels, each (S)
 
 
 def causal_model(family: str, config: Mapping[str, Any], seed: int) -> nn.Module:
@@ -37,7 +25,8 @@ def causal_model(family: str, config: Mapping[str, Any], seed: int) -> nn.Module
 
     torch.manual_seed(seed)
     settings = AutoConfig.for_model(family, **config)
-    model: nn.Module = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").double().train()
+    factory: Any = AutoModelForCausalLM  # untyped
+    model: nn.Module = factory.from_config(settings, attn_implementation="sdpa").double().train()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -61,7 +50,8 @@ class _Norm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         mean = hidden.square().mean(-1, keepdim=True)
-        return hidden / (mean + self.module.variance_epsilon).sqrt() * self.module.weight
+        normed: Tensor = hidden / (mean + self.module.variance_epsilon).sqrt() * self.module.weight
+        return normed
 
 
 class _Rotary:
@@ -83,7 +73,8 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / rope["factor"]
+    scaled: Tensor = kept * frequencies + (1 - kept) * frequencies / rope["factor"]
+    return scaled
 
 
 _SCALINGS: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
@@ -100,35 +91,54 @@ class StepResult:
 
 
 class Reference:
-    """A model of `transformers` and an optimizer: a table with the keys of `[optimizer]` in docs/training.md."""
+    """A model of `transformers` and an optimizer: a table with the keys of `[optimizer]` in docs/training.md.
 
-    def __init__(self, model: nn.Module, optimizer: Mapping[str, Any]) -> None:
+    With `splits_heads`, query, key and value that a model stores as one matrix are three matrices to Muon.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Mapping[str, Any], *, splits_heads: bool = False) -> None:
         self.model = model
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.clip = float(optimizer.get("clip", 1.0))
         self.optimizer = _OPTIMIZERS[optimizer.get("name", "adamw")](optimizer)
+        if isinstance(self.optimizer, _Muon) and splits_heads:
+            config: Any = model.config
+            self.optimizer.num_heads = config.num_attention_heads
 
-    def step(self, batch: Batch, lr: float) -> StepResult:
-        count = int((batch.labels != IGNORED).sum())
+    def step(self, documents: Sequence[Document], lr: float) -> StepResult:
+        count = sum(int((labels != IGNORED).sum()) for _, labels in documents)
         total = 0.0
         for value in self.trained.values():
             value.grad = None
-        for tokens, labels in batch.documents():
+        for tokens, labels in documents:
             positions = torch.arange(len(tokens))[None]
             logits = self.model(input_ids=tokens[None], position_ids=positions, use_cache=False).logits[0]
             loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / count
             if loss.requires_grad:
-                loss.backward()
+                torch.autograd.backward(loss)
             total += float(loss.detach())
         gradients = {
             name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in self.trained.items()
         }
         norm = math.sqrt(math.fsum(float(gradient.square().sum()) for gradient in gradients.values()))
-        scale = self.clip / norm if 0 < self.clip < norm else 1.0
+        # as torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
         with torch.no_grad():
             for name, value in self.trained.items():
                 self.optimizer.update(name, value, gradients[name] * scale, lr)
         return StepResult(total, norm)
+
+
+def learning_rate(step: int, train: Mapping[str, Any], lr: float) -> float:
+    """The rate of a step, from 0, by docs/optimizers.md; `train` is the table `[train]`."""
+    warmup, last, name = train["warmup_steps"], train.get("final_lr_fraction", 0.1), train["schedule"]
+    if step < warmup:
+        return float(lr * (step + 1) / warmup)
+    first = train["steps"] - train["decay_steps"] if name == "wsd" else warmup
+    done = max(0.0, (step - first) / (train["steps"] - first))
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
+    left["wsd"] = 1 - math.sqrt(done) if train.get("decay", "sqrt") == "sqrt" else 1 - done
+    return float(lr * (last + (1 - last) * left[name]))
 
 
 class _AdamW:
@@ -175,6 +185,7 @@ class _Muon:
         self.momentum, self.num_steps = table.get("momentum", 0.95), table.get("newton_schulz_steps", 5)
         self.decay = table.get("weight_decay", 0.1)
         self.adamw, self.ratio = _AdamW(table), table.get("adamw_lr", table["lr"]) / table["lr"]
+        self.num_heads = 0  # 0: no matrix is split
         self.state: dict[str, Tensor] = {}
 
     def update(self, name: str, value: Tensor, gradient: Tensor, lr: float) -> None:
@@ -183,8 +194,17 @@ class _Muon:
             return
         momentum = self.momentum * self.state.get(name, torch.zeros_like(value)) + gradient
         self.state[name] = momentum
-        direction = self._orthogonal(gradient + self.momentum * momentum)
-        value -= lr * (0.2 * math.sqrt(max(value.shape)) * direction + self.decay * value)
+        direction = self._direction(name, gradient + self.momentum * momentum)
+        value -= lr * (direction + self.decay * value)
+
+    def _direction(self, name: str, matrix: Tensor) -> Tensor:
+        if self.num_heads and ".c_attn." in name:  # GPT-2: (inputs, query key value)
+            return torch.cat([self._orthogonal(part) for part in matrix.chunk(3, dim=1)], dim=1)
+        if self.num_heads and ".query_key_value." in name:  # GPT-NeoX: (heads, query key value, size of a head, inputs)
+            parts = matrix.view(self.num_heads, 3, -1, matrix.shape[1]).unbind(1)
+            found = [self._orthogonal(part.flatten(0, 1)).view_as(part) for part in parts]
+            return torch.stack(found, dim=1).view_as(matrix)
+        return self._orthogonal(matrix)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
@@ -192,7 +212,9 @@ class _Muon:
         for _ in range(self.num_steps):
             gram = wide @ wide.T
             wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
-        return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+        orthogonal = wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+        scaled: Tensor = 0.2 * math.sqrt(max(matrix.shape)) * orthogonal
+        return scaled
 
 
 _OPTIMIZERS: dict[str, Callable[[Mapping[str, Any]], _AdamW | _Lion | _Muon]] = {

@@ -1,0 +1,356 @@
+"""Random plans against an independent reference: transformers and torch alone, in fp64 (tests/support/independent.py).
+
+Axes, placements, schedules, models and optimizers are drawn by a number (tests/support/random_plans.py). A model goes
+in and out as a Hugging Face folder, or is one of `transformers` itself, so no name of a parameter is translated here.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from torch import Tensor, nn
+
+import terrace
+from terrace.base.errors import ConfigError, ModelError, PlanError
+from terrace.base.schema import dump
+from terrace.cli import worker
+from terrace.cli.main import main
+from terrace.launch.start import LocalPool, World
+from terrace.model.config import block_specs, load_model
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.hf.names import sources
+from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.plan.plan import Plan
+from terrace.plan.presets import parse_plan
+from terrace.train import calibrate
+from tests.support.independent import Document, Reference, StepResult, causal_model, learning_rate
+from tests.support.random_plans import FAMILIES, PRESETS, SCHEDULES, Case, draw
+from tests.support.random_runs import NUM_STEPS, Run, draw_run
+from tests.support.toys import cluster_of
+
+TOLERANCE = 1e-9
+NUM_PLANS, NUM_RUNS = 64, 16
+SHORT = (7, 36, 11)  # draws of a second each
+
+EVERY_KIND = (
+    *("data", "rows", "columns", "depth", "ulysses", "ring", "pipeline"),
+    *(f"preset {name}" for name in PRESETS),
+    *(f"schedule {name.partition(':')[0]}" for name in SCHEDULES),
+    *(f"family {name}" for name in FAMILIES),
+    *(f"optimizer {name}" for name in ("adamw", "lion", "muon")),
+    *(f"{size} ranks" for size in (2, 4, 8)),
+    *("blocks of transformers", "uneven stages", "recomputed", "prefetched", "accumulated", "units", "packed"),
+    *("secondary copy", "frozen", "tied", "biases", "grouped heads", "window", "rope linear", "rope llama3"),
+)
+
+# What a draw may be refused for; anything else is a failure.
+RULES = (
+    "virtual stages",
+    "shards weights over",
+    "multiple of",
+    "passes micro-batches in groups",
+    "cannot split",
+    "has no effect",
+    "does not divide",
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Results of a rank: of every step, and the whole parameters under the names of its blocks."""
+
+    steps: list[StepResult]
+    values: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The largest relative differences over all ranks and steps, or the rule by which the plan was refused."""
+
+    differences: Mapping[str, float]
+    refused: str = ""
+
+    @property
+    def largest(self) -> float:
+        return max(self.differences.values())
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan with every message in fp64: what narrower formats round has no equal."""
+    plan = parse_plan({**case.plan, "update": case.optimizer["name"]}, cluster_of(*case.sizes))
+    return replace(plan, wire={message: dict.fromkeys(row, "fp64") for message, row in plan.wire.items()})
+
+
+def train(world: World, case: Case, folder: str) -> Trained | str:
+    """The case under its plan on this rank, or the rule by which it was refused before the first step."""
+    torch.manual_seed(world.rank)
+    try:
+        trainer = terrace.Trainer(
+            own_blocks(case, Path(folder)) if case.own else terrace.blocks_of(model_of(case)),
+            plan=plan_of(case),
+            cluster=cluster_of(*case.sizes),
+            loss=token_loss,
+            lr=case.lrs[0],
+            optimizer=case.optimizer,
+            num_micros=case.num_micros,
+            activation=(case.sequence, int(case.model.get("n_embd", case.model.get("hidden_size")))),
+            declared=block_specs(load_model(folder)) if case.own else (),
+            predict=False,
+        )
+    except (ConfigError, PlanError, ModelError) as error:
+        return str(error)
+    steps = []
+    with trainer:
+        for batch, lr in zip(case.batches(), case.lrs, strict=True):
+            result = trainer.step(batch.tokens, batch.labels, batch.positions if case.packed else None, lr)
+            steps.append(StepResult(result.loss, result.grad_norm))
+        return Trained(steps, trainer.state_dict())
+
+
+def own_blocks(case: Case, folder: Path) -> dict[str, nn.Module]:
+    """Terrace's own decoder with the weights of a folder."""
+    config, weights = load_model(str(folder)), Pretrained(folder)
+    names = (spec.name for spec in block_specs(config))
+    blocks = dict(zip(names, build_blocks(config, "cpu", torch.float64), strict=True))
+    for (block, name), stored in sources(config).items():
+        parameter = blocks[block].get_parameter(name)
+        parameter.data.copy_(weights.value(block, name))
+        parameter.requires_grad_(case.trains(stored.name))
+    return blocks
+
+
+def model_of(case: Case) -> nn.Module:
+    """The case's model of `transformers`, the same whenever it is made."""
+    model = causal_model(case.family, case.model, case.seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(case.trains(name))
+    return model
+
+
+def reference_of(case: Case, folder: Path) -> Reference:
+    """The case's reference, whose initial weights are written to `folder`."""
+    reference = Reference(model_of(case), {**case.optimizer, "lr": case.lrs[0]}, splits_heads=case.own)
+    reference.model.save_pretrained(folder)
+    return reference
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The parameters of a folder as `transformers` reads them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def compare(
+    reference: Reference,
+    batches: Sequence[Sequence[Document]],
+    lrs: Sequence[float],
+    steps: Sequence[StepResult],
+    values: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """The largest differences of steps, in order, and of the parameters after them."""
+    before = {name: value.detach().clone() for name, value in reference.model.named_parameters()}
+    wanted = [reference.step(documents, lr) for documents, lr in zip(batches, lrs, strict=True)]
+    after = {name: value.detach() for name, value in reference.model.named_parameters()}
+    assert any(not torch.equal(before[name], value) for name, value in after.items()), "nothing was trained"
+    assert values.keys() == after.keys(), values.keys() ^ after.keys()
+    return {
+        "loss": max(abs(one.loss / other.loss - 1) for one, other in zip(steps, wanted, strict=True)),
+        "norm": max(abs(one.grad_norm / other.grad_norm - 1) for one, other in zip(steps, wanted, strict=True)),
+        "parameters": max(difference(values[name], value) for name, value in after.items()),
+    }
+
+
+def difference(value: Tensor, wanted: Tensor) -> float:
+    """The largest difference of an element, relative to the largest magnitude."""
+    return float((value - wanted).abs().max() / wanted.abs().max())
+
+
+def compare_plan(pool: LocalPool, case: Case, folder: Path, like: Case | None = None) -> Compared:
+    """The case trained by `terrace.Trainer` on its ranks, compared with its reference, or with that of `like`."""
+    reference = reference_of(like or case, folder / "before")
+    found = pool.run(cluster_of(*case.sizes).world_size, train, case, str(folder / "before"))
+    if isinstance(found[0], str):
+        assert set(found) == {found[0]}, found
+        return Compared({}, found[0])
+    values = found[0].values
+    between_ranks = max(difference(each.values[name], value) for each in found for name, value in values.items())
+    between_ranks = max(between_ranks, *(steps_apart(each.steps, found[0].steps) for each in found))
+    if case.own:
+        config, whole = load_model(str(folder / "before")), found[0].values
+        write_pretrained(folder / "after", config, lambda block, name: whole[f"{block}.{name}"], "fp64")
+        values = read_weights(folder / "after")
+    batches = [batch.documents() for batch in case.batches()]
+    return Compared(compare(reference, batches, case.lrs, found[0].steps, values) | {"ranks": between_ranks})
+
+
+def steps_apart(found: Sequence[StepResult], wanted: Sequence[StepResult]) -> float:
+    pairs = [(one.loss, other.loss) for one, other in zip(found, wanted, strict=True)]
+    pairs += [(one.grad_norm, other.grad_norm) for one, other in zip(found, wanted, strict=True)]
+    return max(abs(one / other - 1) for one, other in pairs)
+
+
+def compare_run(
+    pool: LocalPool, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Compared:
+    """`terrace train` and `terrace export`, whose ranks are the pool's, compared with the reference."""
+
+    def on_the_pool(world_size: int, target: Callable[..., Any], arguments: tuple[Any, ...], **_: object) -> Any:
+        return pool.run(world_size, calibrated_for_a_moment, target, arguments, timeout_s=120.0)[0]
+
+    case = run.case
+    reference = reference_of(case, folder / "model")
+    texts = "".join(json.dumps({"text": text}) + "\n" for text in run.texts)
+    (folder / "texts.jsonl").write_text(texts, encoding="utf-8")
+    optimizer = {**case.optimizer, "lr": case.lrs[0]}
+    data = {"path": "texts.jsonl", "tokenizer": "bytes", "documents": run.documents, "cache": "cache"}
+    table = {"cluster": dump(cluster_of(*case.sizes)), "model": "model", "data": data, "optimizer": optimizer}
+    try:
+        table["plan"] = dump(plan_of(case))
+    except (ConfigError, PlanError) as error:
+        return Compared({}, str(error))
+    (folder / "run.toml").write_text(tomli_w.dumps({**table, "train": dict(run.train)}), encoding="utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(worker, "launch_local", on_the_pool)
+    if main(["train", "--config", "run.toml", "--folder", str(folder / "run")]):
+        return Compared({}, capsys.readouterr().err)
+    assert main(["export", str(folder / "run"), "exported", "--dtype", "fp64"]) == 0
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lrs = [learning_rate(step, run.train, case.lrs[0]) for step in range(NUM_STEPS)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(lrs, rel=1e-12)
+    steps = [StepResult(line["loss"], line["grad_norm"]) for line in lines]
+    return Compared(compare(reference, [run.epoch()] * NUM_STEPS, lrs, steps, read_weights(folder / "exported")))
+
+
+def calibrated_for_a_moment(world: World, target: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    calibrate._BUDGET_S, calibrate._REPEATS = 0.03, 4
+    return target(world, *arguments)
+
+
+def load_transformers(world: World) -> None:
+    """Imports on every rank at once, before the first plan's time runs."""
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+
+@dataclass
+class Campaign:
+    """Draws that ran and draws that were refused, and what went wrong."""
+
+    ran: list[tuple[Case, Compared]]
+    refused: Counter[str]
+    wrong: list[str]
+
+    @staticmethod
+    def of(compared: Iterator[tuple[Case, Callable[[], Compared]]], wanted: int) -> "Campaign":
+        """Draws until this many have run."""
+        campaign = Campaign([], Counter(), [])
+        for case, run in compared:
+            try:
+                found = run()
+            except Exception as error:  # the others still run
+                campaign.wrong.append(f"{case}: {error}")
+                found = Compared({"failed": 1.0})
+            if found.refused:
+                rule = next((rule for rule in RULES if rule in found.refused), None)
+                campaign.refused[rule or "another rule"] += 1
+                if rule is None:
+                    campaign.wrong.append(f"{case} was refused: {found.refused}")
+                continue
+            if not found.largest < TOLERANCE:
+                campaign.wrong.append(f"{case}: {found.differences}")
+            campaign.ran.append((case, found))
+            if len(campaign.ran) == wanted:
+                break
+        return campaign
+
+    def kinds(self) -> Counter[str]:
+        """Number of draws that ran with each axis, preset, schedule, optimizer, family and other choice."""
+        return Counter(kind for case, _ in self.ran for kind in case.kinds())
+
+    def report(self) -> str:
+        largest = {
+            what: max(found.differences.get(what, 0.0) for _, found in self.ran)
+            for what in ("loss", "norm", "parameters")
+        }
+        rows = [f"{kind:32} {number}" for kind, number in sorted(self.kinds().items())]
+        head = f"{len(self.ran)} ran, {self.refused.total()} refused: {dict(self.refused)}; largest: {largest}"
+        return "\n".join([head, *rows])
+
+
+def test_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
+    """Some draws; `test_random_plans_equal_transformers` has the others."""
+    for seed in SHORT:
+        found = compare_plan(pool, draw(seed), tmp_path / str(seed))
+        assert not found.refused
+        assert found.largest < TOLERANCE, found
+
+
+def test_the_comparison_sees_a_difference(pool: LocalPool, tmp_path: Path) -> None:
+    case = draw(SHORT[0])
+    beta2 = case.optimizer["beta2"] + 1e-6
+    found = compare_plan(pool, case, tmp_path, replace(case, optimizer={**case.optimizer, "beta2": beta2}))
+    assert found.differences["parameters"] > TOLERANCE
+    assert found.differences["ranks"] < TOLERANCE
+
+
+def test_the_reference_steps_as_torch() -> None:
+    case = next(case for case in map(draw, count()) if case.optimizer["name"] == "adamw" and case.optimizer["clip"])
+    reference, model = Reference(model_of(case), {**case.optimizer, "lr": case.lrs[0]}), model_of(case)
+    values = [value for value in model.parameters() if value.requires_grad]
+    groups = [
+        {"params": [value for value in values if value.ndim > 1], "weight_decay": case.optimizer["weight_decay"]},
+        {"params": [value for value in values if value.ndim == 1], "weight_decay": 0.0},
+    ]
+    betas = (case.optimizer["beta1"], case.optimizer["beta2"])
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=case.optimizer["eps"])
+    for batch, lr in zip(case.batches(), case.lrs, strict=True):
+        documents = batch.documents()
+        wanted = reference.step(documents, lr)
+        losses = [token_loss(model(tokens[None]).logits, labels[None]) for tokens, labels in documents]
+        loss = torch.stack(losses).sum() / sum(int((labels >= 0).sum()) for _, labels in documents)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(values, case.optimizer["clip"])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        assert (wanted.loss, wanted.grad_norm) == pytest.approx((float(loss.detach()), float(norm)), rel=1e-12)
+    for one, other in zip(reference.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_random_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
+    pool.run(8, load_transformers, timeout_s=600.0)
+    cases = ((case, partial(compare_plan, pool, case, tmp_path / str(case.seed))) for case in map(draw, count()))
+    campaign = Campaign.of(cases, NUM_PLANS)
+    print(campaign.report())
+    assert not campaign.wrong, "\n".join(campaign.wrong)
+    missing = {*EVERY_KIND} - campaign.kinds().keys()
+    assert not missing, missing
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_random_runs_equal_transformers(
+    pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compared() -> Iterator[tuple[Case, Callable[[], Compared]]]:
+        for seed in count():
+            run, folder = draw_run(seed), tmp_path / str(seed)
+            yield run.case, partial(compare_run, pool, run, folder, monkeypatch, capsys)
+
+    campaign = Campaign.of(compared(), NUM_RUNS)
+    print(campaign.report())
+    assert not campaign.wrong, "\n".join(campaign.wrong)
+    assert campaign.kinds()["balance cost"]
