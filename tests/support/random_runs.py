@@ -17,6 +17,8 @@ from tests.support.random_plans import Case, draw
 
 END_OF_TEXT, VOCABULARY = 256, 257  # of the tokenizer "bytes"
 NUM_STEPS = 4
+WAYS = ("join", "separate", "whole")
+RATES = ("cosine", "linear", "constant", "wsd")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Run:
     texts: tuple[str, ...]
     documents: str
     train: Mapping[str, Any]
+
+    def kinds(self) -> set[str]:
+        """The choices of the case that a run keeps, and its own."""
+        return self.case.kinds() - {"packed"} | {f"documents {self.documents}", f"rate {self.train['schedule']}"}
 
     def epoch(self) -> list[Document]:
         """The documents of every step, or the parts of them that share a sequence."""
@@ -59,8 +65,8 @@ def draw_run(seed: int) -> Run:
     model = {**case.model, "vocab_size": VOCABULARY}
     plan = {**case.plan, "balance": random.choice(("tokens", "cost"))}
     case = replace(case, model=model, plan=plan, sequence=random.choice((12, 16)), frozen=())
-    documents = random.choice(("join", "separate", "whole"))
-    schedule = random.choice(("cosine", "linear", "constant", "wsd"))
+    documents = random.choice(WAYS)
+    schedule = random.choice(RATES)
     train: dict[str, Any] = {
         "steps": NUM_STEPS,
         "batch": case.batch,

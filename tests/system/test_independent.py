@@ -33,14 +33,14 @@ from terrace.plan.presets import parse_plan
 from terrace.train import calibrate
 from tests.support.independent import Document, Reference, StepResult, causal_model, learning_rate
 from tests.support.random_plans import FAMILIES, PRESETS, SCHEDULES, Case, draw
-from tests.support.random_runs import NUM_STEPS, Run, draw_run
+from tests.support.random_runs import NUM_STEPS, RATES, WAYS, Run, draw_run
 from tests.support.toys import cluster_of
 
 TOLERANCE = 1e-9
 NUM_PLANS, NUM_RUNS = 64, 16
 SHORT = (7, 36, 11)  # draws of a second each
 
-EVERY_KIND = (
+OF_PLANS = (
     *("data", "rows", "columns", "depth", "ulysses", "ring", "pipeline"),
     *(f"preset {name}" for name in PRESETS),
     *(f"schedule {name.partition(':')[0]}" for name in SCHEDULES),
@@ -49,6 +49,12 @@ EVERY_KIND = (
     *(f"{size} ranks" for size in (2, 4, 8)),
     *("blocks of transformers", "uneven stages", "recomputed", "prefetched", "accumulated", "units", "packed"),
     *("secondary copy", "frozen", "tied", "biases", "grouped heads", "window", "rope linear", "rope llama3"),
+)
+
+OF_RUNS = (
+    *(f"documents {way}" for way in WAYS),
+    *(f"rate {name}" for name in RATES),
+    *("data", "ulysses", "ring", "pipeline", "balance cost", "optimizer adamw", "optimizer lion", "optimizer muon"),
 )
 
 # What a draw may be refused for; anything else is a failure.
@@ -137,9 +143,9 @@ def model_of(case: Case) -> nn.Module:
 
 def reference_of(case: Case, folder: Path) -> Reference:
     """The case's reference, whose initial weights are written to `folder`."""
-    reference = Reference(model_of(case), {**case.optimizer, "lr": case.lrs[0]}, splits_heads=case.own)
-    reference.model.save_pretrained(folder)
-    return reference
+    model: Any = model_of(case)
+    model.save_pretrained(folder)
+    return Reference(model, {**case.optimizer, "lr": case.lrs[0]}, splits_heads=case.own)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -241,49 +247,39 @@ def load_transformers(world: World) -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
 
-@dataclass
-class Campaign:
-    """Draws that ran and draws that were refused, and what went wrong."""
+@dataclass(frozen=True)
+class Drawn:
+    """A draw, the choices in it, and its comparison."""
 
-    ran: list[tuple[Case, Compared]]
-    refused: Counter[str]
-    wrong: list[str]
+    case: Case | Run
+    kinds: set[str]
+    compare: Callable[[], Compared]
 
-    @staticmethod
-    def of(compared: Iterator[tuple[Case, Callable[[], Compared]]], wanted: int) -> "Campaign":
-        """Draws until this many have run."""
-        campaign = Campaign([], Counter(), [])
-        for case, run in compared:
-            try:
-                found = run()
-            except Exception as error:  # the others still run
-                campaign.wrong.append(f"{case}: {error}")
-                found = Compared({"failed": 1.0})
-            if found.refused:
-                rule = next((rule for rule in RULES if rule in found.refused), None)
-                campaign.refused[rule or "another rule"] += 1
-                if rule is None:
-                    campaign.wrong.append(f"{case} was refused: {found.refused}")
-                continue
-            if not found.largest < TOLERANCE:
-                campaign.wrong.append(f"{case}: {found.differences}")
-            campaign.ran.append((case, found))
-            if len(campaign.ran) == wanted:
-                break
-        return campaign
 
-    def kinds(self) -> Counter[str]:
-        """Number of draws that ran with each axis, preset, schedule, optimizer, family and other choice."""
-        return Counter(kind for case, _ in self.ran for kind in case.kinds())
-
-    def report(self) -> str:
-        largest = {
-            what: max(found.differences.get(what, 0.0) for _, found in self.ran)
-            for what in ("loss", "norm", "parameters")
-        }
-        rows = [f"{kind:32} {number}" for kind, number in sorted(self.kinds().items())]
-        head = f"{len(self.ran)} ran, {self.refused.total()} refused: {dict(self.refused)}; largest: {largest}"
-        return "\n".join([head, *rows])
+def until(wanted: int, draws: Iterator[Drawn]) -> Counter[str]:
+    """Choices in the draws that ran, until so many have run and are equal; refused draws do not count."""
+    kinds, refused, wrong, largest = Counter[str](), Counter[str](), list[str](), Counter[str]()
+    num_ran = 0
+    for drawn in draws:
+        try:
+            found = drawn.compare()
+        except Exception as error:  # the others still run
+            found = Compared({}, f"{type(error).__name__}: {error}")
+        if found.refused:
+            rule = next((rule for rule in RULES if rule in found.refused), "")
+            refused[rule] += 1
+            wrong += [] if rule else [f"{drawn.case}: {found.refused}"]
+            continue
+        num_ran += 1
+        kinds.update(drawn.kinds)
+        largest |= Counter(found.differences)
+        wrong += [] if found.largest < TOLERANCE else [f"{drawn.case}: {found.differences}"]
+        if num_ran == wanted:
+            break
+    print(f"{num_ran} ran, {refused.total()} refused: {dict(refused)}; largest differences: {dict(largest)}")
+    print(*(f"{kind:24} {number}" for kind, number in sorted(kinds.items())), sep="\n")
+    assert not wrong, "\n".join(wrong)
+    return kinds
 
 
 def test_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
@@ -332,12 +328,12 @@ def test_the_reference_steps_as_torch() -> None:
 @pytest.mark.timeout(1800)
 def test_random_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
     pool.run(8, load_transformers, timeout_s=600.0)
-    cases = ((case, partial(compare_plan, pool, case, tmp_path / str(case.seed))) for case in map(draw, count()))
-    campaign = Campaign.of(cases, NUM_PLANS)
-    print(campaign.report())
-    assert not campaign.wrong, "\n".join(campaign.wrong)
-    missing = {*EVERY_KIND} - campaign.kinds().keys()
-    assert not missing, missing
+    draws = (
+        Drawn(case, case.kinds(), partial(compare_plan, pool, case, tmp_path / str(case.seed)))
+        for case in map(draw, count())
+    )
+    kinds = until(NUM_PLANS, draws)
+    assert not {*OF_PLANS} - kinds.keys()
 
 
 @pytest.mark.nightly
@@ -345,12 +341,9 @@ def test_random_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> Non
 def test_random_runs_equal_transformers(
     pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def compared() -> Iterator[tuple[Case, Callable[[], Compared]]]:
-        for seed in count():
-            run, folder = draw_run(seed), tmp_path / str(seed)
-            yield run.case, partial(compare_run, pool, run, folder, monkeypatch, capsys)
-
-    campaign = Campaign.of(compared(), NUM_RUNS)
-    print(campaign.report())
-    assert not campaign.wrong, "\n".join(campaign.wrong)
-    assert campaign.kinds()["balance cost"]
+    draws = (
+        Drawn(run, run.kinds(), partial(compare_run, pool, run, tmp_path / str(seed), monkeypatch, capsys))
+        for seed, run in enumerate(map(draw_run, count()))
+    )
+    kinds = until(NUM_RUNS, draws)
+    assert not {*OF_RUNS} - kinds.keys()
