@@ -119,6 +119,11 @@ class Trainer:
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or hidden_dims(specs, activation)
             validate(self.cluster, self.plan, with_dims(specs, declared))
+            if self.plan.balance == "cost":
+                raise ConfigError(
+                    'plan.balance = "cost" assigns the documents of a whole batch to ranks before each step, which a '
+                    'trainer does not see: train with terrace train, or write balance = "tokens"'
+                )
             if self._ignored != IGNORE_INDEX and is_context_parallel(Mesh.of(self.cluster, self.plan), self.plan):
                 raise ConfigError(
                     f"ignore_index = {self._ignored} of the loss: a context axis pads with labels of {IGNORE_INDEX}, "
