@@ -252,9 +252,9 @@ def load_transformers(world: World) -> None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A draw, the choices in it, and its comparison."""
+    """The call that draws it again, the choices in it, and its comparison."""
 
-    case: Case | Run
+    name: str
     kinds: set[str]
     compare: Callable[[], Compared]
 
@@ -271,12 +271,12 @@ def until(wanted: int, draws: Iterator[Drawn]) -> Counter[str]:
         if found.refused:
             rule = next((rule for rule in RULES if rule in found.refused), "")
             refused[rule] += 1
-            wrong += [] if rule else [f"{drawn.case}: {found.refused}"]
+            wrong += [] if rule else [f"{drawn.name}: {found.refused}"]
             continue
         num_ran += 1
         kinds.update(drawn.kinds)
         largest |= Counter(found.differences)
-        wrong += [] if found.largest < TOLERANCE else [f"{drawn.case}: {found.differences}"]
+        wrong += [] if found.largest < TOLERANCE else [f"{drawn.name}: {found.differences}"]
         if num_ran == wanted:
             break
     print(f"{num_ran} ran, {refused.total()} refused: {dict(refused)}; largest differences: {dict(largest)}")
@@ -338,7 +338,7 @@ def test_the_reference_steps_as_torch() -> None:
 def test_random_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
     pool.run(MOST_IMPORTING, load_transformers, timeout_s=600.0)
     draws = (
-        Drawn(case, case.kinds(), partial(compare_plan, pool, case, tmp_path / str(case.seed)))
+        Drawn(f"draw({case.seed})", case.kinds(), partial(compare_plan, pool, case, tmp_path / str(case.seed)))
         for case in map(draw, count())
     )
     kinds = until(NUM_PLANS, draws)
@@ -351,7 +351,9 @@ def test_random_runs_equal_transformers(
     pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draws = (
-        Drawn(run, run.kinds(), partial(compare_run, pool, run, tmp_path / str(seed), monkeypatch, capsys))
+        Drawn(
+            f"draw_run({seed})", run.kinds(), partial(compare_run, pool, run, tmp_path / str(seed), monkeypatch, capsys)
+        )
         for seed, run in enumerate(map(draw_run, count()))
     )
     kinds = until(NUM_RUNS, draws)
