@@ -11,6 +11,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.plan.presets import PRESETS
 from terrace.train.config import RunConfig, parse_run, resolve_table
+from terrace.train.effects import check_effects, file_layers
 from terrace.train.planned import TASK, read_planned
 
 OVERRIDES_HELP = (
@@ -43,7 +44,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     """Validated configuration from the options and the dotted overrides in `rest`."""
-    return parse_run(run_table(options, rest))
+    run = parse_run(run_table(options, rest))
+    check_effects(run, file_layers(options.config, options.plan), parse_overrides(rest))
+    return run
 
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:

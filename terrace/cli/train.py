@@ -14,6 +14,7 @@ from terrace.base.schema import merge, read_table
 from terrace.cli.elastic import fitted_run
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, parse_overrides, run_table
 from terrace.train.config import parse_run, section
+from terrace.train.effects import check_effects, file_layers
 
 AUTO = "auto"
 
@@ -41,6 +42,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Train; returns 0."""
     table = _table(options, rest)
     config = parse_run(table)
+    # A run that goes on keeps the keys of its own file.
+    files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
+    check_effects(config, files, parse_overrides(rest))
     going_on = options.resume == AUTO
     if going_on and options.folder is None:
         raise ConfigError("--resume auto needs a folder: give --folder FOLDER")

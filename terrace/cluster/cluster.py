@@ -16,6 +16,8 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
+
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
@@ -170,6 +172,11 @@ class Cluster:
 def _check_device(device: Device) -> None:
     if not device.peak_flops_per_s:
         raise ClusterError("device.peak_flops_per_s is empty: give the dense FLOP/s of at least one dtype")
+    for dtype in device.peak_flops_per_s:
+        if dtype not in DTYPES:
+            raise ClusterError(
+                f"device.peak_flops_per_s.{dtype} has no effect: no dtype has that name{did_you_mean(dtype, DTYPES)}"
+            )
     figures = {
         "memory_bytes": device.memory_bytes,
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,

@@ -49,6 +49,7 @@ class DataConfig:
             raise ConfigError(
                 f"data.path = {self.path!r} and data.mixture are both given: make the path an entry of the mixture"
             )
+        self._check_mixture()
         specs: list[SourceSpec] = []
         for each in self.mixture or [SourceConfig(path=self.path)]:
             spec = self._resolved(each)
@@ -63,6 +64,25 @@ class DataConfig:
         if self.too_long is not None and not any(spec.documents == "whole" for spec in specs):
             raise _no_effect(f"data.too_long = {self.too_long!r}", specs[0].documents)
         return tuple(specs)
+
+    def _check_mixture(self) -> None:
+        if len(self.mixture) == 1 and self.mixture[0].weight != 1.0:
+            raise ConfigError(
+                f"data.mixture: the weight {self.mixture[0].weight} has no effect, since there is no other source: "
+                "leave it out"
+            )
+        for key, default in (
+            ("format", "text"),
+            ("documents", None),
+            ("too_long", None),
+            ("column", "text"),
+            ("split", ""),
+        ):
+            if self.mixture and getattr(self, key) != default and all(getattr(each, key) for each in self.mixture):
+                raise ConfigError(
+                    f"data.{key} = {getattr(self, key)!r} has no effect, since every source of data.mixture has "
+                    "its own: leave it out"
+                )
 
     def _resolved(self, source: SourceConfig) -> SourceSpec:
         if not 0 < source.weight < math.inf:

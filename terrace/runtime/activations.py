@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from terrace.base.errors import ModelError
 from terrace.comm.collectives import DTYPES
 from terrace.comm.lane import Ticket
 from terrace.comm.stage_p2p import StageP2P
@@ -71,8 +72,13 @@ class Activations:
 
     def send(self, now: Instruction, counter: int) -> None:
         """Begin the message of a SEND, and drop values that have left meanwhile."""
-        values = self._made.pop((now.backward, now.block, now.micro)).detach().contiguous().view(-1)
-        edge = self._program.edge
+        values, edge = self._made.pop((now.backward, now.block, now.micro)).detach(), self._program.edge
+        if tuple(values.shape) != edge.shape:
+            raise ModelError(
+                f"block {self._program.blocks[now.block].name} passes on {tuple(values.shape)}, but a stage receives "
+                f"{edge.shape}, samples x activation=(sequence, hidden): a pipeline sends that shape alone"
+            )
+        values = values.contiguous().view(-1)
         if edge.gathers is not None:
             assert self._edge is not None, "an activation is cut only where an axis cuts it"
             # All rows hold the same activation: each sends one equal part.

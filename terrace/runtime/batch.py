@@ -68,6 +68,9 @@ def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> N
                 f"{tuple(labels.shape)}"
             )
     for module in modules:
+        reason = getattr(module, "refuses_positions", "")
+        if reason:
+            raise ModelError(f"{reason}: leave positions away, and give each row one document")
         try:
             # Two arguments: hidden states and positions.
             inspect.signature(module.forward).bind(None, None)

@@ -47,6 +47,7 @@ from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.context_batches import ContextBatches
+from terrace.train.effects import SAMPLE_MAX_PARAMS
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.job import RunJob, device_of
@@ -60,7 +61,6 @@ from terrace.train.schedule import learning_rate
 
 _PATIENCE = 10  # timeouts that rank 0 waits for files of others
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
-_SAMPLE_MAX_PARAMS = 100_000_000
 
 
 def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
@@ -367,7 +367,7 @@ class _Run:
         if self.world.rank != 0:
             return None
         self.dog.idle("generating a sample")
-        if num_params(self.run.model) > _SAMPLE_MAX_PARAMS:
+        if num_params(self.run.model) > SAMPLE_MAX_PARAMS:
             return None  # too slow while all ranks wait; `terrace generate` can do it afterwards
         # Only rank 0 generates, on one device, from the checkpoint that was just written.
         data, train = self.run.data, self.run.train

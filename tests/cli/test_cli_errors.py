@@ -93,6 +93,7 @@ def resumable(here: Here, trained: Path) -> Path:
             "has 2000 ranks, and one machine starts at most 64",
         ),
         (("--cluster.device.memory_bytes", "1e4"), "memory"),
+        (("--plan", "ddp", "--plan.prefetch", "2"), "plan.prefetch = 2 has no effect"),
         (("--train.sequence", "100000"), "tokens, but one sample of sequence 100000 takes 100001"),
         (("--model.vocab_size", "50"), "but the model's vocab_size is 50"),
         (("--data", "nowhere.txt"), "nowhere.txt"),

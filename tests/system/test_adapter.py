@@ -162,6 +162,7 @@ def test_what_blocks_would_lose_is_refused(name: str, words: str) -> None:
         ("Granite", {"logits_scaling": 1.0005}, "logits_scaling = 1.0005"),
         ("Mixtral", {"output_router_logits": True, "num_local_experts": 2}, "output_router_logits = True"),
         ("Gemma3", {"head_dim": 4}, "cannot run by itself"),
+        ("Olmo3", {}, "cannot run by itself"),
     ],
 )
 def test_what_the_loss_of_blocks_would_lack_is_refused_by_name(family: str, more: dict[str, Any], words: str) -> None:
@@ -172,6 +173,18 @@ def test_what_the_loss_of_blocks_would_lack_is_refused_by_name(family: str, more
     with pytest.raises(ModelError, match=words):
         terrace.blocks_of(model)
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_layers_that_carry_a_state_refuse_positions_before_the_step() -> None:
+    torch.manual_seed(0)
+    config = transformers.MiniMaxConfig(**_GROUPED, num_local_experts=2, num_experts_per_tok=1)
+    blocks = terrace.blocks_of(transformers.MiniMaxForCausalLM(config).eval())
+    tokens, labels = batch_of(0)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(4, 8)
+    with terrace.Trainer(blocks, plan="ddp", loss=token_loss, lr=0.0, cluster=cluster_of(1), predict=False) as trainer:
+        with pytest.raises(ModelError, match="MiniMaxForCausalLM take no rows of several documents: leave positions"):
+            trainer.step(tokens, labels, positions)
+        assert trainer.step(tokens, labels).loss > 0
 
 
 def test_an_unnamed_cap_shows_at_large_logits() -> None:

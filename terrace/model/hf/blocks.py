@@ -34,6 +34,7 @@ _KNOWN = {*_LAYERS, *_NORMS, *_LEARNED, *_EMBEDDED_DROPOUTS, "rotary_emb"}
 _CHECK_TOKENS = 12
 _LARGE_LOGIT = 100.0  # of the comparison: above every cap in use
 _CHECK_TOLERANCE = 1e-5  # of the largest logit; blocks and model call the same kernels
+_DOCUMENT_TOLERANCE, _DOCUMENT_TOLERANCE_16 = 1e-4, 1e-2  # wider: kernels differ with the length of a row
 _CHECK_TOLERANCE_16 = 1e-3  # the same in 16 bits, where kernels may take other shapes
 
 
@@ -42,7 +43,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     They share the model's modules: training them trains the model, and `trainer.unload()` gives it plain parameters
     back. A tied output matrix stays tied. The blocks take tokens (B, S), and positions within documents (B, S) where
-    given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`.
+    given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`. Layers
+    that carry a state from token to token (Mamba, linear attention) refuse positions, in the first step that has some.
 
     Runs the model once on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder
     of this form, has parameters elsewhere, is in training mode with dropout, or computes something the blocks do not.
@@ -73,6 +75,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     _name(model, blocks, what)
     _check_loss(model.config, what)
     _compare(model, blocks, output, what)
+    reason = _unfit_for_documents(model, blocks, what)
+    for block in blocks if reason else ():
+        block.refuses_positions = reason  # type: ignore[assignment]
     return blocks
 
 
@@ -265,6 +270,28 @@ def _compare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, what:
             f"{largest:.3g}): its forward does more than embedding, layers, norm and output matrix; write its "
             "blocks by hand (docs/python.md)"
         )
+
+
+@torch.no_grad()
+def _unfit_for_documents(model: nn.Module, blocks: list[nn.Module], what: str) -> str:
+    # Why the blocks cannot run on rows of several documents, "" if they can: two documents in a row and each by itself.
+    config: Any = model.config
+    first = next(model.parameters())
+    limit = max(1, min(_CHECK_TOKENS, getattr(config, "max_position_embeddings", _CHECK_TOKENS)) // 2)
+    tokens = ((torch.arange(2 * limit, device=first.device) * 7919 + 1) % int(config.vocab_size)).unsqueeze(0)
+    positions = (torch.arange(2 * limit, device=first.device) % limit).unsqueeze(0)
+    alone = torch.cat([_logits(blocks, part, what) for part in (tokens[:, :limit], tokens[:, limit:])], 1)
+    together = tokens
+    try:
+        for block in blocks:
+            together = block(together, positions)
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        return f"the layers of {what} take no rows of several documents"
+    difference, largest = float((together - alone).abs().max()), float(alone.abs().max())
+    tolerance = _DOCUMENT_TOLERANCE if torch.finfo(first.dtype).bits >= 32 else _DOCUMENT_TOLERANCE_16
+    if difference <= tolerance * max(largest, 1e-6):
+        return ""
+    return f"the layers of {what} carry a state from one document of a row to the next"
 
 
 def _logits(blocks: list[nn.Module], tokens: Tensor, what: str) -> Tensor:

@@ -1,0 +1,129 @@
+"""Keys that a user has set and that have no effect under the other settings: refused, since they would be ignored.
+
+A key on the command line was set on purpose, whatever its value. A key of a file counts if its value is no default: the
+config.toml of an earlier run has every key.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError
+from terrace.base.schema import read_table
+from terrace.model.config import num_params
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.train.config import RunConfig, TrainConfig, section
+
+SAMPLE_MAX_PARAMS = 100_000_000  # of a model that writes a sample at the end of its run
+
+Rule = Callable[[RunConfig], str]  # why a key has no effect and what to do; "" if it has one
+
+
+def _final_lr_fraction(run: RunConfig) -> str:
+    if run.train.schedule != "constant":
+        return ""
+    return 'train.schedule = "constant" ends at the peak rate: choose another schedule, or leave it out'
+
+
+def _warmup_steps(run: RunConfig) -> str:
+    if run.train.warmup_steps <= run.train.steps:
+        return ""
+    return (
+        f"the run ends after {run.train.steps} steps, below the peak rate: use at most {run.train.steps}, or raise "
+        "train.steps"
+    )
+
+
+def _prompt(run: RunConfig) -> str:
+    if num_params(run.model) <= SAMPLE_MAX_PARAMS:
+        return ""
+    return (
+        f"a model of more than {SAMPLE_MAX_PARAMS / 1e6:.0f} M parameters writes no sample at the end of its run: "
+        "leave it out, and use terrace generate"
+    )
+
+
+def _prefetch(run: RunConfig) -> str:
+    if Layout.of(run.cluster, run.plan).params != DEVICE:
+        return ""
+    return 'under params = "device" nothing is gathered: leave it out, or shard the parameters'
+
+
+def _sequence_parallel(run: RunConfig) -> str:
+    if Mesh.of(run.cluster, run.plan).total("rows") > 1:
+        return ""
+    return "the tensor axis has no rows: leave it out, or give the tensor axis rows"
+
+
+def _unit(run: RunConfig) -> str:
+    num_micros = run.num_micros()
+    if run.plan.unit <= num_micros:
+        return ""
+    return f"a rank has {num_micros} micro-batches in a step: use at most {num_micros}"
+
+
+def _freeze(run: RunConfig) -> str:
+    if run.lora is None:
+        return ""
+    bare = replace(run, train=replace(run.train, freeze=()))
+    without = {(block.name, param.name) for block in bare.blocks() for param in block.params if param.trainable}
+    for pattern in run.train.freeze:
+        if not any(fnmatchcase(f"{block}.{param}", pattern) for block, param in without):
+            return f"[lora] freezes all that {pattern!r} matches: leave it out"
+    return ""
+
+
+RULES: dict[str, Rule] = {
+    "train.final_lr_fraction": _final_lr_fraction,
+    "train.warmup_steps": _warmup_steps,
+    "train.prompt": _prompt,
+    "train.freeze": _freeze,
+    "plan.prefetch": _prefetch,
+    "plan.sequence_parallel": _sequence_parallel,
+    "plan.unit": _unit,
+}
+
+
+def check_effects(run: RunConfig, files: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for the first key of `files` or `overrides`, tables by section, that has no effect."""
+    defaults = read_table(Path(str(resources.files(__package__) / "default.toml")))
+    silent = {
+        name: [*_default(name), *([own] if (own := _value(defaults, name)) is not None else [])] for name in RULES
+    }
+    for name, rule in RULES.items():
+        in_file = _value(files, name)
+        if _value(overrides, name) is None and (in_file is None or in_file in silent[name]):
+            continue
+        why = rule(run)
+        if why:
+            key = name.partition(".")[2]
+            value = getattr(run.train if name.startswith("train.") else run.plan, key)
+            raise ConfigError(f"{name} = {value!r} has no effect: {why}")
+
+
+def file_layers(config_path: str | None, plan: str | None) -> dict[str, Any]:
+    """Sections that the user's files give: those of `--config`, and the plan of `--plan`."""
+    table = dict(read_table(Path(config_path))) if config_path is not None else {}
+    named = plan if plan is not None else table.get("plan")
+    if isinstance(named, str):
+        folder = Path() if plan is not None or config_path is None else Path(config_path).parent
+        path = folder / named
+        table["plan"] = section("plan", str(path)) if path.is_file() else {}
+    return table
+
+
+def _default(name: str) -> list[Any]:
+    head, _, key = name.partition(".")
+    owner = TrainConfig if head == "train" else Plan
+    return [item.default for item in fields(owner) if item.name == key]
+
+
+def _value(table: Mapping[str, Any], name: str) -> Any:
+    head, _, key = name.partition(".")
+    inner = table.get(head)
+    return inner.get(key) if isinstance(inner, Mapping) else None
