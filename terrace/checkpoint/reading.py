@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import torch
@@ -30,8 +30,13 @@ from terrace.checkpoint.layout import (
 )
 from terrace.checkpoint.parts import BoxValues, Slices, held, parts_of, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
+from terrace.checkpoint.residuals import restore_residuals
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.model_state import ModelState
+from terrace.runtime.norm import is_finite
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 _NUM_READERS = 8
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
@@ -55,6 +60,7 @@ class Checkpoint:
                 )
             self.step, self.num_updates = _counts(manifest["step"], manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
+            self.feedback = str(manifest.get("feedback", ""))  # of terrace.checkpoint.residuals; "": it has none
             self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
             self.layout: dict[str, BlockLayout] = {
                 block: {name: (group, list(shape)) for name, (group, shape) in layout.items()}
@@ -221,9 +227,28 @@ def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
     raise CheckpointError(f"{run_folder} has no checkpoint that is whole: {'; '.join(wrong)}; start a new run")
 
 
-def restore(state: ModelState, checkpoint: Checkpoint) -> None:
-    """Load this rank's part of parameters and optimizer state. Every rank calls this, and `Engine.refresh` afterwards:
-    the checkpoint holds master values, and until then the working copies of parameters are stale.
+def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
+    """Put an engine into the state of a checkpoint; every rank calls this. Returns the note of `restore`.
+
+    Raises `CheckpointError` on every rank if any rank cannot read its part, or finds inf or nan in it.
+    """
+    note, problem = "", None
+    try:
+        note = restore(engine.state, checkpoint)
+    except CheckpointError as error:
+        problem = str(error)
+    # Every rank learns of it, so that none waits for a rank that has raised.
+    told = [each for each in engine.comm.exchange(problem) if each is not None]
+    if told:
+        raise CheckpointError(told[0])
+    engine.refresh()
+    return note
+
+
+def restore(state: ModelState, checkpoint: Checkpoint) -> str:
+    """Load this rank's part of parameters and optimizer state, and its residuals of error feedback. Every rank calls
+    this, and `Engine.refresh` afterwards: the checkpoint holds master values, and until then the working copies of
+    parameters are stale. Returns a note if residuals start at zero, else "".
 
     Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one rank
     first: this checks only the elements it reads.
@@ -236,6 +261,13 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for flat in state:
             restore_flat(flat, checkpoint, slices)
+        return restore_residuals(state, checkpoint.folder, checkpoint.feedback)
+
+
+def not_finite(where: Path, name: str, kind: str = "") -> CheckpointError:
+    """The error of a tensor with inf or nan; `kind` is its state, where it is not the value itself."""
+    what = f"the state {kind!r} of {name}" if kind not in ("", "master", "frozen") else name
+    return CheckpointError(f"{where}: {what} holds inf or nan: use a checkpoint or weights from before")
 
 
 def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> None:
@@ -244,6 +276,11 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> Non
     for own in held(flat):
         for values in own.values.values():
             values.zero_()
-    checkpoint.fill(flat.name, [part for _, part in parts_of([flat], slices)])
+    parts = [part for _, part in parts_of([flat], slices)]
+    checkpoint.fill(flat.name, parts)
+    for part in parts:
+        for kind, values in part.values.items():
+            if not is_finite(values):
+                raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
     if flat.optimizer is not None:
         flat.optimizer.num_steps = checkpoint.num_updates

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.layout import folder_of
+from terrace.checkpoint.residuals import num_bytes
 from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.writing import (
     attempt,
@@ -72,7 +73,7 @@ class Saver:
         self._store, self._seal = PrefixStore("saves", _own_connection(world.store)), world.seal.within("saves")
         self._longest_poll_s = max(_LONGEST_POLL_S, world.world_size / _MAX_POLLS_PER_S)
         self._snapshot = snapshot_of(engine.state)
-        self.staging_bytes = self._snapshot.num_bytes
+        self.staging_bytes = self._snapshot.num_bytes + num_bytes(engine.program, engine.state)  # of residuals, later
         self._number, self._thread = 0, threading.Thread()
         self._folder, self._stalled_s = run_folder, 0.0
         # Outcome of the save under way, once it has ended.

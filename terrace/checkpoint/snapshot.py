@@ -1,4 +1,4 @@
-"""Consistent copy of the state that a rank writes, in memory laid out as its file.
+"""Consistent copy of the state that a rank writes, in memory laid out as its file: pieces, then residuals.
 
 Copying runs at memory speed; training continues while the file is written from the copy. The copy has the size of the
 rank's file and is kept for the whole run: in main memory, pinned if the state is on a CUDA device.
@@ -21,6 +21,7 @@ from torch import Tensor
 from terrace.checkpoint.boxes import to_text
 from terrace.checkpoint.layout import tensor_name
 from terrace.checkpoint.parts import Slices, parts_of
+from terrace.checkpoint.residuals import named_residuals
 from terrace.runtime.flat_param import FlatParam
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -39,22 +40,30 @@ class Snapshot:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
         self.num_updates = 0
-        self._flats, live = list(flats), list[tuple[str, Tensor]]()
+        self._flats, self._pieces = list(flats), list[tuple[str, Tensor]]()
         for block, part in parts_of(self._flats, slices, first=True):
             self.pieces.setdefault(block, {}).setdefault(part.parameter, []).append(to_text(part.box))
             for kind, values in part.values.items():
-                live.append((tensor_name(block, part.parameter, part.box, kind), values.detach()))
+                self._pieces.append((tensor_name(block, part.parameter, part.box, kind), values.detach()))
+        self._staging: Tensor | None = None
+        self._copies: list[Tensor] = []
+        self._lay_out([])
+
+    def _lay_out(self, residuals: list[tuple[str, Tensor]]) -> None:
         # Widest elements first, so that each tensor is aligned to its own size.
-        live.sort(key=lambda named: -named[1].element_size())
-        self._live = [values for _, values in live]
+        live = sorted([*self._pieces, *residuals], key=lambda named: -named[1].element_size())
+        self._num_residuals, self._live = len(residuals), [values for _, values in live]
         self._header = _header(live)
         self.num_bytes = sum(values.nbytes for values in self._live)
         self._on_cuda = any(values.is_cuda for values in self._live)
-        self._staging: Tensor | None = None
-        self._copies: list[Tensor] = []
+        self.release()
 
     def take(self) -> None:
         """Copy the current state; returns when the copy is complete."""
+        # The first message of a hop makes its residual, which then stays where it is.
+        residuals = list(named_residuals(self._flats))
+        if len(residuals) != self._num_residuals:
+            self._lay_out(residuals)
         if self._staging is None:
             # One buffer in the order of the file; the copies are views of it, so writing needs no serialisation.
             self._staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)

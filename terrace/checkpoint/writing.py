@@ -16,6 +16,7 @@ from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of
 from terrace.checkpoint.parts import slices_of
+from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.snapshot import Snapshot
 from terrace.runtime.model_state import ModelState
 
@@ -84,9 +85,9 @@ def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
     """Write a rank's snapshot. Raises `OSError`."""
     partial.mkdir(parents=True, exist_ok=True)
     part, files = part_of(partial, rank), {}
-    # A rank that is nowhere the first holder writes an empty list, and no file of tensors.
-    if snapshot.pieces:
-        path = part.with_suffix(".safetensors")
+    # A rank that is nowhere the first holder, and has no residuals, writes an empty list and no file of tensors.
+    if snapshot.num_bytes:
+        path = partial / file_of(rank)
         files[path.name] = snapshot.write(path)
     # Written last: its existence says that the tensors are on disk.
     write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files}))
@@ -105,6 +106,7 @@ def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Map
         # The manifest takes the place of the lists.
         path.unlink()
     manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files)
+    manifest["feedback"] = digest(state.program)
     write_atomic(partial / "manifest.json", encode(manifest))
     sync_folder(partial)
     # A run that resumed before this checkpoint replaces it. A rename onto a folder fails unless it is empty, so the

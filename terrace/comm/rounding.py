@@ -23,7 +23,7 @@ from terrace.plan.wire import MessageClass
 _SAMPLE_NUMEL = 4096
 
 _Key = tuple[MessageClass, str, int]  # message class, origin, tier
-_Hop = tuple[MessageClass, int, str]  # message class, tier, leg
+Hop = tuple[MessageClass, int, str]  # message class, tier, leg
 
 
 class Origin:
@@ -37,24 +37,39 @@ class Origin:
         self.name = name
         self._device = device
         self._meter = meter
-        self._residuals: dict[_Hop, Tensor] = {}
-        self._before: dict[_Hop, Tensor] = {}  # at the last `keep`, of those in `_changed`
-        self._changed: set[_Hop] = set()
+        self.residuals: dict[Hop, Tensor] = {}  # [rows, numel], fp32, of each hop that has sent
+        self._before: dict[Hop, Tensor] = {}  # at the last `keep`, of those in `_changed`
+        self._changed: set[Hop] = set()
         # A category of every report, as in the formula.
         meter.add("feedback", 0)
 
     def residual(self, message: MessageClass, tier: int, leg: str, rows: int, numel: int) -> Tensor:
         """Residual [rows, numel], fp32, of one hop; zero at first."""
         key = (message, tier, leg)
-        if key not in self._residuals:
-            self._residuals[key] = torch.zeros(rows, numel, dtype=torch.float32, device=self._device)
-            self._before[key] = torch.empty_like(self._residuals[key])
-            self._meter.add("feedback", 2 * self._residuals[key].nbytes)
+        if key not in self.residuals:
+            self._add(key, torch.zeros(rows, numel, dtype=torch.float32, device=self._device))
         # Once a step: later micro-batches of the step add to what the first one left.
         if key not in self._changed:
-            self._before[key].copy_(self._residuals[key])
+            self._before[key].copy_(self.residuals[key])
             self._changed.add(key)
-        return self._residuals[key]
+        return self.residuals[key]
+
+    def restore(self, hop: Hop, values: Tensor) -> None:
+        """Go on from the residual of a checkpoint."""
+        if hop in self.residuals:
+            self.residuals[hop].copy_(values)
+        else:
+            self._add(hop, values.to(self._device, torch.float32, copy=True))
+
+    def forget(self) -> None:
+        """Begin again without residuals."""
+        self._changed.clear()
+        for values in self.residuals.values():
+            values.zero_()
+
+    def _add(self, hop: Hop, values: Tensor) -> None:
+        self.residuals[hop], self._before[hop] = values, torch.empty_like(values)
+        self._meter.add("feedback", 2 * values.nbytes)
 
     def keep(self) -> None:
         """Let the residuals stand. No lane may be at work on messages of this origin, here and in `undo`."""
@@ -63,7 +78,7 @@ class Origin:
     def undo(self) -> None:
         """Bring the residuals of the last `keep` back."""
         for key in self._changed:
-            self._residuals[key].copy_(self._before[key])
+            self.residuals[key].copy_(self._before[key])
         self._changed.clear()
 
 

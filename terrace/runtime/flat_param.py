@@ -62,7 +62,7 @@ class FlatParam:
             self.extents.append((param, start, start + param.numel))
             start += param.numel
         self._meter = meter
-        self._origin = Origin(name, device, meter)
+        self.origin = Origin(name, device, meter)
         self._master_dtype = DTYPES[plan.master]
         self._keeps_master = keeps_master(plan, layout)
         self._in_place = accumulates_in_place(plan, layout)
@@ -127,7 +127,7 @@ class FlatParam:
         copy = self.secondary if secondary and self.secondary is not None else self.shard
         source = layout.params_backward if secondary else layout.params
         self._full_piece(source).copy_(copy)
-        collectives.gather(transfer, self._full_piece, self._origin)
+        collectives.gather(transfer, self._full_piece, self.origin)
         # The first gather of a step refreshes the secondary copy for the later ones.
         if self.secondary is not None and not secondary:
             self.secondary.copy_(self._full_piece(layout.params_backward))
@@ -165,7 +165,7 @@ class FlatParam:
 
     def reduce(self, collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
         """Reduce the gradient of one unit of micro-batches to the grads tier and accumulate it."""
-        result = collectives.reduce(transfer, buffer, self._origin)
+        result = collectives.reduce(transfer, buffer, self.origin)
         # Copying spares a pass that would zero `grads`.
         if self._is_fresh:
             self.grads.copy_(result)
@@ -195,20 +195,20 @@ class FlatParam:
         def piece(tier: int) -> Tensor:
             return self.grads[self.part_within(tier, layout.grads)]
 
-        total = collectives.reduce(transfer, self.grads, self._origin)
+        total = collectives.reduce(transfer, self.grads, self.origin)
         # Without a tier to reduce over, the result is `grads` itself.
         if total is not self.grads:
             piece(layout.island).copy_(total)
-        collectives.gather(transfer, piece, self._origin)
+        collectives.gather(transfer, piece, self.origin)
 
     def end_gradients(self, *, undo: bool) -> None:
         """After the last message of a step's gradients: let their rounding residuals stand, or give the step up."""
         if not self.spec.trainable:
             return
         if not undo:
-            self._origin.keep()
+            self.origin.keep()
             return
-        self._origin.undo()
+        self.origin.undo()
         self._begin_gradients()
 
     def _begin_gradients(self) -> None:
@@ -235,7 +235,7 @@ class FlatParam:
         momentum = self._muon_momentum
         if momentum is None:
             return
-        collectives.gather(transfer, lambda tier: momentum[self.part(tier)], self._origin)
+        collectives.gather(transfer, lambda tier: momentum[self.part(tier)], self.origin)
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient and step the optimizer; the working copy is stale until refreshed."""
@@ -260,8 +260,8 @@ class FlatParam:
         def piece(tier: int) -> Tensor:
             return self.owned[self.part_within(tier, layout.optimizer)]
 
-        piece(layout.outermost).copy_(collectives.reduce(transfer, piece(layout.island), self._origin))
-        collectives.gather(transfer, piece, self._origin)
+        piece(layout.outermost).copy_(collectives.reduce(transfer, piece(layout.island), self.origin))
+        collectives.gather(transfer, piece, self.origin)
 
     def apply_change(self) -> None:
         """Make the mean of the islands' parameters this island's; the working copy is stale until refreshed."""
@@ -277,7 +277,7 @@ class FlatParam:
 
     def refresh(self, collectives: Collectives, transfer: Transfer) -> None:
         """Bring the new parameters of the other ranks into the working copy."""
-        collectives.gather(transfer, self._shard_piece, self._origin)
+        collectives.gather(transfer, self._shard_piece, self.origin)
 
     def _full_piece(self, tier: int) -> Tensor:
         return self.full[self.part(tier)]

@@ -17,7 +17,7 @@ import torch
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.base.schema import dump, load
 from terrace.checkpoint.layout import folder_of
-from terrace.checkpoint.reading import Checkpoint, restore
+from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.saving import Saver
 from terrace.cluster.cluster import Cluster
@@ -178,8 +178,9 @@ class _Run:
         # Reading takes as long as the disk needs, so no timeout runs.
         self.dog.idle("loading the checkpoint")
         checkpoint = Checkpoint(self.job.resume)
-        restore(self.engine.state, checkpoint)
-        self.engine.refresh()
+        note = resume(self.engine, checkpoint)
+        if note:
+            self.observer.note(note)
         return checkpoint.step
 
     def _micro_batches(self, cluster: Cluster) -> MicroBatches:

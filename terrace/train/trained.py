@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from terrace.base.errors import CheckpointError, ConfigError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
-from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.reading import Checkpoint, not_finite
 from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, holds_weights
 from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
+from terrace.runtime.norm import is_finite
 from terrace.train.adapted import merged_values
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.folder import SOURCE
@@ -66,7 +67,9 @@ def load_blocks(
 ) -> tuple[ModelConfig, list[nn.Module]]:
     """The model of a checkpoint as plain single-device blocks, its adapters folded in."""
     config = parse_model(checkpoint.facts["model"])
-    return config, with_values(config, merged_values(checkpoint), device, dtype, list(checkpoint.layout))
+    return config, with_values(
+        config, merged_values(checkpoint), device, dtype, checkpoint.folder, list(checkpoint.layout)
+    )
 
 
 def with_values(
@@ -74,15 +77,22 @@ def with_values(
     values: Iterable[tuple[str, str, Tensor]],
     device: torch.device | str,
     dtype: torch.dtype,
+    where: Path,
     names: list[str] | None = None,
 ) -> list[nn.Module]:
-    """The model's blocks with values of (block, parameter); `names` are the blocks' names."""
+    """The model's blocks with values of (block, parameter), from `where`; `names` are the blocks' names.
+
+    Raises `CheckpointError` naming a parameter with inf or nan.
+    """
     blocks = build_blocks(config)
     wanted = dict(zip(names or [spec.name for spec in block_specs(config)], blocks, strict=True))
     replacements: dict[int, nn.Parameter] = {}
     for block, name, value in values:
+        given = value.to(device, dtype)
+        if not is_finite(given):
+            raise not_finite(where, f"{block}.{name}")
         # Keyed by identity, so that a tied parameter is replaced in every place.
-        replacements[id(wanted[block].get_parameter(name))] = nn.Parameter(value.to(device, dtype), False)
+        replacements[id(wanted[block].get_parameter(name))] = nn.Parameter(given, False)
     replace_parameters(blocks, replacements)
     return blocks
 
@@ -131,7 +141,7 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
     config = weights.config
     names = ((spec.name, param.name) for spec in block_specs(config) for param in spec.params)
     values = ((block, name, weights.value(block, name)) for block, name in names)
-    blocks = with_values(config, values, device, dtype)
+    blocks = with_values(config, values, device, dtype, folder)
     return Trained(
         config=config,
         blocks=blocks,

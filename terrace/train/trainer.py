@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, TerraceError, TrainingError
 from terrace.base.schema import load
 from terrace.checkpoint.layout import latest
-from terrace.checkpoint.reading import Checkpoint, restore
+from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
@@ -258,8 +258,9 @@ class Trainer:
             for rank, told in enumerate(self.engine.comm.exchange(problem)):
                 if told is not None:
                     raise CheckpointError(told if rank == 0 else f"rank {rank}: {told}")
-            restore(self.engine.state, checkpoint)
-            self.engine.refresh()
+            note = resume(self.engine, checkpoint)
+            if note and self.rank == 0:
+                self._say(note)
             self.num_steps = checkpoint.step
             return found
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from terrace.base.errors import CheckpointError, HangError
 from terrace.checkpoint import snapshot, writing
 from terrace.checkpoint.layout import decode, encode, latest
-from terrace.checkpoint.reading import Checkpoint, newest_whole, restore
+from terrace.checkpoint.parts import parts_of, slices_of
+from terrace.checkpoint.reading import Checkpoint, newest_whole, restore, resume
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.plan.presets import preset
@@ -34,6 +35,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     for flat in engine.state:
         kept[f"{flat.name} {'trainable' if flat.spec.trainable else 'frozen'}"] = flat.shard.clone()
+        kept |= {f"{flat.name} {hop}": residual.clone() for hop, residual in flat.origin.residuals.items()}
         if flat.optimizer is not None:
             held = flat.optimizer
             kept |= {f"{flat.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")}
@@ -50,8 +52,7 @@ def continue_here(world: World, folder: Path, tiers: tuple[int, ...], plan: str,
     losses += train(straight, 3, 6)
     other = make(world, tiers, plan, compute, scale=2.0)
     assert differing(before, state_of(other))
-    restore(other.state, Checkpoint(saved))
-    other.refresh()
+    assert resume(other, Checkpoint(saved)) == ""
     unequal = differing(before, state_of(other))
     again = train(other, 3, 6)
     return losses, again, unequal, differing(state_of(straight), state_of(other))
@@ -65,6 +66,7 @@ def continue_here(world: World, folder: Path, tiers: tuple[int, ...], plan: str,
         ((2, 2), "ddp", "bf16"),
         ((3,), "zero++", "fp64"),
         ((2, 1, 2), "hsdp", "fp64"),
+        ((2, 1, 2), "three-level-compressed", "fp32"),
     ],
 )
 def test_going_on_is_bitwise_the_same(
@@ -178,6 +180,66 @@ def test_damage_is_named_also_when_nobody_verified(tmp_path: Path) -> None:
     assert "has format 1, but this version of Terrace reads formats 2 and 3 only" in refused(lambda: Checkpoint(folder))
     manifest.unlink()
     assert f"cannot read {manifest}" in refused(lambda: Checkpoint(folder))
+
+
+def resume_under(world: World, folder: Path, tiers: tuple[int, ...], plan: str) -> tuple[str, bool]:
+    """The note of a resume over residuals of an earlier step, and whether all residuals are zero after it."""
+    engine = make(world, tiers, plan)
+    train(engine, 0, 1)
+    note = resume(engine, Checkpoint(folder))
+    return note, not any(
+        residual.count_nonzero() for flat in engine.state for residual in flat.origin.residuals.values()
+    )
+
+
+def save_after(world: World, folder: Path, tiers: tuple[int, ...], plan: str, num_steps: int) -> None:
+    engine = make(world, tiers, plan)
+    train(engine, 0, num_steps)
+    save(engine, folder, num_steps, {}, keep=3)
+
+
+def test_residuals_of_another_plan_or_of_none_start_at_zero_with_a_note(pool: LocalPool, tmp_path: Path) -> None:
+    compressed = ((2, 1, 2), "three-level-compressed")
+    pool.run(4, save_after, tmp_path, *compressed, 2)
+    folder = latest(tmp_path)
+    assert folder is not None
+    assert set(pool.run(4, resume_under, folder, *compressed)) == {("", False)}
+    ((note, zero),) = set(pool.run(2, resume_under, folder, (1, 1, 2), "three-level-compressed"))
+    assert (note, zero) == (
+        "residuals of error feedback start at zero, since step-00000002 was saved under another plan",
+        True,
+    )
+    # A checkpoint of an earlier version.
+    manifest = folder / "manifest.json"
+    table = decode(manifest.read_text())
+    del table["feedback"]
+    manifest.write_text(encode(table))
+    ((note, zero),) = set(pool.run(4, resume_under, folder, *compressed))
+    assert (note, zero) == ("residuals of error feedback start at zero, since step-00000002 has none", True)
+    assert not any("feedback" in name for name in contents(folder)), "pieces alone"
+
+
+def test_nan_in_a_checkpoint_is_refused_by_name_on_every_rank(pool: LocalPool, tmp_path: Path) -> None:
+    _, name = pool.run(2, save_spoiled, tmp_path)
+    folder = latest(tmp_path)
+    assert folder is not None
+    (said,) = set(pool.run(2, refuses, folder))
+    assert said.startswith(f"{folder}: the state 'exp_avg' of {name} holds inf or nan: use a checkpoint")
+
+
+def save_spoiled(world: World, folder: Path) -> str:
+    """Save a checkpoint with a nan of the last rank; returns the name of the rank's first trained parameter."""
+    engine = make(world, (2,), "zero3")
+    parts = parts_of(engine.state, slices_of(engine.program.mesh, world.rank))
+    block, part = next(found for found in parts if "exp_avg" in found[1].values)
+    if world.rank == 1:
+        part.values["exp_avg"].fill_(float("nan"))
+    save(engine, folder, 0, {}, keep=1)
+    return f"{block}.{part.parameter}"
+
+
+def refuses(world: World, folder: Path) -> str:
+    return refused(lambda: resume(make(world, (2,), "zero3"), Checkpoint(folder)))
 
 
 def test_a_renamed_folder_and_impossible_manifests_are_refused(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def train(engine: Engine, first: int, last: int) -> list[float]:
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+    both = one.keys() & other.keys()
+    return [name for name in one.keys() | other.keys() if name not in both or not torch.equal(one[name], other[name])]
 
 
 def contents(folder: Path) -> dict[str, Tensor]:

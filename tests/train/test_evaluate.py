@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from terrace.base.errors import ConfigError, DataError
+from terrace.base.errors import CheckpointError, ConfigError, DataError
 from terrace.cli.main import main
 from terrace.data.config import DataConfig
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
+from terrace.model.config import block_specs
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
 from terrace.train import loop as loop_module
 from terrace.train.config import resolve
 from terrace.train.evaluate import Evaluation, evaluate
 from terrace.train.generate import chat_prompt
-from terrace.train.trained import Trained, load_trained
+from terrace.train.trained import Trained, load_trained, with_values
 from tests.support.chats import write_lines, write_tokenizer
 from tests.support.generation import MODELS, make, named
 from tests.support.toys import run_blocks
@@ -216,3 +217,19 @@ def test_a_run_s_closing_sample_begins_with_the_ids_of_its_data(
         begun = "<s>What is a tier?<|im_end|>" if prompt is None else prompt
         assert shown == begun + "!"
     assert given == [sources[0].tokens.open().tolist(), "<s>A <|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "dtype"), [(float("nan"), torch.float32), (1e39, torch.float32), (1e39, torch.bfloat16)]
+)
+def test_weights_with_inf_or_nan_are_refused_by_name(bad: float, dtype: torch.dtype) -> None:
+    config = resolve(None, {}, {}).model
+    values = {
+        (block.name, param.name): torch.zeros(param.shape, dtype=torch.float64)
+        for block in block_specs(config)
+        for param in block.params
+    }
+    values["layers.1", "attention.query.weight"][3, 2] = bad
+    given = ((*name, value) for name, value in values.items())
+    with pytest.raises(CheckpointError, match=r"^run: layers\.1\.attention\.query\.weight holds inf or nan"):
+        with_values(config, given, "cpu", dtype, Path("run"))
