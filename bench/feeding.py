@@ -9,11 +9,13 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from terrace.data.batches import Batches, Source
+from terrace.data.block_sums import write_sums
 from terrace.data.feeding import Feeder
 from terrace.data.token_file import TokenFile
 
@@ -29,7 +31,7 @@ def corpus(folder: Path, name: str, num_tokens: int, mean_length: int) -> TokenF
     path = folder / f"{name}.tokens"
     rng.integers(0, 50_000, size=num_tokens, dtype=np.uint16).tofile(path)
     starts.astype("<i8").tofile(path.with_suffix(".starts"))
-    return TokenFile(
+    tokens = TokenFile(
         path=path,
         dtype="uint16",
         num_tokens=num_tokens,
@@ -37,8 +39,9 @@ def corpus(folder: Path, name: str, num_tokens: int, mean_length: int) -> TokenF
         digest=name,
         num_documents=len(starts),
         starts=path.with_suffix(".starts"),
-        mask=None,
+        sums_digest="",
     )
+    return replace(tokens, sums_digest=write_sums(tokens))
 
 
 def rate(make: Callable[[int], object], tokens_a_step: int, seconds: float) -> float:

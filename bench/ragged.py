@@ -42,6 +42,7 @@ from bench.common import (
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches, Source
+from terrace.data.block_sums import write_sums
 from terrace.data.token_file import TokenFile
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
@@ -146,7 +147,7 @@ def write_tokens(folder: Path, lengths: Sequence[int], vocab: int) -> TokenFile:
     ids = np.random.default_rng(0).integers(0, vocab, sum(lengths)).astype("<u2")
     ids.tofile(folder / "ragged.tokens")
     starts.tofile(folder / "ragged.starts")
-    return TokenFile(
+    tokens = TokenFile(
         path=folder / "ragged.tokens",
         dtype="uint16",
         num_tokens=len(ids),
@@ -154,8 +155,9 @@ def write_tokens(folder: Path, lengths: Sequence[int], vocab: int) -> TokenFile:
         digest="ragged",
         num_documents=len(starts),
         starts=folder / "ragged.starts",
-        mask=None,
+        sums_digest="",
     )
+    return replace(tokens, sums_digest=write_sums(tokens))
 
 
 def plan_of(job: Job, balance: str) -> Plan:

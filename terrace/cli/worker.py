@@ -128,7 +128,8 @@ def _sources_here(job: RunJob) -> tuple[Source, ...]:
     sources = prepare_sources(data, load_tokenizer(data.tokenizer, data.bos, data.eos), job.run.train.sequence)
     # Paths may be local to machines: contents must be the same.
     for mine, of_rank_0 in zip(sources, job.sources, strict=True):
-        if mine.tokens.digest != of_rank_0.tokens.digest:
+        here, there = ((each.tokens.digest, each.tokens.sums_digest) for each in (mine, of_rank_0))
+        if here != there:
             raise DataError(
                 f"{mine.name} on {socket.gethostname()} differs from rank 0's: give every machine the same data"
             )

@@ -25,7 +25,7 @@ from terrace.data.documents import Documents, open_documents
 from terrace.data.mixture import Blend
 from terrace.data.order import SampleOrder
 from terrace.data.packing import Packing, Tally, packed
-from terrace.data.samples import Packed, Parts, Rows, Windows
+from terrace.data.samples import Packed, Parts, Windows
 from terrace.data.sources import Documented, TooLong
 from terrace.data.token_file import TokenFile
 
@@ -46,7 +46,9 @@ class Source:
     def packing(self, sequence: int) -> Packing:
         """Packing of whole documents into sequences; computed on the first call, then kept in a file."""
         assert self.documents == "whole", "only whole documents are packed"
-        return packed(self._opened(), sequence, self.too_long, self.tokens.path)
+        # Indexed data are not in the cache, but their starts are; the digest tells contents of one name apart.
+        beside = self.tokens.starts.with_name(f"{self.tokens.starts.stem}-{self.tokens.digest[:8]}")
+        return packed(self._opened(), sequence, self.too_long, beside)
 
     def samples(self, sequence: int) -> Windows | Packed:
         """Samples of this source. Raises `DataError` if it has none."""
@@ -83,8 +85,8 @@ class Batches:
 
     `holdout` is a share of each source's samples if below 1, else their number; they are its last ones. Where text is
     cut into windows, the first held-out window shares one token with training: the last label there, only an input
-    here. Raises `DataError` for sizes below one, a source without a whole sample, and a holdout that leaves nothing to
-    train on.
+    here. Ids of every row are held against `vocab_size`. Raises `DataError` for sizes below one, a source without a
+    whole sample, and a holdout that leaves nothing to train on.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Batches:
         batch: int,
         seed: int,
         holdout: float = 0,
+        vocab_size: int | None = None,
     ) -> None:
         for name, value, least in (("sequence", sequence, 1), ("batch", batch, 1), ("holdout", holdout, 0)):
             if value < least:
@@ -101,6 +104,7 @@ class Batches:
         self.sources = (Source(tokens=sources),) if isinstance(sources, TokenFile) else tuple(sources)
         self.sequence = sequence
         self.batch = batch
+        self._vocab_size = vocab_size
         self._samples = [source.samples(sequence) for source in self.sources]
         self._held = [
             _num_held(source, samples.num_samples, holdout)
@@ -196,21 +200,37 @@ class Batches:
     def _gather(self, sources: Ids, samples: Ids) -> Arrays:
         # One source fills all rows: no copy.
         if len(self._samples) == 1:
-            return self._arrays(self._samples[0].rows(samples))
+            return self._arrays(0, samples)
         whole = tuple(np.empty((len(samples), self.sequence), dtype=np.int64) for _ in range(2 + self.has_positions))
         for source in np.unique(sources):
             chosen = np.flatnonzero(sources == source)
-            for all_rows, rows in zip(whole, self._arrays(self._samples[source].rows(samples[chosen])), strict=True):
+            for all_rows, rows in zip(whole, self._arrays(int(source), samples[chosen]), strict=True):
                 all_rows[chosen] = rows
         return whole
 
-    def _arrays(self, rows: Rows) -> Arrays:
-        inputs, labels, positions = rows
+    def _arrays(self, source: int, samples: Ids) -> Arrays:
+        inputs, labels, positions = self._samples[source].rows(samples)
+        if self._vocab_size is not None:
+            self._check_vocab(self.sources[source], samples, inputs, labels)
         if not self.has_positions:
             return inputs, labels
         if positions is None:  # mixed with separate documents, a row of joined ones counts as one document
             positions = np.broadcast_to(np.arange(self.sequence), inputs.shape)
         return inputs, labels, positions
+
+    def _check_vocab(self, source: Source, samples: Ids, inputs: Ids, labels: Ids) -> None:
+        # An id without a row would be looked up beyond the embedding. Labels are inputs but for the last of a row, or
+        # ignored, which is negative.
+        largest = np.maximum(inputs.max(axis=1), labels.max(axis=1))
+        wrong = np.flatnonzero((largest >= self._vocab_size) | (inputs.min(axis=1) < 0))
+        if wrong.size:
+            row = int(wrong[0])
+            found = int(inputs[row].min()) if int(inputs[row].min()) < 0 else int(largest[row])
+            raise DataError(
+                f"sample {samples[row]} of {source.name or source.tokens.path} has token id {found}, but the model's "
+                f"vocab_size is {self._vocab_size}: {source.tokens.path} is damaged or belongs to another tokenizer; "
+                "delete it if it is in the cache, and it will be made again"
+            )
 
 
 def _num_held(source: Source, num_samples: int, holdout: float) -> int:

@@ -1,6 +1,7 @@
 """Cached token files: how they are named, described, found again and written.
 
-A description, `NAME.json`, is written last: where it exists, the files beside it are complete.
+A description, `NAME.json`, is written last: where it exists, the files beside it are complete. It holds its own
+checksum and the hash of theirs (terrace.data.block_sums).
 """
 
 import errno
@@ -9,24 +10,31 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.files import open_own, sync_folder, write_atomic
 from terrace.base.schema import dump, load, read_table
+from terrace.data.block_sums import BlockSums, write_sums
+from terrace.data.originals import Originals
 from terrace.data.token_file import TokenFile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
+    """Facts of a cache. The last three are filled in by `made_once`."""
+
     format: str
     max_token: int
     digest: str
     num_documents: int
+    sums: str = ""  # hash of the checksums
+    contents: str = ""  # hash of the files that it was made from
+    stamp: str = ""  # of these files when they were last compared with it; "": not to be trusted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,6 @@ class CorpusDescription(Description):
     tokenizer: str
     dtype: Literal["uint16", "uint32"]
     num_tokens: int
-    source: str | None = None  # of text: the fingerprint of its files
     template: str | None = None  # of chats
     num_trained: int | None = None  # tokens of chats
 
@@ -62,34 +69,97 @@ def made_once(
     suffixes: Sequence[str],
     kind: type[AnyDescription],
     make: Callable[[dict[str, int]], AnyDescription],
-) -> AnyDescription:
-    """The description of the files `target` with `suffixes`; `make` makes them where one is missing.
+    opened: Callable[[AnyDescription], TokenFile],
+    originals: Originals,
+    progress: Callable[[str], None] = lambda text: None,
+) -> TokenFile:
+    """The token file that `opened` makes of the description of `target` with `suffixes`.
 
-    Waits for another process that makes them. `make` may note in its argument how many `num_bytes` it has written.
-    Raises `DataError` for a damaged description, and where the folder cannot be written; an error leaves no file.
+    `make` makes the files where one is missing, and where `originals` are no longer what they were made from; it may
+    note in its argument how many `num_bytes` it has written. Waits for another process that makes them. Raises
+    `DataError` for a damaged description, damaged checksums or document starts, originals that change meanwhile, and
+    where the folder cannot be written; an error leaves no file.
     """
-    described, *files = (target.with_suffix(suffix) for suffix in (".json", *suffixes))
+    described, *files = (target.with_suffix(suffix) for suffix in (".json", *suffixes, ".sums"))
     with writing(target) as written:
-        if not _exist(described, *files):
+        description = _current(described, files, kind, originals)
+        if description is None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _alone(target):
                 # The process that was waited for may have made them.
-                if not _exist(described, *files):
+                description = _current(described, files, kind, originals)
+                if description is None:
+                    if described.exists() and _exist(*files):
+                        progress(f"{originals.path} has other contents than before: it is prepared again")
+                    described.unlink(missing_ok=True)
                     try:
-                        description = make(written)
-                        write_atomic(described, json.dumps(dump(description), indent=2) + "\n")
+                        description = _made(make, opened, originals, written)
+                        _write(described, description)
                         # The rename itself must be on the disk before the files count as complete.
                         sync_folder(target.parent)
-                        return description
                     except BaseException:
                         # Files without a description would never be used nor removed.
                         for file in files if not described.exists() else ():
                             file.unlink(missing_ok=True)
                         raise
+    found = opened(description)
+    BlockSums(found).check_starts()
+    return found
+
+
+def _made(
+    make: Callable[[dict[str, int]], AnyDescription],
+    opened: Callable[[AnyDescription], TokenFile],
+    originals: Originals,
+    written: dict[str, int],
+) -> AnyDescription:
+    is_settled, before = originals.is_settled(), originals.stamp()
+    made = make(written)
+    contents = originals.contents()
+    # The cache is found by what the files were before.
+    if originals.stamp() != before:
+        raise DataError(f"data {originals.path} changed while it was read; try again when nothing writes to it")
+    stamp = before if is_settled else ""
+    return replace(made, sums=write_sums(opened(made)), contents=contents, stamp=stamp)
+
+
+def _current(
+    described: Path, files: Sequence[Path], kind: type[AnyDescription], originals: Originals
+) -> AnyDescription | None:
+    """The description, if all files are there and made from what `originals` are now."""
+    if not _exist(described, *files):
+        return None
+    description = _read(described, kind)
+    is_settled, stamp = originals.is_settled(), originals.stamp()
+    if stamp == description.stamp:
+        return description
+    if originals.contents() != description.contents:
+        return None
+    if is_settled:
+        # A cache that may not be written is compared again the next time.
+        with suppress(OSError):
+            _write(described, replace(description, stamp=stamp))
+    return description
+
+
+def _read(described: Path, kind: type[AnyDescription]) -> AnyDescription:
     try:
-        return load(kind, read_table(described), "tokens")
+        table = read_table(described)
+        seal = table.pop("seal", None)
+        if seal != _seal(table):
+            raise ConfigError("its own checksum differs")
+        return load(kind, table, "tokens")
     except ConfigError as error:
         raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
+
+
+def _write(described: Path, description: Description) -> None:
+    table = dump(description)
+    write_atomic(described, json.dumps({**table, "seal": _seal(table)}, indent=2) + "\n")
+
+
+def _seal(table: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _exist(*files: Path) -> bool:
@@ -121,8 +191,8 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def token_file(target: Path, description: CorpusDescription, mask: Path | None = None) -> TokenFile:
-    """The token file that `target` and its description make up. Raises `DataError` where a file has another size."""
-    file = TokenFile(
+    """The token file that `target` and its description make up."""
+    return TokenFile(
         path=target,
         dtype=description.dtype,
         num_tokens=description.num_tokens,
@@ -130,26 +200,14 @@ def token_file(target: Path, description: CorpusDescription, mask: Path | None =
         digest=description.digest,
         num_documents=description.num_documents,
         starts=target.with_suffix(".starts"),
+        sums_digest=description.sums,
         mask=mask,
     )
-    # A damaged cache is found here rather than in the middle of a run.
-    for check in (file.open, file.open_starts, file.open_mask):
-        check()  # compares sizes
-    return file
 
 
 def id_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     """Smallest stored dtype that holds every id of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-def file_identity(file: Path) -> tuple[str, int, int]:
-    """Path, size and modification time of a source file. Raises `DataError` where it cannot be read."""
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise DataError(f"cannot read data {file}: {error.strerror}; keep it in place") from error
-    return str(file.resolve()), status.st_size, status.st_mtime_ns
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Chat data tokenised once: the files of a text corpus (terrace.data.tokens) plus a mask.
 
 A conversation is a document. The key is a hash of the tokenizer, the chat template, and the path, size and modification
-time of every source file.
+time of every source file (terrace.data.originals).
 """
 
 import hashlib
@@ -15,9 +15,10 @@ import numpy as np
 
 from terrace.base.errors import DataError
 from terrace.base.files import open_atomic
-from terrace.data.cache import CorpusDescription, cache_file, file_identity, file_stem, id_dtype, made_once, token_file
+from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
+from terrace.data.originals import Originals
 from terrace.data.sources import STDLIB
 from terrace.data.template import load_template
 from terrace.data.token_file import TokenFile
@@ -45,16 +46,13 @@ def prepare_chat(
     needed = any('"messages"' in line for line, _ in _lines(files))
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
-    source = [file_identity(file) for file in files]
-    identity = (_FORMAT, tokenizer.fingerprint, template.fingerprint, source)
+    originals = Originals(path, lambda: _files(path))
+    identity = (_FORMAT, tokenizer.fingerprint, template.fingerprint, originals.identity())
     target = cache_file(cache_dir, file_stem(path, "chat"), identity)
 
     def make(written: dict[str, int]) -> CorpusDescription:
         reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
         facts = _write(target, _conversations(files, reader, tokenizer.vocab_size), id_dtype(tokenizer.vocab_size))
-        # Compared again after reading: a file that changed meanwhile has another key.
-        if source != [file_identity(file) for file in files]:
-            raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
         return CorpusDescription(
             format=_FORMAT,
             corpus=os.fspath(path),
@@ -64,8 +62,10 @@ def prepare_chat(
             **facts,
         )
 
-    description = made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make)
-    return token_file(target, description, target.with_suffix(".mask"))
+    def opened(description: CorpusDescription) -> TokenFile:
+        return token_file(target, description, target.with_suffix(".mask"))
+
+    return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
 
 
 def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from terrace.data.block_sums import BlockSums
 from terrace.data.token_file import TokenFile
 
 Ids = npt.NDArray[np.int64]
@@ -18,10 +19,19 @@ class Documents:
     ids: npt.NDArray[np.unsignedinteger]  # (num_tokens,)
     starts: Ids  # (num_documents,), rising from 0
     mask: npt.NDArray[np.unsignedinteger] | None = None  # (num_tokens,), 1: trained on; None: all are
+    sums: BlockSums | None = None  # None: the arrays are no files
 
     @property
     def num_documents(self) -> int:
         return len(self.starts)
+
+    def check(self, first: int, end: int) -> None:
+        """Raises `DataError` unless tokens `first` ... `end` - 1 and their mask are those that were written.
+
+        To be called before they are read.
+        """
+        if self.sums is not None:
+            self.sums.check(first, end)
 
 
 def open_documents(tokens: TokenFile, name: str = "") -> Documents:
@@ -33,4 +43,5 @@ def open_documents(tokens: TokenFile, name: str = "") -> Documents:
         np.asarray(tokens.open()),
         np.asarray(tokens.open_starts()),
         None if mask is None else np.asarray(mask),
+        BlockSums(tokens),
     )

@@ -5,8 +5,8 @@
     9 bytes "MMIDIDX", 0, 0     u64 version, 1     u8 code of the dtype     u64 sequences S     u64 documents D + 1
     i32 x S tokens of a sequence     i64 x S where it begins in .bin, in bytes     i64 x (D + 1) first sequence of each
 
-The first use scans the ids once for their maximum and their digest. Both, and the document starts, are kept in the
-cache under the sizes and times of the two files.
+The first use scans the ids for their maximum, their digest and their checksums. These, and the document starts, are
+kept in the cache under the sizes and times of the two files.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from terrace.base.errors import DataError
 from terrace.base.files import write_atomic
 from terrace.data.cache import Description, cache_file, made_once
+from terrace.data.originals import Originals
 from terrace.data.token_file import Stored, TokenFile
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -27,7 +28,7 @@ _HEADER_BYTES = len(_MAGIC) + _HEADER.size
 _DTYPES: dict[int, Stored] = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _SUFFIXES = (".bin", ".idx")
 _CHUNK = 1 << 24  # ids scanned at a time
-_FORMAT = "terrace-indexed-1"
+_FORMAT = "terrace-indexed-2"
 
 
 def is_indexed(path: str | Path) -> bool:
@@ -49,21 +50,30 @@ def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
         dtype, starts = _read_index(index_file, ids_file, status[0][0])
     except OSError as error:
         raise DataError(f"cannot read data {error.filename}: {error.strerror}; keep .bin and .idx together") from error
-    # The ids are used in place; only document starts and a description are cached.
+    # The ids are used in place; document starts, checksums and a description are cached.
     num_tokens = status[0][0] // np.dtype(dtype).itemsize
     target = cache_file(cache_dir, prefix.name, [_FORMAT, str(prefix.resolve()), status], ".starts")
-    description = made_once(
-        target, (".starts",), Description, lambda _: _scan(target, ids_file, dtype, num_tokens, starts)
-    )
-    return TokenFile(
-        path=ids_file,
-        dtype=dtype,
-        num_tokens=num_tokens,
-        max_token=description.max_token,
-        digest=description.digest,
-        num_documents=description.num_documents,
-        starts=target,
-        mask=None,
+
+    def opened(description: Description) -> TokenFile:
+        return TokenFile(
+            path=ids_file,
+            dtype=dtype,
+            num_tokens=num_tokens,
+            max_token=description.max_token,
+            digest=description.digest,
+            num_documents=description.num_documents,
+            starts=target,
+            sums_digest=description.sums,
+            mask=None,
+        )
+
+    return made_once(
+        target,
+        (".starts",),
+        Description,
+        lambda _: _scan(target, ids_file, dtype, num_tokens, starts),
+        opened,
+        Originals(prefix, lambda: (ids_file, index_file)),
     )
 
 

@@ -13,6 +13,7 @@ Source: Johnson 1974 (best fit decreasing needs at most 11/9 of the fewest seque
 
 import errno
 import math
+import zlib
 from bisect import bisect_left, insort
 from dataclasses import astuple, dataclass
 from itertools import pairwise
@@ -27,7 +28,7 @@ from terrace.data.documents import Documents
 from terrace.data.order import SampleOrder
 from terrace.data.sources import TooLong
 
-_MAGIC = 0x7061636B_0001  # of the file; the low digits are its version
+_MAGIC = 0x7061636B_0002  # of the file; the low digits are its version
 
 Ids = npt.NDArray[np.int64]
 
@@ -89,18 +90,20 @@ def pack(documents: Documents, sequence: int, too_long: TooLong) -> Packing:
 
 
 def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path) -> Packing:
-    """The packing kept with the token file `beside`; made if there is none.
+    """The packing kept beside the file `beside`, whose name stands for the contents of `documents`; made if there is
+    none.
 
     Raises `DataError` as `pack` does, for a damaged file, and for a folder that cannot be written.
     """
-    path = beside.with_name(f"{beside.stem}-{sequence}-{too_long}.packing.npy")
+    path = beside.with_name(f"{beside.name}-{sequence}-{too_long}.packing.npy")
     if path.exists():
         return _load(path)
     packing = pack(documents, sequence, too_long)
     try:
         with open_atomic(path) as file:
-            head = np.array([_MAGIC, *astuple(packing.tally)], dtype="<i8")
-            np.save(file, np.concatenate([head, packing.offsets, packing.starts, packing.lengths]))
+            body = np.concatenate([astuple(packing.tally), packing.offsets, packing.starts, packing.lengths])
+            body = body.astype("<i8")
+            np.save(file, np.concatenate([np.array([_MAGIC, zlib.crc32(body.data)], dtype="<i8"), body]))
     except OSError as error:
         # A full disk and a missing permission need different fixes.
         fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"
@@ -193,6 +196,7 @@ def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[I
 def _is_trained(documents: Documents, starts: Ids, places: Ids) -> npt.NDArray[np.bool_]:
     trained = places > 0
     if documents.mask is not None and trained.any():
+        documents.check(0, len(documents.mask))
         # Sums over the runs between the bounds, of which every other one is a segment; the last may run to the end.
         bounds = np.stack([starts[trained] + 1, starts[trained] + places[trained] + 1], axis=1).ravel()
         bounds = bounds[: len(bounds) - (bounds[-1] == len(documents.mask))]
@@ -203,13 +207,15 @@ def _is_trained(documents: Documents, starts: Ids, places: Ids) -> npt.NDArray[n
 def _load(path: Path) -> Packing:
     try:
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
-        num_head = 1 + len(Tally.__dataclass_fields__)
-        # One int64 array: magic number, tally, offsets, starts, lengths.
-        magic, *counts = whole[:num_head].tolist()
+        num_head = 2 + len(Tally.__dataclass_fields__)
+        # One int64 array: magic number, checksum of the rest, tally, offsets, starts, lengths.
+        magic, crc, *counts = whole[:num_head].tolist()
         tally = Tally(**dict(zip(Tally.__dataclass_fields__, counts, strict=True)))
         body = np.asarray(whole[num_head:])
         if magic != _MAGIC or len(body) != tally.num_sequences + 1 + 2 * tally.num_segments:
             raise ValueError("not a packing of this version")
+        if zlib.crc32(np.asarray(whole[2:]).data) != crc:
+            raise ValueError("its checksum differs")
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error}); delete it, and it will be made again") from error
     offsets, starts, lengths = np.split(body, [tally.num_sequences + 1, tally.num_sequences + 1 + tally.num_segments])

@@ -27,7 +27,8 @@ _READ_BYTES = 1 << 24
 class Noted:
     """Progress of a token file, and running facts of its ids."""
 
-    num_units: int = 0  # finished units of the corpus
+    stamp: str  # of the files of the corpus
+    num_units: int = 0  # finished units of it
     num_bytes: int = 0
     num_tokens: int = 0
     num_documents: int = 0
@@ -41,15 +42,15 @@ class Noted:
 class Partial:
     """The ids and document starts of `target` while they are written; use it inside `made_once`."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, stamp: str) -> None:
         self.target = target
-        self.noted = Noted()
+        self.noted = Noted(stamp=stamp)
         self.digest = hashlib.blake2b(digest_size=16)
         self._journal = target.with_name(f".{target.stem}.journal.json")
         self._paths = [target.with_name(f".{target.stem}.{kind}.partial") for kind in ("tokens", "starts")]
         # Anything unsound is discarded and written anew.
         if not self._goes_on():
-            self.noted, self.digest = Noted(), hashlib.blake2b(digest_size=16)
+            self.noted, self.digest = Noted(stamp=stamp), hashlib.blake2b(digest_size=16)
             self._journal.unlink(missing_ok=True)
             for path in self._paths:
                 path.unlink(missing_ok=True)
@@ -110,9 +111,13 @@ class Partial:
         if not self._journal.exists():
             return False
         try:
-            self.noted = load(Noted, read_table(self._journal), "journal")
+            noted = load(Noted, read_table(self._journal), "journal")
         except ConfigError:
             return False
+        # The corpus is no longer what the first part was made from.
+        if noted.stamp != self.noted.stamp:
+            return False
+        self.noted = noted
         sizes = (self.noted.num_bytes, 8 * self.noted.num_documents)
         try:
             # Checked, cut and read by descriptor: a name could become a link meanwhile.

@@ -49,6 +49,7 @@ class Windows:
         self.num_samples = (len(documents.ids) - 1) // sequence
         self.has_positions = separate
         self._sequence = sequence
+        self._documents = documents
         self._starts = documents.starts
         # (num_windows, sequence + 1), overlapping by one token; no copy
         self._windows = _windows(documents.ids, sequence)
@@ -56,6 +57,8 @@ class Windows:
 
     def rows(self, samples: Ids) -> Rows:
         """Rows of `samples`, shape (n,)."""
+        for sample in samples.tolist():
+            self._check(sample)
         whole = self._windows[samples]  # (n, sequence + 1), a copy in the stored dtype
         inputs, labels = whole[:, :-1].astype(np.int64), whole[:, 1:].astype(np.int64)
         if self._mask is not None:
@@ -80,7 +83,12 @@ class Windows:
         """Trained parts of each row of `samples`, shape (n,)."""
         return [self._parts(int(sample)) for sample in samples]
 
+    def _check(self, sample: int) -> None:
+        first = sample * self._sequence
+        self._documents.check(first, first + self._sequence + 1)
+
     def _parts(self, sample: int) -> Parts:
+        self._check(sample)
         first, size = sample * self._sequence, self._sequence
         ends = np.zeros(0, dtype=np.int64)
         if self.has_positions:
@@ -120,6 +128,7 @@ class Packed:
                 packing.starts[low:high].tolist(), packing.lengths[low:high].tolist(), strict=True
             ):
                 place, end = slice(end, end + length), end + length
+                self._documents.check(start, start + length + 1)
                 inputs[row, place] = ids[start : start + length]
                 labels[row, place] = ids[start + 1 : start + length + 1]
                 positions[row, place] = self._count[:length]

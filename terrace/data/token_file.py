@@ -13,7 +13,9 @@ Stored = Literal["uint8", "int16", "uint16", "int32", "uint32", "int64"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A prepared corpus. `digest` is a hash of its contents, equal on every machine that has the same data."""
+    """A prepared corpus. `digest` is a hash of its contents, equal on every machine that has the same data;
+    `sums_digest` is the hash of its checksums (terrace.data.block_sums).
+    """
 
     path: Path
     dtype: Stored
@@ -22,6 +24,7 @@ class TokenFile:
     digest: str
     num_documents: int  # with at least one token
     starts: Path
+    sums_digest: str
     mask: Path | None = None  # None: every token is trained on
 
     def open(self) -> "np.memmap[tuple[int], np.dtype[np.unsignedinteger]]":
@@ -47,6 +50,15 @@ class TokenFile:
         if self.mask is None:
             return None
         return _map(self.mask, np.dtype(np.uint8), self.num_tokens, "tokens of a mask")
+
+    @property
+    def sums(self) -> Path:
+        """The file of checksums."""
+        return self.starts.with_suffix(".sums")
+
+    def open_sums(self, count: int) -> "np.memmap[tuple[int], np.dtype[np.uint32]]":
+        """Maps the checksums read-only, uint32 of shape (count,). Raises `DataError` as `open` does."""
+        return _map(self.sums, np.dtype(np.uint32), count, "checksums")
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises `DataError` when an id of this file has no row in a vocabulary of `vocab_size`."""

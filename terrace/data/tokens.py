@@ -2,16 +2,16 @@
 
 `<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document between the tokens that begin and end a
 text.
-`.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), and `.json` describes both. The
-key is a hash of the tokenizer and of the path, size and modification time of every source file, so another source or
-tokenizer is another file, and a file that is mapped never changes. Old files are not removed, since other runs may
-still read them; delete them by hand when no run uses them.
+`.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), `.sums` the checksums of both
+(terrace.data.block_sums), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and
+modification time of every source file, so another source or tokenizer is another file; sources that change without
+another key are found by terrace.data.originals. A file that is mapped never changes. Old files are not removed, since
+other runs may still read them; delete them by hand when no run uses them.
 
 While it is written it has other names (terrace.data.partial). The description is written last: a description means a
 complete cache.
 """
 
-import hashlib
 import os
 import time
 from collections import deque
@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
-from terrace.data.cache import CorpusDescription, cache_file, file_identity, file_stem, id_dtype, made_once, token_file
+from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.corpus import corpus_units, read_unit
 from terrace.data.files import find_documents
 from terrace.data.indexed import is_indexed, open_indexed
+from terrace.data.originals import Originals
 from terrace.data.partial import Noted, Partial
 from terrace.data.pieces import DocumentPart, Unit
 from terrace.data.token_file import TokenFile
@@ -62,19 +63,16 @@ def prepare_tokens(
             if value != plain:
                 raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
         return open_indexed(path, cache_dir)
-    source = _source_fingerprint(path, split)
+    originals = Originals(path, lambda: find_documents(path, split))
     around = tokenizer.text_tokens
-    identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, around.begin, around.end, column, source)
-    target = cache_file(cache_dir, file_stem(path, "corpus"), identity)
+    identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, around.begin, around.end, column)
+    target = cache_file(cache_dir, file_stem(path, "corpus"), (*identity, originals.identity()))
 
     def make(written: dict[str, int]) -> CorpusDescription:
-        partial = Partial(target)
+        partial = Partial(target, originals.stamp())
         noted = partial.noted
         try:
             _write_tokens(partial, corpus_units(path, column, split), tokenizer, progress)
-            # Checked again after reading, since the key was made of the files as they were.
-            if _source_fingerprint(path, split) != source:
-                raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
             if not noted.has_text:
                 raise DataError(f"data {path} holds no text, only white space or empty documents; give it some text")
             if noted.num_tokens == 0:
@@ -95,7 +93,6 @@ def prepare_tokens(
             format=_FORMAT,
             corpus=os.fspath(path),
             tokenizer=tokenizer.fingerprint,
-            source=source,
             dtype=id_dtype(tokenizer.vocab_size),
             num_tokens=noted.num_tokens,
             max_token=noted.max_token,
@@ -103,7 +100,10 @@ def prepare_tokens(
             num_documents=noted.num_documents,
         )
 
-    return token_file(target, made_once(target, (".tokens", ".starts"), CorpusDescription, make))
+    def opened(description: CorpusDescription) -> TokenFile:
+        return token_file(target, description)
+
+    return made_once(target, (".tokens", ".starts"), CorpusDescription, make, opened, originals, progress)
 
 
 def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:
@@ -185,11 +185,3 @@ def _batched(pieces: Iterable[DocumentPart], noted: Noted) -> Iterator[list[Docu
             held, size = [], 0
     if held:
         yield held
-
-
-def _source_fingerprint(path: str | Path, split: str) -> str:
-    digest = hashlib.sha256()
-    for file in find_documents(path, split):
-        name, num_bytes, time_ns = file_identity(file)
-        digest.update(os.fsencode(name) + f"\0{num_bytes}\0{time_ns}\0".encode())
-    return digest.hexdigest()

@@ -24,6 +24,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches
+from terrace.data.documents import open_documents
 from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
 from terrace.data.tokenizer import load_tokenizer
@@ -116,7 +117,9 @@ class _Run:
         self._pretrained = None  # the engine has copied the values; this closes the files
         self.vote, self.saves = Vote(world, stop_signal), list[Saved]()
         train = run.train
-        self.batches = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout)
+        self.batches = Batches(
+            job.sources, train.sequence, train.batch, train.seed, run.data.holdout, run.model.vocab_size
+        )
         self.cost: WorkCost | None = None  # of attention; only on the context axis
 
     def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
@@ -373,7 +376,9 @@ class _Run:
         # Only rank 0 generates, on one device, from the checkpoint that was just written.
         data, train = self.run.data, self.run.train
         tokenizer = load_tokenizer(data.tokenizer, data.bos, data.eos)
-        begun: list[int] = self.job.sources[0].tokens.open()[:_PROMPT_TOKENS].tolist()
+        documents = open_documents(self.job.sources[0].tokens)
+        documents.check(0, min(_PROMPT_TOKENS, len(documents.ids)))
+        begun: list[int] = documents.ids[:_PROMPT_TOKENS].tolist()
         prompt = begun if train.prompt is None else train.prompt
         shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
         return shown + generate(

@@ -26,7 +26,7 @@ def test_every_field_of_a_job_travels() -> None:
 
 
 def sources() -> tuple[Source, ...]:
-    file = {"dtype": "uint16", "num_tokens": 9, "max_token": 7, "digest": "d", "num_documents": 2}
+    file = {"dtype": "uint16", "num_tokens": 9, "max_token": 7, "digest": "d", "num_documents": 2, "sums_digest": "s"}
     plain = TokenFile(path=Path("a.tokens"), starts=Path("a.starts"), **file)  # type: ignore[arg-type]
     chats = TokenFile(path=Path("b ü.tokens"), starts=Path("b"), mask=Path("b.mask"), **file)  # type: ignore[arg-type]
     return Source(tokens=plain), Source(tokens=chats, name="chats", weight=0.5, documents="whole", too_long="split")

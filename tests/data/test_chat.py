@@ -274,7 +274,7 @@ def test_conversations_are_tokenised_once(tmp_path: Path, folder: Path) -> None:
     other = prepare_chat(tmp_path / "data", tokenizer, folder, tmp_path / "own.jinja", tmp_path / "cache")
     assert other.digest != made.digest
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == sorted(
-        [".tokens", ".starts", ".mask", ".json"] * 2
+        [".tokens", ".starts", ".mask", ".sums", ".json"] * 2
     )
     write_lines(data, [*CONVERSATIONS, {"messages": []}])
     with pytest.raises(DataError, match=r"a\.jsonl:4: the conversation is empty"):

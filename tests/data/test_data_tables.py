@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -20,6 +19,7 @@ from terrace.data.corpus import read_documents, read_pieces
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
+from tests.support.indexed import indexed
 
 TEXTS = ["one", "", "zwei ä", "three\nlines"]
 
@@ -45,23 +45,6 @@ def saved(folder: Path, *shards: Sequence[str]) -> Path:
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (folder / "dataset_info.json").write_text("{}")
     return folder
-
-
-def indexed(prefix: Path, sequences: Sequence[Sequence[int]], documents: Sequence[int], dtype: str = "<u2") -> Path:
-    """Megatron's two files; `documents` are the first sequence of each, and one past the last."""
-    codes = {"<u1": 1, "<i2": 3, "<i4": 4, "<i8": 5, "<f4": 7, "<u2": 8}
-    width = np.dtype(dtype).itemsize
-    prefix.with_suffix(".bin").write_bytes(b"".join(np.array(each, dtype).tobytes() for each in sequences))
-    sizes = [len(each) for each in sequences]
-    pointers = [width * sum(sizes[:index]) for index in range(len(sizes))]
-    prefix.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, codes[dtype], len(sequences), len(documents))
-        + np.array(sizes, "<i4").tobytes()
-        + np.array(pointers, "<i8").tobytes()
-        + np.array(documents, "<i8").tobytes()
-    )
-    return prefix
 
 
 def test_every_form_of_a_corpus_makes_the_same_tokens(tmp_path: Path) -> None:

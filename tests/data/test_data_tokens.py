@@ -197,7 +197,7 @@ def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
         made = pool.map(prepare_in_process, [tmp_path] * 8, chunksize=1)
     assert len(set(made)) == 1
     assert made[0].open().size == 500_001
-    assert len(list((tmp_path / "cache").iterdir())) == 3
+    assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
 class Interrupted(WideTokenizer):
@@ -239,7 +239,7 @@ def test_what_a_killed_process_has_left_is_gone_on_with(
     assert made.path.read_bytes() == fresh.path.read_bytes()
     assert made.starts.read_bytes() == fresh.starts.read_bytes()
     assert made.digest == fresh.digest
-    assert len(list((tmp_path / "cache").iterdir())) == 3
+    assert len(list((tmp_path / "cache").iterdir())) == 4
     total = sum(len(line["text"]) for line in lines)
     if damage in ("", "beyond"):
         assert any(text.startswith("going on after ") for text in said)

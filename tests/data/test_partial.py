@@ -3,11 +3,13 @@
 import os
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from terrace.base.errors import DataError
 from terrace.data.cache import Description, made_once
+from terrace.data.originals import Originals
 from terrace.data.partial import Partial
 
 
@@ -22,11 +24,11 @@ def planted(folder: Path, name: str) -> Path:
 def test_a_planted_lock_is_refused_and_its_target_is_whole(tmp_path: Path) -> None:
     theirs = planted(tmp_path, ".corpus.lock")
 
-    def make(_written: dict[str, int]) -> Description:
+    def refuse(_: object) -> NoReturn:
         raise AssertionError("nothing is made under a stranger's lock")
 
     with pytest.raises(DataError):
-        made_once(tmp_path / "corpus.tokens", [".tokens"], Description, make)
+        made_once(tmp_path / "corpus.tokens", [".tokens"], Description, refuse, refuse, Originals("corpus", list))
     assert theirs.read_text() == "precious"
 
 
@@ -34,7 +36,7 @@ def test_planted_partial_files_are_replaced_and_their_targets_are_whole(tmp_path
     found = [planted(tmp_path, f".corpus.{kind}.partial") for kind in ("tokens", "starts")]
     before = os.umask(0o027)
     try:
-        partial = Partial(tmp_path / "corpus.tokens")
+        partial = Partial(tmp_path / "corpus.tokens", "stamp")
         partial.finish()
     finally:
         os.umask(before)
