@@ -43,17 +43,25 @@ class Source:
     documents: Documented = "join"
     too_long: TooLong = "refuse"
 
-    def packing(self, sequence: int) -> Packing:
-        """Packing of whole documents into sequences; computed on the first call, then kept in a file."""
+    def packing(self, sequence: int, holdout: float = 0) -> Packing:
+        """Packing of whole documents into sequences; computed on the first call, then kept in a file.
+
+        Documents that are split are held out before; of others the last sequences can be.
+        """
         assert self.documents == "whole", "only whole documents are packed"
         # Indexed data are not in the cache, but their starts are; the digest tells contents of one name apart.
         beside = self.tokens.starts.with_name(f"{self.tokens.starts.stem}-{self.tokens.digest[:8]}")
-        return packed(self._opened(), sequence, self.too_long, beside)
+        return packed(self._opened(), sequence, self.too_long, beside, holdout if self.is_split else 0.0)
 
-    def samples(self, sequence: int) -> Windows | Packed:
+    @property
+    def is_split(self) -> bool:
+        """Whether parts of one document may lie in several sequences of whole documents."""
+        return self.documents == "whole" and self.too_long == "split"
+
+    def samples(self, sequence: int, holdout: float = 0) -> Windows | Packed:
         """Samples of this source. Raises `DataError` if it has none."""
         if self.documents == "whole":
-            return Packed(self._opened(), sequence, self.packing(sequence))
+            return Packed(self._opened(), sequence, self.packing(sequence, holdout))
         return Windows(self._opened(), sequence, separate=self.documents == "separate")
 
     def _opened(self) -> Documents:
@@ -83,10 +91,11 @@ class SourceUse:
 class Batches:
     """Training batches of a token file or of weighted sources, and the held-out samples, which are never trained on.
 
-    `holdout` is a share of each source's samples if below 1, else their number; they are its last ones. Where text is
-    cut into windows, the first held-out window shares one token with training: the last label there, only an input
-    here. Ids of every row are held against `vocab_size`. Raises `DataError` for sizes below one, a source without a
-    whole sample, and a holdout that leaves nothing to train on.
+    `holdout` is a share of each source's samples if below 1, else their number; they are its last ones. Of documents
+    that are split, whole documents are held out, as many as fill that share or number. Where text is cut into windows,
+    the first held-out window shares one token with training: the last label there, only an input here. Ids of every row
+    are held against `vocab_size`. Raises `DataError` for sizes below one, a source without a whole sample, and a
+    holdout that leaves nothing to train on.
     """
 
     def __init__(
@@ -105,9 +114,12 @@ class Batches:
         self.sequence = sequence
         self.batch = batch
         self._vocab_size = vocab_size
-        self._samples = [source.samples(sequence) for source in self.sources]
+        self._holdout = holdout
+        self._samples = [source.samples(sequence, holdout) for source in self.sources]
         self._held = [
-            _num_held(source, samples.num_samples, holdout)
+            source.packing(sequence, holdout).tally.num_held
+            if source.is_split
+            else _num_held(source, samples.num_samples, holdout)
             for source, samples in zip(self.sources, self._samples, strict=True)
         ]
         # Held-out samples are the last ones of each source; the training order permutes only the samples before them.
@@ -131,7 +143,7 @@ class Batches:
                 num_samples=order.num_samples,
                 num_holdout_samples=held,
                 num_taken=count,
-                tally=source.packing(self.sequence).tally if source.documents == "whole" else None,
+                tally=source.packing(self.sequence, self._holdout).tally if source.documents == "whole" else None,
             )
             for source, order, held, count in zip(self.sources, self._orders, self._held, taken, strict=True)
         ]

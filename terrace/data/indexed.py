@@ -37,6 +37,13 @@ def is_indexed(path: str | Path) -> bool:
     return prefix.with_name(prefix.name + ".idx").is_file() and not Path(path).is_dir()
 
 
+def indexed_files(path: str | Path) -> tuple[Path, Path]:
+    """The ids and the index of the data set that `path` names."""
+    prefix = _prefix(path)
+    ids_file, index_file = (prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES)
+    return ids_file, index_file
+
+
 def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
     """The token file of an indexed data set.
 
@@ -44,7 +51,7 @@ def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
     another version, of ids that are not integers, or with more than text in it.
     """
     prefix = _prefix(path)
-    ids_file, index_file = (prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES)
+    ids_file, index_file = indexed_files(path)
     try:
         status = [(file.stat().st_size, file.stat().st_mtime_ns) for file in (ids_file, index_file)]
         dtype, starts = _read_index(index_file, ids_file, status[0][0])

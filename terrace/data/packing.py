@@ -28,7 +28,7 @@ from terrace.data.documents import Documents
 from terrace.data.order import SampleOrder
 from terrace.data.sources import TooLong
 
-_MAGIC = 0x7061636B_0002  # of the file; the low digits are its version
+_MAGIC = 0x7061636B_0003  # of the file; the low digits are its version
 
 Ids = npt.NDArray[np.int64]
 
@@ -43,6 +43,7 @@ class Tally:
     num_segments: int
     num_sequences: int
     num_places: int  # of all sequences that are filled
+    num_held: int = 0  # the last sequences, of documents that are held out
 
     def waste(self, sequence: int) -> float:
         """Share of all positions that is padding."""
@@ -61,10 +62,12 @@ class Packing:
     tally: Tally
 
 
-def pack(documents: Documents, sequence: int, too_long: TooLong) -> Packing:
+def pack(documents: Documents, sequence: int, too_long: TooLong, holdout: float = 0.0) -> Packing:
     """Packs `documents` into sequences of `sequence` positions.
 
-    Raises `DataError` for a document that is too long under "refuse", and when nothing is left to train on.
+    Documents that are split lie in several sequences. Of these, so many are held out, and packed by themselves into the
+    last sequences, that they fill `holdout`: a share of all positions, or from 1 on a number of sequences. Raises
+    `DataError` for a document that is too long under "refuse", and when nothing is left to train on.
     """
     starts, places, num_too_long = _segments(documents, sequence, too_long)
     trained = _is_trained(documents, starts, places)
@@ -77,7 +80,14 @@ def pack(documents: Documents, sequence: int, too_long: TooLong) -> Packing:
             f"longer than {sequence + 1} tokens and {num_untrained} have no trained token; give longer sequences or "
             "other data"
         )
-    items, offsets = best_fit(places, sequence)
+    held = _held_out(documents, starts, places, sequence, holdout)
+    kept, offsets = best_fit(places[~held], sequence)
+    items, num_held = np.flatnonzero(~held)[kept], 0
+    if held.any():
+        others, other_offsets = best_fit(places[held], sequence)
+        items = np.concatenate([items, np.flatnonzero(held)[others]])
+        offsets = np.concatenate([offsets, offsets[-1] + other_offsets[1:]])
+        num_held = len(other_offsets) - 1
     tally = Tally(
         num_documents=documents.num_documents,
         num_too_long=num_too_long,
@@ -85,20 +95,21 @@ def pack(documents: Documents, sequence: int, too_long: TooLong) -> Packing:
         num_segments=len(items),
         num_sequences=len(offsets) - 1,
         num_places=int(places.sum()),
+        num_held=num_held,
     )
     return Packing(offsets=offsets, starts=starts[items], lengths=places[items], tally=tally)
 
 
-def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path) -> Packing:
+def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path, holdout: float = 0.0) -> Packing:
     """The packing kept beside the file `beside`, whose name stands for the contents of `documents`; made if there is
     none.
 
     Raises `DataError` as `pack` does, for a damaged file, and for a folder that cannot be written.
     """
-    path = beside.with_name(f"{beside.name}-{sequence}-{too_long}.packing.npy")
+    path = beside.with_name(f"{beside.name}-{sequence}-{too_long}{f'-{holdout!r}' if holdout else ''}.packing.npy")
     if path.exists():
         return _load(path)
-    packing = pack(documents, sequence, too_long)
+    packing = pack(documents, sequence, too_long, holdout)
     try:
         with open_atomic(path) as file:
             body = np.concatenate([astuple(packing.tally), packing.offsets, packing.starts, packing.lengths])
@@ -191,6 +202,26 @@ def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[I
         starts = np.repeat(starts, parts) + inside * sequence
         places = np.minimum(np.repeat(places, parts) - inside * sequence, sequence)
     return starts, places, num_longer
+
+
+def _held_out(documents: Documents, starts: Ids, places: Ids, sequence: int, holdout: float) -> npt.NDArray[np.bool_]:
+    """Which segments belong to held-out documents, which are drawn until they fill what is asked for."""
+    if not holdout:
+        return np.zeros(len(starts), dtype=bool)
+    owners = np.searchsorted(documents.starts, starts, side="right") - 1
+    of_document = np.bincount(owners, weights=places, minlength=documents.num_documents)
+    drawn = SampleOrder(documents.num_documents, 2).sample(np.arange(documents.num_documents))
+    wanted = holdout * sequence if holdout >= 1 else holdout * int(places.sum())
+    num_documents = int(np.searchsorted(np.cumsum(of_document[drawn]), wanted)) + 1
+    held = np.zeros(documents.num_documents, dtype=bool)
+    held[drawn[:num_documents]] = True
+    chosen: npt.NDArray[np.bool_] = held[owners]
+    if chosen.all():
+        raise DataError(
+            f"holdout = {holdout:g} leaves nothing to train on: {documents.name} has {documents.num_documents} "
+            "documents, which are held out whole; hold out less or give more data"
+        )
+    return chosen
 
 
 def _is_trained(documents: Documents, starts: Ids, places: Ids) -> npt.NDArray[np.bool_]:

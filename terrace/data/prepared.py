@@ -4,15 +4,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from terrace.base.errors import DataError
 from terrace.data.batches import Source
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.config import DataConfig
+from terrace.data.files import find_documents
+from terrace.data.indexed import indexed_files, is_indexed
+from terrace.data.pieces import unreadable
+from terrace.data.sources import SourceSpec
 from terrace.data.tokenizer import Tokenizer
 from terrace.data.tokens import prepare_tokens
 
 _OF_A_SOURCE = ("digest", "weight", "documents", "too_long")
 # Checkpoints that name no sources were made from one text, joined.
 _OWN_ORDERS = "of its own for each source"
+_HELD = "whole documents"
 _BEFORE_SOURCES: Mapping[str, Any] = {"weight": 1.0, "documents": "join"}
 
 
@@ -23,7 +29,8 @@ def prepare_sources(
 
     Raises `DataError` for data that cannot be read, tokenised, packed or written.
     """
-    sources = []
+    sources: list[Source] = []
+    _check_distinct(data.sources())
     for spec in data.sources():
         if spec.format == "chat":
             tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
@@ -34,7 +41,13 @@ def prepare_sources(
         )
         # Packed now: errors show before the run, and ranks find the file.
         if source.documents == "whole":
-            source.packing(sequence)
+            source.packing(sequence, data.holdout)
+        for other in sources:
+            if other.tokens.digest == source.tokens.digest:
+                raise DataError(
+                    f"{other.name} and {source.name} hold the same tokens, which would count twice: keep one entry of "
+                    "data.mixture, with both weights"
+                )
         sources.append(source)
     return tuple(sources)
 
@@ -42,7 +55,8 @@ def prepare_sources(
 def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:
     """Facts that, with seed, batch and sequence, decide which tokens a step sees; stored in checkpoints."""
     orders = {"orders": _OWN_ORDERS} if len(sources) > 1 else {}
-    return {"data": [source.facts() for source in sources], "holdout": holdout, **orders}
+    held = {"held": _HELD} if holdout and any(source.is_split for source in sources) else {}
+    return {"data": [source.facts() for source in sources], "holdout": holdout, **orders, **held}
 
 
 def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: float) -> dict[str, tuple[Any, Any]]:
@@ -67,4 +81,23 @@ def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: 
         different["the order of sources"] = (there.get("orders", "one for all"), _OWN_ORDERS)
     if there.get("holdout", 0.0) != holdout:
         different["data.holdout"] = (there.get("holdout", 0.0), holdout)
+    # Earlier versions held out sequences, with parts of documents whose other parts were trained on.
+    elif holdout and any(source.is_split for source in sources) and there.get("held") != _HELD:
+        different["what is held out"] = (there.get("held", "sequences"), _HELD)
     return different
+
+
+def _check_distinct(specs: Sequence[SourceSpec]) -> None:
+    """Raises `DataError` for a file that would be read twice, by a link or by another path to it."""
+    seen: dict[tuple[int, int, str], tuple[Path, str]] = {}
+    for spec in specs:
+        for file in indexed_files(spec.path) if is_indexed(spec.path) else find_documents(spec.path, spec.split):
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise unreadable(file, error) from error
+            # Columns of one table are different texts.
+            other, of = seen.setdefault((status.st_dev, status.st_ino, spec.column), (file, spec.name))
+            if other is not file:
+                both = spec.name if of == spec.name else f"{of} and {spec.name} of data.mixture"
+                raise DataError(f"{both}: {other} and {file} are one file, which would count twice; leave one out")
