@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
+from terrace.base.hashing import hashed_once
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
 
@@ -45,6 +46,7 @@ class Kernels:
     source: str = ""
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator (or one process on a CPU).
@@ -84,6 +86,7 @@ class Tier:
     source: str = ""
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A device and an ordered list of tiers, innermost first.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
+from terrace.base.hashing import hashed_once
 from terrace.base.schema import read_table
 from terrace.model.hf.config import read_fields, without_dropout, write_table
 from terrace.model.hf.families import ACTIVATIONS, FAMILIES
@@ -34,6 +35,7 @@ _LARGEST_SIZE = 2**31 - 1  # what kernels can index
 _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The computation of a decoder. Raises `ModelError` for a configuration of no possible model."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from terrace.base.errors import ModelError, did_you_mean
 
@@ -91,7 +92,7 @@ class BlockSpec:
         """FLOPs of one forward pass on (B, S) tokens: two an element of its matrices and a token."""
         return 2 * batch_size * sequence * sum(inputs * outputs for inputs, outputs in self.matrices)
 
-    @property
+    @cached_property
     def num_trainable(self) -> int:
         """Number of trainable elements owned."""
         return sum(param.numel for param in self.params if param.trainable)

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
+from terrace.base.hashing import hashed_once
 from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Kinds:
     """The blocks of a model, and the kind of every block; kinds count from 0 in the order in which they first occur."""
@@ -33,13 +35,6 @@ class Kinds:
                 specs.append(block)
             order.append(found)
         return cls(tuple(blocks), tuple(order))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.blocks, self.order))  # once: caches of the search look kinds up by the thousand
 
     @cached_property
     def first(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
 
@@ -34,8 +35,7 @@ class Pass(IntEnum):
         return self in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Micro-batches that pass a chunk one after the other; each of them passes all blocks of the chunk."""
 
     pass_: Pass
@@ -133,14 +133,19 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
     borrower = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
     finished: dict[int, list[int]] = {block: [] for block in stage.held}
     latest: dict[int, int] = dict.fromkeys(stage.held, -1)
-    for number, (group, _, block) in enumerate(stage.passes()):
+    first = 0
+    for group in stage.groups:
+        order = stage.traversal(group)
+        passed = len(group.micros) * len(order)
         # A backward in halves completes its gradient with the weight half.
-        if group.pass_.finishes:
-            finished[block].append(number)
+        for place, block in enumerate(order if group.pass_.finishes else ()):
+            here = range(first + place, first + passed, len(order))
+            finished[block] += here
             for lender in blocks[block].borrows:
-                latest[lender] = number
+                latest[lender] = here[-1]
                 if lender in stage.copies and borrower[lender] == block:
-                    finished[lender].append(number)
+                    finished[lender] += here
+        first += passed
     points = {}
     for block, numbers in finished.items():
         if not numbers:  # forward only

@@ -39,9 +39,9 @@ from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
 from terrace.planner.pipelines import Pipeline, build_pipeline, least_span_s
 from terrace.planner.shares import shares_of
 from terrace.planner.space import OpenMesh
-from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, held, share_layers, traits
+from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, held, last_layers, traits
 from terrace.planner.task import Placement
-from terrace.planner.works import Works
+from terrace.planner.works import BlockWorks, Works
 
 
 def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
@@ -49,11 +49,11 @@ def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
 
 
 class _Priced(NamedTuple):
-    """Seconds of a root's blocks and of an edge; its logits in layers, and in an open shape the dearest form's."""
+    """Seconds of a root's blocks, logits and edge; in an open shape, the logits in layers of the dearest form."""
 
-    works: list[Work]
-    logits_layers: float
+    works: BlockWorks
     dearest_layers: float | None
+    logits: Work
     edge_s: float
 
 
@@ -76,43 +76,29 @@ class Bounds:
         For an open shape it is also a bound over its context forms. Without `context` it leaves out the messages of
         context ranks: lower, and found in less time.
         """
-        works, kept = (
-            self.works.of(shape, micro_batch, recompute, context),
-            self.works.kept(shape, micro_batch, recompute),
-        )
-        numels = self.estimator.own_numels(shape.mesh)
-        micros = self.task.batch // (shape.mesh.total("data") * micro_batch)
-        stages, alike = shape.mesh.total("pipeline"), self.split.alike
-        (whole,) = self.split.whole().chunks
-        total_s = sum(work_of_runs(works, whole)[:2])
-        all_numel, all_kept = (sum(count * sizes[kind] for kind, count in whole) for sizes in (numels, kept))
+        works, sizes = self.works.of(shape, micro_batch, recompute, context), self.works.sizes(shape)
+        stages, alike = sizes.num_stages, self.split.alike
+        micros = self.task.batch // (sizes.data * micro_batch)
         # No schedule has lighter virtual stages than one with the most chunks.
-        least_s = 0.0 if alike is None else max(1, self.num_inner // (stages * MOST_CHUNKS)) * works[alike][0]
+        least_s = 0.0 if alike is None else max(1, self.num_inner // (stages * MOST_CHUNKS)) * works.each[alike][0]
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
         # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
         ramp_s = (stages - 1) / 2 * (least_s + edge_s)
+        all_kept = micro_batch * sizes.all_kept[recompute]
         least_held: tuple[tuple[float, float], ...]
         if stages == 1:
-            least_held = ((all_numel, all_kept),)
+            least_held = ((sizes.all_numel, all_kept),)
         elif alike is not None:
             # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
             most = -(-self.num_inner // stages)
-            least_held = ((most * numels[alike], most * kept[alike]),)
+            least_held = ((most * sizes.numels[alike], most * micro_batch * sizes.kept[recompute][alike]),)
         else:
             # Some stage holds the mean of the parameters or more, and some, maybe another, keeps the mean or more.
-            least_held = ((all_numel / stages, 0), (0, all_kept / stages))
+            least_held = ((sizes.all_numel / stages, 0), (0, all_kept / stages))
+        mean_s, heavy = micros * works.whole_s / stages, self.works.whole if stages == 1 else None
+        # By position: a search makes ten thousand of these.
         return PartialCandidate(
-            shape=shape,
-            micro_batch=micro_batch,
-            recompute=recompute,
-            schedule="",
-            chunks=1,
-            num_micros=micros,
-            heavy=whole if stages == 1 else None,
-            mean_s=micros * total_s / stages,
-            span_s=micros * total_s / stages + ramp_s,
-            stages=least_held,
-            played=False,
+            shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, mean_s + ramp_s, least_held, False
         )
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
@@ -122,25 +108,21 @@ class Bounds:
         """
         if schedule == SERIAL:
             return root._replace(schedule=SERIAL, played=True)
-        shape, num_layers, alike = root.shape, self.num_inner, self.split.alike
-        stages = shape.mesh.total("pipeline")
+        num_layers, alike, stages = self.num_inner, self.split.alike, self.works.sizes(root.shape).num_stages
         num_virtual = stages * chunks
         # The same limits as of splits and of `pipeline`, without the cost of an exception.
         if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
             return None
-        works, logits_layers, dearest_layers, edge_s = self._priced(root)
+        works, dearest_layers, logits, edge_s = self._priced(root)
         trait = traits()[schedule]
         if alike is None:
-            return self._core_of_differing(root._replace(schedule=schedule, chunks=chunks), works, trait)
+            return self._core_of_differing(root._replace(schedule=schedule, chunks=chunks), works.each, trait)
+        last = last_layers(num_layers, num_virtual, works.logits_layers)
         # The split is monotone in the logits' cost, so equal ends mean that every form between them has this split.
-        if dearest_layers is not None and (
-            share_layers(num_layers, num_virtual, logits_layers)
-            != share_layers(num_layers, num_virtual, dearest_layers)
-        ):
+        if dearest_layers is not None and last != last_layers(num_layers, num_virtual, dearest_layers):
             return root._replace(schedule=schedule, chunks=chunks, heavy=None)
-        shares = shares_of(num_layers, stages, chunks, logits_layers, trait.looped, trait.folded)
-        forward_s, backward_s, weight_s = works[alike]
-        logits = work_of_runs(works, self.split.after)
+        shares = shares_of(num_layers, stages, chunks, last, trait.looped, trait.folded)
+        forward_s, backward_s, weight_s = works.each[alike]
         logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
         micros, least = root.num_micros, shares.least
         # A split schedule may delay the weight gradient beyond the path to the previous stage.
@@ -159,7 +141,11 @@ class Bounds:
         path_s += micros * (shares.last * (forward_s + back_s) + logits_forward_s)
         span_s = max(root.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
         heavy = None if shares.heavy is None else self.split.equal(*shares.heavy)
-        return root._replace(schedule=schedule, chunks=chunks, heavy=heavy, span_s=span_s)
+        shape, micro_batch, recompute, _, _, _, _, mean_s, _, held_least, _, _ = root
+        # By position: a search makes ten thousand of these.
+        return PartialCandidate(
+            shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, held_least, False
+        )
 
     def _priced(self, root: PartialCandidate) -> _Priced:
         # All schedules of a root come one after the other.
@@ -167,11 +153,9 @@ class Bounds:
             shape, numbers = root.shape, (root.micro_batch, root.recompute)
             works, in_layers, alike = self.works.of(shape, *numbers), self.split.logits_in_layers, self.split.alike
             dearest = in_layers(self.works.most(shape, *numbers)) if shape.is_open and alike is not None else None
-            layers = 0.0 if alike is None else in_layers(works)
-            self._newest = (
-                root,
-                _Priced(works, layers, dearest, self.estimator.boundary_s(shape.mesh, root.micro_batch)),
-            )
+            logits = work_of_runs(works.each, self.split.after)
+            edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
+            self._newest = root, _Priced(works, dearest, logits, edge_s)
         return self._newest[1]
 
     def _core_of_differing(self, core: PartialCandidate, works: Sequence[Work], trait: Trait) -> PartialCandidate:
@@ -202,10 +186,9 @@ class Bounds:
         """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""
         shape, stages = core.shape, core.shape.mesh.total("pipeline")
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
-        works = self.works.of(shape, core.micro_batch, core.recompute)
+        works, sizes = self.works.of(shape, core.micro_batch, core.recompute).each, self.works.sizes(shape)
         parts = parts_of(self.split.contents(self.split.counts(works, stages * core.chunks)), placement)
-        kept = self.works.kept(shape, core.micro_batch, core.recompute)
-        numels = self.estimator.own_numels(shape.mesh)
+        numels, kept = sizes.numels, [core.micro_batch * each for each in sizes.kept[core.recompute]]
         # A set: the inner stages of a deep pipeline are mostly alike.
         needs = {
             (
@@ -316,7 +299,7 @@ class Bounds:
         shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
         if alike is None:
             return 0.0
-        works = self.works.of(shape, core.micro_batch, core.recompute)
+        works = self.works.of(shape, core.micro_batch, core.recompute).each
         num_stages = shape.mesh.total("pipeline")
         counts = self.split.counts(works, num_stages * chunks)
         # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
@@ -363,10 +346,7 @@ class Bounds:
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""
         states = self.estimator.state_bytes(core.shape.mesh.state, placement)
-        numels, alike = self.estimator.own_numels(core.shape.mesh), self.split.alike
-        # Sharded parameters need at least one gathered block.
-        whole = min(numels) if alike is None else numels[alike]
-        gathered = whole * self.estimator.item if placement.params > DEVICE else 0
+        gathered = self.works.sizes(core.shape).gathered_bytes if placement.params > DEVICE else 0
         times = 1 if core.unit else unit
         least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * SLACK

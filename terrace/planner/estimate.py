@@ -7,9 +7,10 @@ terrace.planner.inner.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, Computes, ParamSpec
@@ -36,8 +37,7 @@ from terrace.simulate.states import StageBlocks, stage_blocks, state_layout
 from terrace.simulate.work import Work
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """Seconds of one block on one micro-batch, messages of its tensor and context ranks included.
 
     `backward_s` excludes recomputation, which takes `again_s`; `weight_s` is the part that can be delayed.
@@ -110,9 +110,8 @@ class Estimator:
         if self._flash:
             return self._block(kind, forms, micro_batch, accumulate, context)
         each = [self._block(kind, (form,), micro_batch, accumulate, context) for form in forms]
-        numbers = zip(*((one.forward_s, one.backward_s, one.weight_s, one.again_s) for one in each), strict=True)
         # Without it no form is best in all four; the minima may come from different forms.
-        return Seconds(*map(min, numbers))
+        return Seconds(*map(min, zip(*each, strict=True)))
 
     def _block(
         self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, context: bool = True

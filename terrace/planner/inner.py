@@ -20,6 +20,7 @@ from terrace.simulate.inside import (
     Rounds,
     attention_bytes,
     exposed,
+    exposed_s,
     rooms_of,
 )
 from terrace.simulate.layers import BlockSeconds, core_rounds
@@ -71,8 +72,7 @@ class Inner:
             bytes_of = attention_bytes(work, *degrees)
             prices = InBlockPrices(cluster, None, bytes_of, self._sends)
             forward_s, backward_s = (
-                exposed(prices.priced(moments), rooms).get(MessageClass.CONTEXT, 0.0)
-                for moments in attention_moments(bytes_of.parts, bytes_of.ring)
+                exposed_s(moments, prices, rooms) for moments in attention_moments(bytes_of.parts, bytes_of.ring)
             )
             found = self._contexts[key] = (forward_s, backward_s, forward_s)
         return found

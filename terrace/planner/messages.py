@@ -56,7 +56,7 @@ class MessagePrices:
     def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
         params, grads, optimizer, backward = placement
 
-        def lane(instruction: Instruction, *places: int) -> LanePrice:
+        def lane(instruction: Instruction, *places: int, num_blocks: int = len(numels)) -> LanePrice:
             key = (degrees, numels, instruction, places)
             found = self._lanes.get(key)
             if found is None:
@@ -65,7 +65,7 @@ class MessagePrices:
                     costs.collective_s(
                         Instruction(instruction.op, block, -1, instruction.backward, instruction.secondary)
                     )
-                    for block in range(len(costs.program.blocks))
+                    for block in range(num_blocks)
                 )
                 found = self._lanes[key] = LanePrice(costs.program.message(instruction).lane, each)
             return found
@@ -79,7 +79,7 @@ class MessagePrices:
             reduce=lane(Instruction(Op.REDUCE), grads),
             sync=lane(Instruction(Op.SYNC), grads, optimizer),
             refresh=lane(Instruction(Op.REFRESH), params, optimizer),
-            control_s=lane(Instruction(Op.CLIP), params, grads, optimizer, backward).seconds[0],
+            control_s=lane(Instruction(Op.CLIP), params, grads, optimizer, backward, num_blocks=1).seconds[0],
         )
 
     def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:

@@ -27,7 +27,7 @@ from terrace.base.errors import PlanError
 from terrace.plan.layout import DEVICE
 from terrace.plan.validate import validate
 from terrace.planner.bound import Bounds
-from terrace.planner.candidate import PartialCandidate
+from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate, Window, ranked, window
@@ -154,7 +154,9 @@ class Search:
         elif level is Level.ROOT:
             for open_core in self.bounds.cores(core, self._schedules_of(core.shape.mesh.total("pipeline"))):
                 for further in in_units(self.space, open_core):
-                    yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
+                    # Most entries of a search are made here, and most are never opened.
+                    further_s = further.span_s * SLACK
+                    yield bound_s if bound_s > further_s else further_s, Level.CORE, further.key, further, _NOWHERE, 0
         elif level is Level.CORE and not core.played:
             # The first has the shortest messages: the bound over all placements, before any order is played.
             for excess_s, _, _ in self._placed(core)[:1]:

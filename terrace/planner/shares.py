@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrace.planner.stages import share_layers
+from terrace.planner.stages import share_before
 
 Heavy = tuple[int, bool, bool]  # layers of a stage, and whether it is the first of the model and the last
 
@@ -22,23 +22,16 @@ class Shares(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def shares_of(
-    num_layers: int, num_stages: int, chunks: int, logits_in_layers: float, is_looped: bool, is_folded: bool
-) -> Shares:
-    """Shares of `num_layers` over `num_stages`."""
-    counts = share_layers(num_layers, num_stages * chunks, logits_in_layers)
-    return _shared(counts, num_stages, is_looped, is_folded)
-
-
-@lru_cache(maxsize=65536)
-def _shared(counts: tuple[int, ...], num_stages: int, is_looped: bool, is_folded: bool) -> Shares:
+def shares_of(num_layers: int, num_stages: int, chunks: int, last: int, is_looped: bool, is_folded: bool) -> Shares:
+    """Shares of `num_layers` over `num_stages`, where the last virtual stage has `last`."""
+    counts = share_before(num_layers, num_stages * chunks, last)
     # Other placements may group the virtual stages in any way, so nothing is claimed about whole stages.
     if not is_looped and not is_folded:
         return Shares(min(counts), counts[-1], 0, 0, None)
     if is_looped:
-        layers, last = [sum(counts[stage::num_stages]) for stage in range(num_stages)], num_stages - 1
+        layers, final = [sum(counts[stage::num_stages]) for stage in range(num_stages)], num_stages - 1
     else:
         # In a V the first stage also has the last virtual stage, and so the logits.
-        layers, last = [counts[stage] + counts[-1 - stage] for stage in range(num_stages)], 0
-    heavy = max((count, stage == 0, stage == last) for stage, count in enumerate(layers))
+        layers, final = [counts[stage] + counts[-1 - stage] for stage in range(num_stages)], 0
+    heavy = max((count, stage == 0, stage == final) for stage, count in enumerate(layers))
     return Shares(min(counts), counts[-1], max(layers), layers[-1], heavy)

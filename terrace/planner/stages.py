@@ -5,6 +5,7 @@ it gets fewer blocks if these are expensive. Equal blocks ("layers" here) are sp
 divide evenly, later stages get the extra ones, since fewer activations wait there.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ MOST_PASSES = 200_000  # of micro-batches through virtual stages: orders that ar
 MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one more message
 
 
-@lru_cache(maxsize=65536)
 def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float) -> tuple[int, ...]:
     """Layers of each virtual stage, at least one.
 
@@ -32,16 +32,38 @@ def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float) -> 
             f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer (terrace explain prices "
             "stages without a layer)"
         )
+    return share_before(num_layers, num_virtual, last_layers(num_layers, num_virtual, logits_in_layers))
+
+
+def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float) -> int:
+    """Layers of the last virtual stage, from which follow those of all others; `num_virtual` is at most `num_layers`.
+
+    It decreases with the cost of the logits.
+    """
     if num_virtual == 1:
-        return (num_layers,)
+        return num_layers
     others = num_virtual - 1
     even = int((num_layers - others * logits_in_layers) / num_virtual)  # where logits and layers would balance exactly
     most = num_layers - others
-    # Rounding may move the balance by a few layers, so the counts around it are compared.
-    last = min(
-        {max(1, min(most, even + step)) for step in range(-1, 4)},
-        key=lambda count: (max(-(-(num_layers - count) // others), count + logits_in_layers), -count),
-    )
+    last, least = 0, math.inf
+    # Rounding may move the balance by a few layers, so the counts around it are compared; of equal ones the last.
+    for count in range(max(1, min(most, even - 1)), max(1, min(most, even + 3)) + 1):
+        slowest, before = count + logits_in_layers, -((count - num_layers) // others)
+        if before > slowest:
+            slowest = before
+        elif slowest > least:
+            break  # from here on the last stage is the slowest
+        if slowest <= least:
+            last, least = count, slowest
+    return last
+
+
+@lru_cache(maxsize=65536)
+def share_before(num_layers: int, num_virtual: int, last: int) -> tuple[int, ...]:
+    """Layers of each virtual stage if the last has `last`."""
+    if num_virtual == 1:
+        return (last,)
+    others = num_virtual - 1
     few, more = divmod(num_layers - last, others)
     return (*([few] * (others - more)), *([few + 1] * more), last)
 

@@ -1,42 +1,93 @@
 """Seconds and bytes of the blocks of a shape: least and most over its context forms, if it is open."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from terrace.plan.mesh import Mesh
 from terrace.planner.estimate import Estimator
-from terrace.planner.parts import Work
+from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.pipelines import block_work
 from terrace.planner.space import OpenMesh, Space, closed
+
+
+class BlockWorks(NamedTuple):
+    """Seconds of each kind of block on a micro-batch, the sum over the model, and its logits in layers.
+
+    `logits_layers` is 0 where the blocks between look-ups and logits differ.
+    """
+
+    each: list[Work]
+    whole_s: float
+    logits_layers: float
+
+
+class Sizes(NamedTuple):
+    """Numbers that all roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
+
+    `gathered_bytes` are those of the block that is at least gathered where parameters are sharded. `kept` and
+    `all_kept`, without and with recomputation: bytes that a block of each kind, and the model, keeps per sequence.
+    """
+
+    num_stages: int
+    data: int
+    numels: tuple[int, ...]
+    all_numel: int
+    gathered_bytes: int
+    kept: tuple[list[int], list[int]]
+    all_kept: tuple[int, int]
 
 
 class Works:
     """Seconds and bytes of the blocks of one task, by shape; each is found once."""
 
     def __init__(self, estimator: Estimator) -> None:
-        self.estimator, self.specs = estimator, estimator.specs
+        self.estimator, self.specs, self.split = estimator, estimator.specs, estimator.split
+        self._batch = estimator.task.batch
+        (self.whole,) = self.split.whole().chunks
         self._space = Space(task=estimator.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
-        self._block_works: dict[tuple[Mesh, bool, int, int, bool, bool], list[Work]] = {}
+        self._sizes: dict[OpenMesh, Sizes] = {}
+        self._block_works: dict[tuple[Mesh, bool, int, int, bool, bool], BlockWorks] = {}
         self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
 
-    def of(self, shape: OpenMesh, micro_batch: int, recompute: int, context: bool = True) -> list[Work]:
-        """Least seconds of each kind of block; without `context`, less the messages of context ranks."""
-        accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
+    def of(self, shape: OpenMesh, micro_batch: int, recompute: int, context: bool = True) -> BlockWorks:
+        """Least seconds of the blocks; without `context`, less the messages of context ranks."""
+        accumulate = self.sizes(shape).data * micro_batch < self._batch
         key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate, context)
         found = self._block_works.get(key)
         if found is None:
             forms, numbers = self.forms(shape), (micro_batch, recompute, accumulate)
             kinds = range(len(self.specs))
-            found = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
-            self._block_works[key] = found
+            each = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
+            layers = 0.0 if self.split.alike is None else self.split.logits_in_layers(each)
+            found = self._block_works[key] = BlockWorks(each, sum(work_of_runs(each, self.whole)[:2]), layers)
+        return found
+
+    def sizes(self, shape: OpenMesh) -> Sizes:
+        """Numbers that do not depend on the micro-batch."""
+        found = self._sizes.get(shape)
+        if found is None:
+            mesh, alike = shape.mesh, self.split.alike
+            numels = self.estimator.own_numels(mesh)
+            kept = self._kept(shape, 0), self._kept(shape, 1)
+            found = self._sizes[shape] = Sizes(
+                num_stages=mesh.total("pipeline"),
+                data=mesh.total("data"),
+                numels=numels,
+                all_numel=_sum(numels, self.whole),
+                # Sharded parameters need at least one gathered block.
+                gathered_bytes=(min(numels) if alike is None else numels[alike]) * self.estimator.item,
+                kept=kept,
+                all_kept=(_sum(kept[0], self.whole), _sum(kept[1], self.whole)),
+            )
         return found
 
     def most(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
         """Most seconds of each kind of block: all that may hide messages."""
-        works = self.of(shape, micro_batch, recompute)
+        works = self.of(shape, micro_batch, recompute).each
         if not shape.is_open:
             return works
-        accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
+        accumulate = self.sizes(shape).data * micro_batch < self._batch
         key = (shape.mesh.inside, micro_batch, recompute, accumulate)
         found = self._most_layer.get(key)
         if found is None:
@@ -54,11 +105,10 @@ class Works:
             self._most_layer[key] = found
         return found
 
-    def kept(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[int]:
-        """Least bytes that a block of each kind keeps per micro-batch."""
+    def _kept(self, shape: OpenMesh, recompute: int) -> list[int]:
         # Ulysses beyond the number of key-value heads replicates them, so the form with fewest Ulysses ranks keeps
-        # least. Logits exist only while they are computed.
-        numbers = self.forms(shape)[0], micro_batch, recompute
+        # least. Logits exist only while they are computed. Every tensor that is kept has a row for each sequence.
+        numbers = self.forms(shape)[0], 1, recompute
         kept = self.estimator.kept_bytes
         return [0 if spec.at_an_end else kept(kind, *numbers) for kind, spec in enumerate(self.specs)]
 
@@ -70,3 +120,7 @@ class Works:
         if found is None:
             found = self._known_forms[shape.mesh.inside] = [form.inside for form in closed(self._space, shape.mesh)]
         return found
+
+
+def _sum(each: Sequence[int], runs: Runs) -> int:
+    return sum(count * each[kind] for kind, count in runs)

@@ -20,8 +20,8 @@ Messages between two ranks arrive in the order sent, so the RECV of a message pr
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
@@ -34,7 +34,7 @@ from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
-from terrace.plan.stage import Group, Pass, Stage, forward_stage, idle_stage, reduction_points, whole_stage
+from terrace.plan.stage import Pass, Stage, forward_stage, idle_stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import validate
 from terrace.program.instruction import Instruction, Op
@@ -111,7 +111,7 @@ def build_stages(
     programs = []
     for each in stages if only is None else [stages[only]]:
         frame = frame.of_stage(each)  # raises where the size of the messages between stages is not known
-        programs.append(frame.of_stage(each, (*_passes(frame, stages), *_end(frame))))
+        programs.append(frame.of_stage(each, tuple(_passes(frame, stages) + list(_end(frame)))))
     return programs
 
 
@@ -151,7 +151,7 @@ def restoring_program(program: Program) -> Program:
     return program.of_stage(idle_stage(program.stage), instructions, Phase.RESTORE)
 
 
-def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
+def _passes(frame: Program, stages: Sequence[Stage]) -> list[Instruction]:
     stage, blocks, plan = frame.stage, frame.blocks, frame.plan
     # Replicated parameters are always resident, so nothing is gathered or freed.
     stays = residencies(stage, blocks, plan.prefetch) if frame.layout.params != DEVICE else []
@@ -159,35 +159,32 @@ def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
     for stay in stays:
         issued[stay.issue].append(stay)
         freed[stay.last].append(stay)
-    # A frozen block has no gradient to reduce.
-    reduced = defaultdict(list)
-    for block, numbers in reduction_points(stage, blocks, plan.unit).items():
-        for number in numbers if blocks[block].num_trainable else ():
-            reduced[number].append((block, number == numbers[-1]))
-    received = _received(stage, stages)
+    received, reduced = _received(stage, stages), _reduced(frame)
+    edges, found = _edges(stage, _sent), list[Instruction]()
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
     for group in stage.groups:
-        op, order, sent = _OPS[group.pass_], stage.traversal(group), _sent(stage, group)
+        pass_, micros = group.pass_, group.micros
+        op, order, sent = _OPS[pass_], stage.traversal(group), edges[pass_, group.chunk]
         # Weight gradients read activations and output gradients only, so their passes need no parameters.
-        reads = group.pass_ is not Pass.BACKWARD_WEIGHT
-        for micro in group.micros:
-            yield from received.get(task, ())
+        reads = pass_ is not Pass.BACKWARD_WEIGHT
+        for micro in micros:
+            found += received.get(task, ())
             task += 1
             for offset, block in enumerate(order):
                 # All micro-batches of a group share one gather: issued with the first, freed after the last.
-                if stays and reads and micro == group.micros[0]:
-                    yield from (_gather(frame, stay) for stay in issued[visit + offset])
-                yield Instruction(op, block, micro)
+                if stays and reads and micro == micros[0]:
+                    found += [_gather(frame, stay) for stay in issued.get(visit + offset, ())]
+                found.append(Instruction(op, block, micro))
                 if number in reduced:
-                    for other, is_last in reduced[number]:
-                        yield from _reduce(frame, other, micro, is_last)
+                    found += [Instruction(each, of, micro if each is Op.REDUCE else -1) for each, of in reduced[number]]
                 number += 1
-                if stays and reads and micro == group.micros[-1]:
-                    yield from (Instruction(Op.FREE, stay.block) for stay in freed[visit + offset])
+                if stays and reads and micro == micros[-1]:
+                    found += [Instruction(Op.FREE, stay.block) for stay in freed.get(visit + offset, ())]
             if sent is not None:
-                yield Instruction(Op.SEND, sent.block, micro, sent.backward, False, sent.peer)
+                found.append(Instruction(Op.SEND, sent.block, micro, sent.backward, False, sent.peer))
         visit += len(order) if reads else 0
+    return found
 
 
 def _gather(frame: Program, stay: Residency) -> Instruction:
@@ -196,11 +193,19 @@ def _gather(frame: Program, stay: Residency) -> Instruction:
     return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
 
 
-def _reduce(frame: Program, block: int, micro: int, is_last: bool) -> Iterator[Instruction]:
-    yield Instruction(Op.REDUCE, block, micro)
-    # The SYNC of a tied block waits for its TIE at the end of the step.
-    if is_last and block not in dict(frame.stage.ties):
-        yield Instruction(Op.SYNC, block)
+def _reduced(frame: Program) -> dict[int, list[tuple[Op, int]]]:
+    """(Op, block) of the reductions after each pass, by its number."""
+    stage, blocks, tied = frame.stage, frame.blocks, dict(frame.stage.ties)
+    found = defaultdict(list)
+    for block, numbers in reduction_points(stage, blocks, frame.plan.unit).items():
+        # A frozen block has no gradient to reduce.
+        if blocks[block].num_trainable:
+            for number in numbers:
+                found[number].append((Op.REDUCE, block))
+            # The SYNC of a tied block waits for its TIE at the end of the step.
+            if block not in tied:
+                found[numbers[-1]].append((Op.SYNC, block))
+    return found
 
 
 def _end(frame: Program) -> Iterator[Instruction]:
@@ -231,50 +236,53 @@ class _Edge(NamedTuple):
     backward: bool
 
 
-def _sent(stage: Stage, group: Group) -> _Edge | None:
-    blocks, backward = stage.chunks[group.chunk], group.pass_ is not Pass.FORWARD
-    peer = (stage.back if backward else stage.onward)[group.chunk]
+def _sent(stage: Stage, pass_: Pass, chunk: int) -> _Edge | None:
+    blocks, backward = stage.chunks[chunk], pass_ is not Pass.FORWARD
+    peer = (stage.back if backward else stage.onward)[chunk]
     # The input gradient leaves after BACKWARD_INPUT; the weight half produces nothing for other stages.
-    if peer is None or group.pass_ is Pass.BACKWARD_WEIGHT:
+    if peer is None or pass_ is Pass.BACKWARD_WEIGHT:
         return None
     return _Edge(peer, blocks[0] if backward else blocks[-1], backward)
 
 
-def _read(stage: Stage, group: Group) -> _Edge | None:
-    blocks, backward = stage.chunks[group.chunk], group.pass_ is not Pass.FORWARD
-    peer = (stage.onward if backward else stage.back)[group.chunk]
-    if peer is None or group.pass_ is Pass.BACKWARD_WEIGHT:
+def _read(stage: Stage, pass_: Pass, chunk: int) -> _Edge | None:
+    blocks, backward = stage.chunks[chunk], pass_ is not Pass.FORWARD
+    peer = (stage.onward if backward else stage.back)[chunk]
+    if peer is None or pass_ is Pass.BACKWARD_WEIGHT:
         return None
     return _Edge(peer, blocks[-1] + 1 if backward else blocks[0] - 1, backward)
 
 
+def _edges(stage: Stage, edge: Callable[[Stage, Pass, int], _Edge | None]) -> dict[tuple[Pass, int], _Edge | None]:
+    """The edges of all kinds of groups: a stage has few, one for each chunk and direction."""
+    return {(pass_, chunk): edge(stage, pass_, chunk) for pass_ in Pass for chunk in range(len(stage.chunks))}
+
+
 def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instruction]]:
-    needed: dict[tuple[_Edge, int], int] = {}
-    num_tasks = 0
+    """The RECVs before each task, by its number."""
+    needed: dict[_Edge, dict[int, int]] = defaultdict(dict)  # the task that reads each message
+    edges, num_tasks = _edges(stage, _read), 0
     for group in stage.groups:
-        edge = _read(stage, group)
+        edge = edges[group.pass_, group.chunk]
         if edge is not None:
-            needed |= {(edge, micro): num_tasks + place for place, micro in enumerate(group.micros)}
+            needed[edge].update(zip(group.micros, count(num_tasks)))
         num_tasks += len(group.micros)
     before: dict[int, list[Instruction]] = defaultdict(list)
     # Each peer is a channel of its own: order matters between two ranks only.
     for peer in {*stage.onward, *stage.back} - {None}:
         assert peer is not None
         # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
-        latest = len(needed) + num_tasks
+        latest = num_tasks
         for edge, micros in reversed(_channel(stages[peer], stage.index)):
+            tasks = needed[edge]
             for micro in reversed(micros):
-                latest = min(latest, max(0, needed[edge, micro] - 1))
-                before[latest].insert(0, Instruction(Op.RECV, edge.block, micro, edge.backward, False, peer))
-    return before
+                latest = min(latest, max(0, tasks[micro] - 1))
+                before[latest].append(Instruction(Op.RECV, edge.block, micro, edge.backward, False, peer))
+    return {task: received[::-1] for task, received in before.items()}
 
 
 def _channel(sender: Stage, receiver: int) -> list[tuple[_Edge, Sequence[int]]]:
-    found = []
-    # A stage has few kinds of groups: one for each chunk and direction.
-    edges = {
-        (pass_, chunk): _sent(sender, Group(pass_, chunk, ())) for pass_ in Pass for chunk in range(len(sender.chunks))
-    }
+    found, edges = [], _edges(sender, _sent)
     for group in sender.groups:
         edge = edges[group.pass_, group.chunk]
         if edge is not None and edge.peer == receiver:

@@ -15,6 +15,7 @@ from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.shares import block_costs, share, virtual_costs
 
 DEFAULT_SCHEDULE = "1f1b"
+_PASSES = tuple(Pass)  # by number: orders may hold plain integers
 _WEIGHT_SHARE = 32 / 34  # M_W / M_B of a layer without the scores of attention (Qi et al. 2401.10241, Table 1)
 
 
@@ -247,4 +248,4 @@ def _groups(orders: Orders, stage: int, unit: int) -> list[Group]:
             joined[-1][2].append(micro)
         else:
             joined.append((pass_, chunk, [micro]))
-    return [Group(Pass(pass_), chunk, tuple(micros)) for pass_, chunk, micros in joined]
+    return [Group(_PASSES[pass_], chunk, tuple(micros)) for pass_, chunk, micros in joined]

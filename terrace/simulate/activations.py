@@ -23,7 +23,7 @@ kernels. RoPE's tables are shared by all layers and are not counted here.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import get_args
 
 from terrace.base.errors import PlanError, did_you_mean
@@ -51,16 +51,59 @@ class BlockActivations:
     the kept tensors, both ends of the block, gradients and temporary tensors.
     """
 
-    input_bytes: int
-    output_bytes: int
-    saved: dict[str, int]  # operation -> bytes kept
-    logits_bytes: int  # the part of `saved` that grows with the vocabulary
-    forward_peak_bytes: int
-    backward_peak_bytes: int
+    tape: "_Tape"
+    is_recomputed: bool
 
     @property
+    def input_bytes(self) -> int:
+        return self.tape.sizes[INPUT]
+
+    @property
+    def output_bytes(self) -> int:
+        return self.tape.sizes[OUTPUT]
+
+    @cached_property
+    def saved(self) -> dict[str, int]:
+        """Bytes kept by each operation."""
+        if self._again:
+            return {"random state": self._random} if self._random else {}
+        return kept_by_operation(self.tape.operations, self.tape.sizes)
+
+    @property
+    def logits_bytes(self) -> int:
+        """The part of `saved` that grows with the vocabulary."""
+        return 0 if self._again else self.tape.logits_bytes
+
+    @cached_property
     def kept_bytes(self) -> int:
         return self.input_bytes + sum(self.saved.values())
+
+    # The peaks are found only where they are asked for: a search asks for the kept bytes of most blocks alone.
+    @cached_property
+    def forward_peak_bytes(self) -> int:
+        # A head that runs in its backward computes nothing in the forward pass.
+        if self.tape.runs_at_once:
+            return self.input_bytes
+        return forward_peak(self.tape.operations, self.tape.sizes, keeping=not self._again) + self._random
+
+    @cached_property
+    def backward_peak_bytes(self) -> int:
+        operations, sizes = self.tape.operations, self.tape.sizes
+        peak = backward_peak(operations, sizes)
+        if self._again:
+            # The gradient of the output is there already while the forward runs for the second time.
+            peak = max(peak, forward_peak(operations, sizes, keeping=True) + sizes[OUTPUT])
+        return peak + self._random
+
+    @property
+    def _again(self) -> bool:
+        # A head that runs in its backward keeps only its input, like a recomputed block, but stores no random state.
+        return self.is_recomputed or self.tape.runs_at_once
+
+    @property
+    def _random(self) -> int:
+        recomputes = self.is_recomputed and not self.tape.runs_at_once
+        return _RANDOM_STATE_BYTES[self.tape.backend] if recomputes else 0
 
 
 def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActivations:
@@ -99,7 +142,7 @@ def block_activation_bytes(work: Work, computes: Computes, backend: Backend = "c
             tape.residual_block()
         case Computes.LOGITS:
             tape.logits()
-    return tape.result(again=work.recompute == "full")
+    return BlockActivations(tape=tape, is_recomputed=work.recompute == "full")
 
 
 @lru_cache(maxsize=4096)
@@ -109,30 +152,10 @@ def chain_activation_bytes(
     """Bytes of products with (inputs, outputs), one after the other."""
     tape = _Tape(work, backend)
     tape.chain(matrices)
-    return tape.result(again=work.recompute == "full")
+    return BlockActivations(tape=tape, is_recomputed=work.recompute == "full")
 
 
 class _Tape(BlockTape):
-    def result(self, again: bool) -> BlockActivations:
-        tape, sizes = self.operations, self.sizes
-        random = _RANDOM_STATE_BYTES[self.backend] if again and not self.runs_at_once else 0
-        # A head that runs in its backward keeps only its input, like a recomputed block, but stores no random state.
-        again = again or self.runs_at_once
-        forward, backward = forward_peak(tape, sizes, keeping=not again), backward_peak(tape, sizes)
-        if again:
-            # The gradient of the output is there already while the forward runs for the second time.
-            backward = max(backward, forward_peak(tape, sizes, keeping=True) + sizes[OUTPUT])
-        # Such a head computes nothing in the forward pass.
-        forward, backward = sizes[INPUT] if self.runs_at_once else forward + random, backward + random
-        return BlockActivations(
-            input_bytes=sizes[INPUT],
-            output_bytes=sizes[OUTPUT],
-            saved=({"random state": random} if random else {}) if again else kept_by_operation(tape, sizes),
-            logits_bytes=0 if again else self.logits_bytes,
-            forward_peak_bytes=forward,
-            backward_peak_bytes=backward,
-        )
-
     def look_up(self) -> None:
         """Looked-up rows plus learned positions; the tokens belong to the batch. Gradients of both are dense."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size

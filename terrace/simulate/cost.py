@@ -64,6 +64,22 @@ class Costs:
         """Seconds a collective instruction occupies its lane."""
         return self._own_s(instruction) + sum(seconds for _, seconds in self._hops(instruction))
 
+    def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
+        """Seconds of a collective instruction, its lane, the category of waiting for it, and its penalty."""
+        block = instruction.block
+        # Blocks that are alike send the same messages. CLIP has no block.
+        alike = self.program.alike[block] if block >= 0 else -1
+        key = (instruction.op, instruction.backward, instruction.secondary, alike)
+        found = self._collectives.get(key)
+        if found is None:
+            found = self._collectives[key] = (
+                self.collective_s(instruction),
+                self.program.message(instruction).lane,
+                f"wait {instruction.message_class}",
+                self.penalty(instruction),
+            )
+        return found
+
     def apply_s(self, block: int) -> float:
         """Seconds of an OUTER_APPLY, and of computing the change it applies."""
         program, device = self.program, self.program.cluster.device
@@ -106,7 +122,7 @@ class Costs:
     def of_stage(self, program: "Program", update_s: tuple[float, ...]) -> "Costs":
         """The costs of the program of another stage, in which every block costs the same; prices are shared."""
         found = replace(self, program=program, update_s=update_s)
-        vars(found).update(_prices=self._prices, _waits=self._waits)
+        vars(found).update(_prices=self._prices, _waits=self._waits, _collectives=self._collectives)
         return found
 
     def waits_inside(self, instruction: Instruction) -> dict[MessageClass, float]:
@@ -131,6 +147,10 @@ class Costs:
 
     @cached_property
     def _prices(self) -> dict[tuple[int, bool], InBlockPrices]:
+        return {}
+
+    @cached_property
+    def _collectives(self) -> dict[tuple[object, ...], tuple[float, int, str, float]]:
         return {}
 
     @cached_property

@@ -21,7 +21,7 @@ itself only adds and compares. `terrace.simulate.recording` plays by the same ru
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import ProgramError
@@ -107,7 +107,6 @@ class _Pricing:
         self.program, self.costs = program, costs
         self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
         self._buffered = gradient_buffers(program)
-        self._messages: dict[tuple[object, ...], Event] = {}
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
@@ -124,21 +123,9 @@ class _Pricing:
             category = f"wait {instruction.message_class}"
             seconds, penalty = self.costs.point_to_point(instruction)
             return Rank.nothing, Event(op, block, seconds, Rank.SENDING, category, penalty=penalty)
-        # Blocks that are alike send the same messages. CLIP has no block.
-        alike = self.program.alike[block] if block >= 0 else -1
-        key = (op, instruction.backward, instruction.secondary, alike)
-        if key not in self._messages:
-            category = f"wait {instruction.message_class}"
-            self._messages[key] = Event(
-                op,
-                block,
-                self.costs.collective_s(instruction),
-                self.program.message(instruction).lane,
-                category,
-                penalty=self.costs.penalty(instruction),
-            )
         act = Rank.restore if self.program.phase is Phase.RESTORE else _COLLECTIVE[op]
-        return act, replace(self._messages[key], block=block)
+        seconds, lane, category, penalty = self.costs.collective(instruction)
+        return act, Event(op, block, seconds, lane, category, penalty=penalty)
 
     def _pass(self, instruction: Instruction) -> Play:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks
@@ -225,31 +212,25 @@ class Rank:
     def run(self, event: Event) -> None:
         """FORWARD and BACKWARD wait for the gathers of the blocks they read."""
         gathers = self.gathers
-        for block in event.needs:
+        for block in event.needs if gathers else ():
             if block in gathers:
                 moment, category = gathers.pop(block)
                 if moment[0] > self.now_s:
                     self.wait(moment, category)
-        self._run(event)
-
-    def run_replicated(self, event: Event) -> None:
-        """FORWARD and BACKWARD with replicated parameters: they wait for the refresh."""
-        for block in event.needs:
-            if block in self.gathers:
-                self.wait(*self.gathers.pop(block))
-            if block in self.refreshes:
-                self.wait(self.refreshes.pop(block), "wait refresh")
-        self._run(event)
-
-    def _run(self, event: Event) -> None:
-        if event.opens:
-            reductions = self.reductions
-            # At most one reduction may be in flight when a new gradient buffer opens.
-            while len(reductions) > 1:
-                self.wait(reductions.popleft(), "wait reduce")
+        # At most one reduction may be in flight when a new gradient buffer opens.
+        while event.opens and len(self.reductions) > 1:
+            self.wait(self.reductions.popleft(), "wait reduce")
         self.compute(event)
         for category, seconds in event.inside:
             self.inside(category, seconds)
+
+    def run_replicated(self, event: Event) -> None:
+        """FORWARD and BACKWARD with replicated parameters: they wait for the refresh."""
+        refreshes = self.refreshes
+        for block in event.needs if refreshes else ():
+            if block in refreshes:
+                self.wait(refreshes.pop(block), "wait refresh")
+        self.run(event)
 
     def reduce(self, event: Event) -> None:
         """REDUCE of a unit's gradient."""

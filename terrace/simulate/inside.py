@@ -104,10 +104,11 @@ class InBlockPrices:
     def priced(self, moments: Iterable[Moment]) -> tuple[PricedMoment, ...]:
         """The moments with the seconds of their messages."""
         return tuple(
-            [PricedMoment(each.message_class, each.behind, self._parts(each.messages), each.times) for each in moments]
+            [PricedMoment(each.message_class, each.behind, self.parts(each.messages), each.times) for each in moments]
         )
 
-    def _parts(self, counted: Sequence[tuple[InBlockMessage, int]]) -> tuple[tuple[float, float], ...]:
+    def parts(self, counted: Sequence[tuple[InBlockMessage, int]]) -> tuple[tuple[float, float], ...]:
+        """(Seconds, penalty) of messages that hide behind the same piece, in the order in which it hides them."""
         if len(counted) == 1:
             message, count = counted[0]
             seconds, penalty = self.price(message)
@@ -131,17 +132,27 @@ def _outermost_first(counted: tuple[InBlockMessage, int]) -> int:
 def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass, float]:
     """Seconds that messages add to compute, by message class."""
     total: dict[MessageClass, float] = defaultdict(float)
-    for moment in moments:
-        message_class, behind, parts, times = moment
-        left_s = 0.0 if behind is None else rooms.get(behind, 0.0)
-        added_s = 0.0
-        for seconds, penalty in parts:
-            # Compute hides this part, and is slowed by its penalty; the rest is exposed.
-            covered_s = seconds if seconds < left_s else left_s
-            left_s -= covered_s
-            added_s += seconds - covered_s + penalty * covered_s
-        total[message_class] += times * added_s
+    for message_class, behind, parts, times in moments:
+        total[message_class] += times * _added_s(parts, behind, rooms)
     return {each: total[each] for each in _CLASSES if each in total}
+
+
+def exposed_s(moments: Iterable[Moment], prices: InBlockPrices, rooms: Rooms) -> float:
+    """Seconds that the messages of `moments`, of one class, add to compute: the sum of `exposed`, in less time."""
+    total_s = 0.0
+    for _, behind, messages, times in moments:
+        total_s += times * _added_s(prices.parts(messages), behind, rooms)
+    return total_s
+
+
+def _added_s(parts: Iterable[tuple[float, float]], behind: Compute | None, rooms: Rooms) -> float:
+    left_s, added_s = 0.0 if behind is None else rooms.get(behind, 0.0), 0.0
+    for seconds, penalty in parts:
+        # Compute hides this part, and is slowed by its penalty; the rest is exposed.
+        covered_s = seconds if seconds < left_s else left_s
+        left_s -= covered_s
+        added_s += seconds - covered_s + penalty * covered_s
+    return added_s
 
 
 def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:

@@ -129,12 +129,13 @@ class _Pipeline:
 
     def _moves(self, program: "Program", plays: Sequence[Play]) -> list[_Move]:
         distinct, places = program.folded
+        roles = [self._role(each) for each in distinct]
         received = {(each.backward, each.block) for each in distinct if each.op is Op.RECV}
         reads = [_reads(each) for each in distinct]
         # Most instructions neither send nor wait for other stages: all equal ones are one move.
         alone: list[_Move | None] = [
-            None if each.op in _MESSAGES or of in received else (self._role(each), *play, None)
-            for each, of, play in zip(distinct, reads, plays, strict=True)
+            None if each.op in _MESSAGES or of in received else (role, *play, None)
+            for each, role, of, play in zip(distinct, roles, reads, plays, strict=True)
         ]
         found: list[_Move] = []
         index, read = program.stage.index, dict[tuple[bool, int, int], int]()
@@ -142,7 +143,7 @@ class _Pipeline:
             move = alone[number]
             if move is None:
                 op, block, micro, backward, _, peer = instruction
-                role, message = self._role(instruction), None
+                role, message = roles[number], None
                 if op is Op.SEND:
                     message = (index, peer, backward, block, micro)
                 elif op is Op.RECV:

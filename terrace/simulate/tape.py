@@ -12,13 +12,12 @@ The block's input, its output and the gradient of its output stay to the end, si
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 INPUT, OUTPUT = "input", "output"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """One node of autograd's graph, or a few that always come together.
 
     `keeps` may name tensors that no operation reads or writes, such as the statistics of a norm. `backward_adds` counts

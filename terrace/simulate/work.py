@@ -6,11 +6,13 @@ from functools import cached_property
 from typing import Literal
 
 from terrace.base.errors import PlanError
+from terrace.base.hashing import hashed_once
 from terrace.model.config import ModelConfig
 from terrace.plan.context import Heads, count_local_tokens
 from terrace.sequence.capacity import most_attended
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """A micro-batch of `micro_batch` sequences of `sequence` tokens, cut over tensor and context ranks.

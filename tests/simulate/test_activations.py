@@ -183,15 +183,15 @@ def test_a_tape_by_hand() -> None:
     assert kept_by_operation(tape, sizes) == {"g": 3}
     assert forward_peak(tape, sizes, keeping=True) == 10 + 3 + 10 + 100
     assert forward_peak(tape, sizes, keeping=False) == 10 + 3 + 10 + 100
-    tape[1] = replace(tape[1], forward_adds=0)
+    tape[1] = tape[1]._replace(forward_adds=0)
     assert forward_peak(tape, sizes, keeping=False) == 10 + 10 + 10  # b is gone when the output comes
     assert forward_peak(tape, sizes, keeping=True) == 10 + 3 + 10 + 10
-    tape[2] = replace(tape[2], variables=("b",))
+    tape[2] = tape[2]._replace(variables=("b",))
     assert forward_peak(tape, sizes, keeping=False) == 10 + 3 + 10 + 10
     # At g: input, b, output, the output's gradient (c's too), b's gradient and 200.
     assert backward_peak(tape, sizes) == 10 + 3 + 10 + 10 + 3 + 200
     # Without the 200 it is f: input, output, two gradients, one that came; the sum takes a new one.
-    tape[1] = replace(tape[1], backward_adds=0)
+    tape[1] = tape[1]._replace(backward_adds=0)
     assert backward_peak(tape, sizes) == 10 + 10 + 10 + 3 + 10 + 10
 
 

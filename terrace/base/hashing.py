@@ -1,0 +1,27 @@
+"""Hashes that are found once: for frozen values of many fields, which caches look up by the thousand."""
+
+from typing import Any, TypeVar
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def hashed_once(cls: _Class) -> _Class:
+    """Class decorator, above `@dataclass(frozen=True)`: keeps the hash of an instance after its first use.
+
+    Pickles leave it out, since the hash of a text differs from process to process.
+    """
+    class_: Any = cls
+    whole = class_.__hash__
+
+    def hashed(self: Any) -> int:
+        values = self.__dict__
+        found: int | None = values.get("_hash")
+        if found is None:
+            found = values["_hash"] = whole(self)
+        return found
+
+    def pickled(self: Any) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    class_.__hash__, class_.__getstate__ = hashed, pickled
+    return cls
