@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,13 +45,15 @@ _INSTEAD = "delete the folder to go on from the checkpoint before it"
 class Checkpoint:
     """A checkpoint on disk, opened for reading."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the manifest; raises `CheckpointError` if it is missing, damaged or of another format."""
-        self.folder = folder
+    def __init__(self, folder: Path, text: str = "") -> None:
+        """Read the manifest, or `text` in its place; raises `CheckpointError` if it is missing, damaged or of another
+        format.
+        """
+        self.folder, self.text = folder, text
         path = folder / "manifest.json"
         self._pieces: dict[tuple[str, str], list[tuple[Box, str]]] = defaultdict(list)  # -> (box, file), sorted
         try:
-            manifest = decode(path.read_text(encoding="utf-8"))
+            manifest = decode(text or path.read_text(encoding="utf-8"))
             # Before any other key, since only known formats promise them.
             if manifest["format"] not in (FORMAT_2, FORMAT):
                 raise CheckpointError(
@@ -98,15 +100,20 @@ class Checkpoint:
         """
         # Reading and checksums let go of the interpreter lock.
         with ThreadPoolExecutor(_NUM_READERS) as readers:
-            for _ in readers.map(self._verify_file, self.files):
+            for _ in readers.map(self.verify_file, self.files):
                 pass
+        self.check_pieces()
+
+    def check_pieces(self) -> None:
+        """Check that the pieces cover the whole parameters; raises `CheckpointError`."""
         for block, layout in self.layout.items():
             for name, (_, shape) in layout.items():
                 # `_copies` raises for missing elements, so only duplicates are left to check.
                 if sum(numel(box) for box, *_ in self._copies(block, name, whole(shape))) != numel(whole(shape)):
                     raise CheckpointError(f"{self.folder} has elements of {block}.{name} twice: {_INSTEAD}")
 
-    def _verify_file(self, name: str) -> None:
+    def verify_file(self, name: str) -> None:
+        """Check the size and checksum of one file; raises `CheckpointError`."""
         path, file = self.folder / name, self.files[name]
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: {_INSTEAD}")
@@ -134,6 +141,10 @@ class Checkpoint:
         ):
             part = wanted[index]
             part.values[kind][within(box, part.box)].copy_(stored)
+
+    def files_of(self, block: str, wanted: Iterable[BoxValues]) -> set[str]:
+        """Names of the files that `fill` reads for these boxes."""
+        return {file for part in wanted for _, file, _ in self._copies(block, part.parameter, part.box)}
 
     def read(self, block: str, kinds: Collection[str] | None = None) -> dict[str, dict[str, Tensor]]:
         """Whole parameters of a block: parameter -> kind -> tensor; without `kinds`, all kinds.

@@ -46,43 +46,48 @@ class Snapshot:
             for kind, values in part.values.items():
                 self._pieces.append((tensor_name(block, part.parameter, part.box, kind), values.detach()))
         self._staging: Tensor | None = None
-        self._copies: list[Tensor] = []
         self._lay_out([])
+
+    def lay_out(self) -> None:
+        """Give the residuals that messages have made since a place in the file."""
+        # The first message of a hop makes its residual, which then stays where it is.
+        residuals = list(named_residuals(self._flats))
+        if len(residuals) != self._num_residuals:
+            self._lay_out(residuals)
 
     def _lay_out(self, residuals: list[tuple[str, Tensor]]) -> None:
         # Widest elements first, so that each tensor is aligned to its own size.
         live = sorted([*self._pieces, *residuals], key=lambda named: -named[1].element_size())
         self._num_residuals, self._live = len(residuals), [values for _, values in live]
-        self._header = _header(live)
+        self.header = _header(live)
         self.num_bytes = sum(values.nbytes for values in self._live)
         self._on_cuda = any(values.is_cuda for values in self._live)
         self.release()
 
     def take(self) -> None:
         """Copy the current state; returns when the copy is complete."""
-        # The first message of a hop makes its residual, which then stays where it is.
-        residuals = list(named_residuals(self._flats))
-        if len(residuals) != self._num_residuals:
-            self._lay_out(residuals)
+        self.lay_out()
         if self._staging is None:
-            # One buffer in the order of the file; the copies are views of it, so writing needs no serialisation.
+            # One buffer in the order of the file, so writing needs no serialisation.
             self._staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
-            self._copies, start = [], 0
-            for values in self._live:
-                part = self._staging[start : start + values.nbytes]
-                self._copies.append(part.view(values.dtype).view(values.shape))
-                start += values.nbytes
+        self.take_into(self._staging)
+
+    def take_into(self, staging: Tensor) -> None:
+        """The same into `num_bytes` bytes of the caller's, the file without its header, in the layout of `lay_out`."""
         optimizers = [flat.optimizer for flat in self._flats if flat.optimizer is not None]
         self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
-        for copy, values in zip(self._copies, self._live, strict=True):
-            copy.copy_(values, non_blocking=True)
+        start = 0
+        for values in self._live:
+            part = staging[start : start + values.nbytes]
+            part.view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
+            start += values.nbytes
         # Training may change the state right after this call.
         if self._on_cuda:
             torch.cuda.synchronize()
 
     def release(self) -> None:
         """Free the memory of the copy until the next `take`."""
-        self._staging, self._copies = None, []
+        self._staging = None
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the copy and sync it; returns the file's entry in the manifest. Raises `OSError`.
@@ -94,14 +99,14 @@ class Snapshot:
         data = memoryview(buffer)
         with ThreadPoolExecutor(1, "checksum") as hasher, path.open("wb", buffering=0) as file:
             # `crc32` and `write` both release the interpreter lock, so they run in parallel.
-            checksum = hasher.submit(zlib.crc32, data, zlib.crc32(self._header))
-            write_all(file, memoryview(self._header))
+            checksum = hasher.submit(zlib.crc32, data, zlib.crc32(self.header))
+            write_all(file, memoryview(self.header))
             for start in range(0, len(data), _WRITE_BYTES):
                 write_all(file, data[start : start + _WRITE_BYTES])
             # The checkpoint is renamed into place only once all its parts survive a crash.
             os.fsync(file.fileno())
             return {
-                "num_bytes": len(self._header) + len(data),
+                "num_bytes": len(self.header) + len(data),
                 "crc32": f"{checksum.result():08x}",
                 "pieces": self.pieces,
             }

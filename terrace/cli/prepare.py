@@ -14,7 +14,7 @@ import torch
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import write_atomic
 from terrace.base.schema import read_table
-from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete
+from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.cli.programs import checked_programs
 from terrace.data.batches import Batches, Source
@@ -39,14 +39,21 @@ class CompleteError(CheckpointError):
     """The run has made all its steps."""
 
 
-def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool = False) -> RunJob:
+def prepare(
+    config: RunConfig,
+    folder: Path | None,
+    resume: Path | None,
+    going_on: bool = False,
+    memory: Checkpoint | None = None,
+) -> RunJob:
     """Job of the ranks: verifies the program, tokenises the data, checks everything that will be read and written.
 
-    With `going_on` the run continues from `folder`'s checkpoint, or begins there. Raises `CompleteError` if nothing is
+    With `going_on` the run continues from `folder`'s checkpoint, or from that in `memory` if the disk has no later one,
+    or begins there. Raises `CompleteError` if nothing is
     left to train, and `TerraceError` for anything that cannot work; then no run folder is made.
     """
     # A run that ended before its first checkpoint has nothing to resume, and begins again in its folder.
-    if going_on and folder is not None and complete(folder / "checkpoints"):
+    if going_on and folder is not None and (memory is not None or complete(folder / "checkpoints")):
         resume = folder
     there = resume or (folder if going_on and folder is not None and (folder / "config.toml").is_file() else None)
     if there is not None:
@@ -74,7 +81,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         source.tokens.check_vocab(config.model.vocab_size)
     # Raises where the data is too short for a batch.
     Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)
-    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer)
+    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
         raise CompleteError(
             f"{checkpoint.folder} is after step {checkpoint.step} of {config.train.steps}, so nothing is left to "
@@ -104,6 +111,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         resume=None if checkpoint is None else checkpoint.folder,
         config="" if earlier is None else run_toml(config),
         changes=() if checkpoint is None else changes(earlier, tomllib.loads(run_toml(config))),
+        memory="" if checkpoint is None else checkpoint.text,
     )
 
 
@@ -139,8 +147,10 @@ def _earlier(folder: Path) -> dict[str, Any] | None:
         return {}
 
 
-def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], tokenizer: Tokenizer) -> Checkpoint:
-    checkpoint, wrong = newest_whole(run_folder)
+def _to_resume(
+    run_folder: Path, config: RunConfig, sources: Sequence[Source], tokenizer: Tokenizer, memory: Checkpoint | None
+) -> Checkpoint:
+    checkpoint, wrong = _newest(run_folder, memory)
     folder = checkpoint.folder
     if wrong:
         print(f"resuming from {folder}, since {'; '.join(wrong)}", flush=True)
@@ -167,6 +177,16 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], t
                 f"the same: {fix}, or start a new run"
             )
     return checkpoint
+
+
+def _newest(run_folder: Path, memory: Checkpoint | None) -> tuple[Checkpoint, list[str]]:
+    on_disk = latest(run_folder)
+    # Only now, so that a checkpoint that is not the newest is never read.
+    if memory is not None and (on_disk is None or memory.step >= step_of(on_disk)):
+        there = "none" if on_disk is None else f"step {step_of(on_disk)}"
+        print(f"resuming from step {memory.step} in the memory of the machines (on disk: {there})", flush=True)
+        return memory, []
+    return newest_whole(run_folder)
 
 
 def _check_disk(folder: Path, config: RunConfig) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from terrace.base.errors import CheckpointError, DataError, TrainingError
+from terrace.base.errors import CheckpointError, ConfigError, DataError, TrainingError
+from terrace.cli.from_memory import check_partners, chosen, offer, placed
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cli.output import Terminated, drop_stdout, printable_output, sigterm_raises
@@ -21,6 +22,7 @@ from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.start import is_restarted, join, launch_local, pace, world_size
 from terrace.launch.stop import Stop
 from terrace.launch.world import World
+from terrace.simulate.peer_copies import one_machine
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 from terrace.train.loop import train
@@ -43,8 +45,13 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
         changes = ""
         if going_on or resume is not None:
             config, changes = fit(num_ranks)
-        _run_joined(lambda: prepare(config, folder, resume, going_on), config, going_on, changes)
+        world = join(timeout_s=JOIN_TIMEOUT_S, sections=section_digests(config))
+        joined = joined_job(world, config, folder, resume, going_on)
+        if joined is not None:
+            _run_joined(world, joined, changes)
         return
+    if config.train.peer_copies:
+        raise ConfigError(one_machine(()))
     check_local(config.cluster)
     try:
         job = prepare(config, folder, resume, going_on)
@@ -81,21 +88,28 @@ def _say_complete(complete: CompleteError, going_on: bool) -> None:
     print(complete, flush=True)
 
 
-def _run_joined(make: Callable[[], RunJob], run: RunConfig, going_on: bool, changes: str) -> None:
-    world = join(timeout_s=JOIN_TIMEOUT_S, sections=section_digests(run))
+def joined_job(
+    world: World, config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool
+) -> RunJob | None:
+    """The job of this rank of a launcher's world; None if nothing is left to train. Every rank calls this."""
+    here = offer(world, folder)
 
     def prepare_here() -> str:
-        check_world(world, run.cluster)
+        check_world(world, config.cluster)
+        is_new = resume is None and not (going_on and folder is not None and (folder / "config.toml").is_file())
+        check_partners(world, config, is_new)
+        memory = chosen(world, folder) if going_on and folder is not None and config.train.peer_copies else None
         try:
-            return job_text(make())
+            return job_text(prepare(config, folder, resume, going_on, memory))
         except CompleteError as complete:
             _say_complete(complete, going_on)
             return ""
 
     text = one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
-    if not text:
-        return
-    job = read_job(text)
+    return placed(read_job(text), here, world) if text else None
+
+
+def _run_joined(world: World, job: RunJob, changes: str) -> None:
     if world.rank == 0:
         print(changes, end="\n" * bool(changes))
         show_plan(job)

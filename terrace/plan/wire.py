@@ -38,10 +38,11 @@ class MessageClass(StrEnum):
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
     OUTER = "outer"  # change of parameters since the last exchange between islands
+    PEER_COPY = "peer_copy"  # a rank's part of a checkpoint, into the memory of another machine, between steps
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-_AS_THEY_ARE = ("context", "pipeline", "tie", "control")  # what travels in the dtype in which it is held
+_AS_THEY_ARE = ("context", "pipeline", "tie", "peer_copy", "control")  # what travels in the dtype in which it is held
 _COMPUTE = ("outer",)  # what travels in the compute dtype
 PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)

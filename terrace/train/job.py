@@ -15,7 +15,8 @@ class JobInputs:
     """Inputs of every rank except the run: the folder, the data, and the checkpoint to resume from.
 
     `config` is the text for the folder's config.toml, if a file of an earlier start is there: rank 0 writes it once all
-    ranks are ready and it holds the folder. `changes` are settings that differ from that file's.
+    ranks are ready and it holds the folder. `changes` are settings that differ from that file's. `memory` is the
+    manifest of a checkpoint in the memory of machines; `resume` is then its folder on this one.
     """
 
     folder: Path
@@ -24,6 +25,7 @@ class JobInputs:
     resume: Path | None = None
     config: str = ""
     changes: tuple[str, ...] = ()
+    memory: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.context_batches import ContextBatches
+from terrace.train.copies import Copies, bring_here
 from terrace.train.effects import SAMPLE_MAX_PARAMS
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
@@ -144,7 +145,8 @@ class _Run:
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self._micro_batches(cluster)
         self.saver = self._saver()
-        of_stages = predict(self.run, cluster).reports
+        self.copies = Copies(self.engine, self.world, self.job, self._facts(), self._at, self.observer.note)
+        of_stages = self.copies.start(predict(self.run, cluster).reports, cluster, first_step)
         # Observers and the final report compare this rank with its own stage's prediction.
         predicted = of_stages[self.engine.program.stage.index]
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
@@ -154,6 +156,7 @@ class _Run:
         with closing(Feeder(made.step, first_step, self.run.train.steps)) as feeder:
             summary, stop = self._steps(first_step, feeder)
         self.saver.close()
+        self.copies.close()
         if stop is not None:
             self.engine.close()
             return stop
@@ -181,6 +184,8 @@ class _Run:
         # Reading takes as long as the disk needs, so no timeout runs.
         self.dog.idle("loading the checkpoint")
         checkpoint = Checkpoint(self.job.resume)
+        if self.job.memory:
+            bring_here(checkpoint, self.engine, self.world, self.observer.note)
         note = resume(self.engine, checkpoint)
         if note:
             self.observer.note(note)
@@ -234,7 +239,8 @@ class _Run:
             with self._saved_first(), self.profiler.around(self.step):
                 result, problem = self._try(micros, rate)
             self.compiling = False
-            record = self._record(result, rate, balance, data_s, time.perf_counter() - started)
+            copy_s = self.copies.after(self.step + 1) if problem is None else {}
+            record = self._record(result, rate, balance, {"data": data_s} | copy_s, time.perf_counter() - started)
             summary.add(record)
             if metrics is not None:
                 metrics.write(record)
@@ -285,6 +291,7 @@ class _Run:
         # All ranks raise this error at the same step, so all can finish the save under way.
         except TrainingError:
             self._finish_saving()
+            self.copies.close()
             raise
 
     def _stop(self, num_done: int) -> Stop | None:
@@ -316,10 +323,10 @@ class _Run:
         return StepBatches([micro.to(self.engine.device) for micro in micros], balance)
 
     def _record(
-        self, result: StepResult, rate: float, balance: float | None, data_s: float, step_s: float
+        self, result: StepResult, rate: float, balance: float | None, outside_s: Mapping[str, float], step_s: float
     ) -> StepRecord:
         # The clock's categories cover the engine's step; the rest of the wall time is `other`.
-        time_s = {**result.time_s, "data": data_s}
+        time_s = {**result.time_s, **outside_s}
         time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
         return StepRecord(
             step=self.step + 1,

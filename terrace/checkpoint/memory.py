@@ -1,0 +1,229 @@
+"""Checkpoint files in the memory of machines (/dev/shm), which outlives the processes of a run.
+
+    /dev/shm/terrace-1000-5ad8c23cc2f59a10/     of one user, run and host; mode 0700
+        5f1d20aa.0/  5f1d20aa.1/                slots of a life of the run, written in turn
+            rank-00003.safetensors              a rank's part, as on disk
+            rank-00003.json                     its list: the manifest of a checkpoint with this file alone
+        5f1d20aa.step-00000012/                 a checkpoint that a later life goes on from: all lists in one manifest
+
+A file without its list does not count, so a list is removed before its file is overwritten and written after it.
+"""
+
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from terrace.base.errors import CheckpointError
+from terrace.checkpoint.layout import decode, encode, is_intact
+from terrace.checkpoint.reading import Checkpoint
+
+ROOT = Path("/dev/shm")
+MANIFEST = "manifest.json"
+_ID = ".memory"  # in the run folder: the id that a copied or a new folder of the same name does not have
+_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+_LIFE = re.compile(r"[0-9a-f]{8}")
+_PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
+_NUM_READERS = 8
+
+
+def run_id(run_folder: Path) -> str:
+    """Id by which a run finds its memory folders: empty for a run that never had one."""
+    try:
+        return (run_folder / _ID).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+
+
+def make_id(run_folder: Path) -> None:
+    """Give a run the id of its memory folders. Raises `OSError`."""
+    _write_new(run_folder / _ID, uuid.uuid4().hex.encode())
+
+
+def memory_folder(run: str, run_folder: Path, host: str) -> Path:
+    """Memory folder on a host of the run with this id."""
+    # With the path, so that a copy of the run folder is another run.
+    name = "\0".join([run, os.path.realpath(run_folder), host])
+    return ROOT / f"terrace-{os.getuid()}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for this user alone, or take an earlier one. Raises `OSError` for one that others may use."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=_PRIVATE_FOLDER)
+    if not _is_private(folder):
+        raise PermissionError(0, f"{folder} is not a folder of this user alone")
+
+
+class MemoryFile:
+    """A new file of a part with its memory taken at once; `data` are its bytes after `header`, shared with the file."""
+
+    def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
+        """Raises `OSError` where there is no room."""
+        self.path, self.header = path, header
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _PRIVATE_FILE)
+        try:
+            # Without this a full memory would end the process at its first write.
+            os.posix_fallocate(handle, 0, len(header) + num_bytes)
+            mapped = mmap.mmap(handle, len(header) + num_bytes)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(handle)
+        mapped[: len(header)] = header
+        self.data = torch.frombuffer(mapped, dtype=torch.uint8, offset=len(header), count=num_bytes)
+
+
+def mapped_file(path: Path) -> torch.Tensor:
+    """Bytes of a file in memory, not copied. Raises `OSError`."""
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+
+def write_list(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the list of a file, which then counts. Raises `OSError`."""
+    path = file.with_suffix(".json")
+    temporary = path.with_suffix(".new")
+    temporary.unlink(missing_ok=True)
+    _write_new(temporary, encode(manifest).encode())
+    temporary.rename(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a memory folder holds: a manifest for each copy, with its intact files, and a line for each damaged file.
+
+    `paths` has the lists of the files, by life, step and file.
+    """
+
+    folder: Path
+    copies: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    paths: Mapping[tuple[str, int, str], Path] = field(default_factory=dict)
+
+
+def held(folder: Path) -> Held:
+    """The copies in a memory folder, after every file was checked against its list."""
+    if not _is_private(folder):
+        return Held(folder=folder)
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        found = list(readers.map(_read, sorted(folder.glob("*/rank-*.json"))))
+    copies, paths = dict[tuple[str, int], dict[str, Any]](), dict[tuple[str, int, str], Path]()
+    for path, manifest, _ in found:
+        if manifest is not None:
+            key, name = (manifest["life"], manifest["step"]), path.with_suffix(".safetensors").name
+            _add(copies.setdefault(key, {**manifest, "files": {}}), manifest)
+            paths[*key, name] = path
+    return Held(
+        folder=folder,
+        copies=tuple(map(encode, copies.values())),
+        wrong=tuple(wrong for _, _, wrong in found if wrong),
+        paths=paths,
+    )
+
+
+def newest(texts: Iterable[str], folder: Path) -> Checkpoint | None:
+    """The newest step of which hosts' manifests together have all boxes, as a checkpoint in `folder`; None without."""
+    copies: dict[tuple[int, str], dict[str, Any]] = {}
+    for part in map(decode, texts):
+        _add(copies.setdefault((part["step"], part["life"]), {**part, "files": {}}), part)
+    for _, manifest in sorted(copies.items(), key=lambda copy: copy[0], reverse=True):
+        # A copy that a loss cut short lacks boxes; the one before it is whole.
+        with suppress(CheckpointError):
+            checkpoint = in_memory(folder, encode(manifest))
+            checkpoint.check_pieces()
+            return checkpoint
+    return None
+
+
+def in_memory(folder: Path, text: str) -> Checkpoint:
+    """Checkpoint of a manifest's text, whose files are in a folder of `folder` or will be.
+
+    Raises `CheckpointError` for a damaged manifest.
+    """
+    checkpoint = Checkpoint(folder, text)
+    checkpoint.folder = folder / f"{decode(text)['life']}.step-{checkpoint.step:08d}"
+    return checkpoint
+
+
+def place(here: Held, text: str) -> Path:
+    """Put the files of a copy that this host holds into a checkpoint's folder; returns it. Raises `OSError`.
+
+    Files are linked, not copied. The folder may lack files that other hosts hold.
+    """
+    manifest, folder = decode(text), in_memory(here.folder, text).folder
+    make_private(here.folder)
+    make_private(folder)
+    for name in manifest["files"]:
+        path = here.paths.get((manifest["life"], manifest["step"], name))
+        # An earlier start may have got as far as this one.
+        if path is not None and path.parent != folder:
+            for old in (path.with_suffix(".safetensors"), path):
+                (folder / old.name).unlink(missing_ok=True)
+                os.link(old, folder / old.name, follow_symlinks=False)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    _write_new(folder / MANIFEST, text.encode())
+    return folder
+
+
+def present(folder: Path) -> list[str]:
+    """Files in a checkpoint's folder in memory that count."""
+    return sorted(path.with_suffix(".safetensors").name for path in folder.glob("rank-*.json"))
+
+
+def clear(folder: Path, keep: Callable[[str], bool] = lambda name: False) -> None:
+    """Remove from a memory folder all folders but those whose names are to `keep`; without any left, itself."""
+    with suppress(OSError):
+        for path in list(folder.iterdir()):
+            if not keep(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        folder.rmdir()
+
+
+def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    whole["files"] |= part["files"]
+    # A rank with only frozen parameters has made no updates.
+    whole["num_updates"] = max(whole["num_updates"], part["num_updates"])
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Any] | None, str]:
+    # (list, its manifest, damage)
+    file = path.with_suffix(".safetensors")
+    try:
+        manifest = decode(path.read_text(encoding="utf-8"))
+        (name, entry), *more = manifest["files"].items()
+        if more or name != file.name or not (_FILE.fullmatch(name) and _LIFE.fullmatch(manifest["life"])):
+            raise ValueError("it is not the list of its file")
+        if file.stat().st_size != entry["num_bytes"] or not is_intact(file, entry):
+            raise ValueError("its checksum differs")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # Removed so that it is not complained of again.
+        path.unlink(missing_ok=True)
+        return path, None, f"{file} is damaged ({error})"
+    return path, manifest, ""
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _PRIVATE_FILE)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)

@@ -1,0 +1,142 @@
+"""Copies of checkpoint parts in the memory of other machines: which rank keeps whose, and their bytes. No torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from terrace.cluster.cluster import Cluster
+from terrace.plan.flats import FlatParamSpec
+from terrace.plan.hops import RESIDUAL_BYTES
+from terrace.plan.plan import Plan
+from terrace.plan.routes import residual_numels
+from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program.program import Program
+from terrace.program.report import StepReport
+from terrace.simulate.links import send_s
+
+TAIL_BYTES = 16  # number of updates and checksum, after the part
+SLOTS = 2  # the copy being written and the one before
+MEMORY, TIME = "peer copies", "peer copy"  # categories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partners:
+    """Each rank's copy goes `shift` places on along tier number `tier`, around a ring of `size` ranks."""
+
+    tier: int
+    stride: int  # between the numbers of neighbours
+    size: int
+    shift: int
+
+    def keeper(self, rank: int) -> int:
+        """The rank whose machine keeps this rank's part."""
+        return self._moved(rank, self.shift)
+
+    def kept(self, rank: int) -> int:
+        """The rank whose part this rank's machine keeps."""
+        return self._moved(rank, -self.shift)
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        return tuple(sorted(self._moved(rank, place) for place in range(self.size)))
+
+    def _moved(self, rank: int, places: int) -> int:
+        place = rank // self.stride % self.size
+        return rank + ((place + places) % self.size - place) * self.stride
+
+
+def find_partners(sizes: Sequence[int], machines: Sequence[str]) -> Partners | None:
+    """Partners on the outermost tier on which no rank's partner is on its own machine; None: no tier is such.
+
+    `sizes` are the tiers' from the innermost one, `machines` the ranks' in order.
+    """
+    for tier in reversed(range(len(sizes))):
+        for shift in range(1, sizes[tier]):
+            found = Partners(tier=tier, stride=math.prod(sizes[:tier]), size=sizes[tier], shift=shift)
+            if all(machines[found.keeper(rank)] != machine for rank, machine in enumerate(machines)):
+                return found
+    return None
+
+
+def one_machine(machines: Sequence[str]) -> str:
+    """Error of a run whose ranks have no partners."""
+    where = "all ranks are on one machine" if len(set(machines)) < 2 else "on no tier do all ranks meet other machines"
+    return (
+        f"train.peer_copies = 1 would not outlive a lost machine, since {where}: leave it out, or start on two or more"
+    )
+
+
+def part_bytes(program: Program, rank: int) -> int:
+    """Bytes of a rank's part of a checkpoint, without its header.
+
+    Exact for the first rank of each stage; the parts of others may be smaller by the padding of tensor slices.
+    """
+    blocks = (program.flats[block] for block in program.stage.own)
+    return sum(_flat_bytes(program.plan, flat, rank) for flats in blocks for flat in flats)
+
+
+def residual_bytes(program: Program) -> int:
+    """Bytes of a rank's residuals of error feedback, which are in its part once it has made a step."""
+    flats = (flat for block in program.stage.held for flat in program.flats[block] if flat.trainable)
+    return RESIDUAL_BYTES * sum(sum(residual_numels(flat.layout, program.plan, flat.padded)) for flat in flats)
+
+
+def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
+    layout = flat.layout
+    tier = layout.optimizer if flat.trainable else layout.params
+    coordinates = layout.coordinates(rank)
+    # An earlier rank holds the same and writes it.
+    if any(coordinates[tier + 1 :]):
+        return 0
+    part = layout.slice(tier, coordinates, flat.padded)
+    owned = max(0, min(int(part.stop), flat.numel) - int(part.start))
+    compute, master = (FORMATS[dtype].element_bytes for dtype in (plan.compute, plan.master))
+    if not flat.trainable:
+        return owned * compute
+    # Lion keeps one moment, and so does Muon of the matrices that it updates whole.
+    moments = (
+        owned
+        if plan.update == "lion"
+        else 2 * owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
+    )
+    return (owned + moments) * master
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyCost:
+    """Copies of one rank in a run: bytes of its part and of the part it keeps, and the number of copies and steps.
+
+    The first copy lacks `later_bytes` of the part.
+    """
+
+    tier: int
+    own_bytes: int
+    kept_bytes: int
+    later_bytes: int
+    num_copies: int
+    num_steps: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the rank sends in the run."""
+        sizes = (self.own_bytes - self.later_bytes, self.own_bytes)
+        first, other = (size + TAIL_BYTES if size else 0 for size in sizes)
+        return first + (self.num_copies - 1) * other
+
+    @property
+    def memory_bytes(self) -> int:
+        """Main memory of the machine that the rank's copies take, without headers of files."""
+        return SLOTS * (self.own_bytes + self.kept_bytes)
+
+
+def with_copies(report: StepReport, cost: CopyCost, cluster: Cluster) -> StepReport:
+    """The predicted step with its share of the copies; of their time, the transfer."""
+    rate = cost.num_copies / cost.num_steps
+    sent: Mapping[tuple[MessageClass, str], int] = {
+        (MessageClass.PEER_COPY, cluster.tiers[cost.tier].name): cost.sent_bytes // cost.num_steps
+    }
+    return replace(
+        report,
+        time_s={**report.time_s, TIME: rate * send_s(cluster, cost.tier, max(cost.own_bytes, cost.kept_bytes))},
+        sent_bytes={**report.sent_bytes, **{key: size for key, size in sent.items() if size}},
+        memory_bytes={**report.memory_bytes, MEMORY: cost.memory_bytes},
+    )

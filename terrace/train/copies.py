@@ -1,0 +1,139 @@
+"""When a run copies its state into the memory of other machines, and the cost that is predicted for it."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from terrace.base.errors import CheckpointError
+from terrace.checkpoint.memory import clear
+from terrace.checkpoint.peer_copies import PeerCopies, gather_files
+from terrace.checkpoint.reading import Checkpoint
+from terrace.cluster.cluster import Cluster
+from terrace.launch.world import World
+from terrace.program.report import StepReport
+from terrace.runtime.engine import Engine
+from terrace.runtime.progress import Progress
+from terrace.simulate.peer_copies import (
+    TIME,
+    CopyCost,
+    find_partners,
+    one_machine,
+    part_bytes,
+    residual_bytes,
+    with_copies,
+)
+from terrace.train.job import RunJob
+
+COST = 0.05  # of the predicted step: the most that copies may take where the run's file does not say how often
+
+
+class Copies:
+    """The copies of a run, if it makes any. Every rank calls the methods at the same points."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        job: RunJob,
+        facts: Mapping[str, Any],
+        at: Progress,
+        note: Callable[[str], None],
+    ) -> None:
+        """Takes the memory. `at` is told that this rank waits for others, `note` gets a line. Raises `ConfigError`."""
+        self._engine, self._world, self._train = engine, world, job.run.train
+        self._at, self._note = at, note
+        self._peers: PeerCopies | None = None
+        # A run that came from memory and makes no copies keeps it until it has ended.
+        self._came_from = job.resume.parent if job.memory and job.resume is not None else None
+        self._every = self._train.peer_copies_every
+        if not self._train.peer_copies:
+            return
+        tiers = job.run.cluster.tiers
+        self._partners = find_partners([tier.size for tier in tiers], world.machines)
+        if self._partners is None:
+            # A resumed run may have lost its other machines.
+            note(f"no copies in memory: {one_machine(world.machines)}")
+            return
+        timeout = timedelta(seconds=2 * self._train.timeout_s)
+        self._peers = PeerCopies(engine, world, job.folder, self._partners, facts, timeout)
+
+    def start(self, predicted: Iterable[StepReport], cluster: Cluster, first_step: int) -> list[StepReport]:
+        """Make the first copy; returns the predicted steps of all stages with their share of the copies."""
+        reports = list(predicted)
+        if self._peers is None or self._partners is None:
+            return reports
+        program, first_bytes = self._engine.program, self._peers.own_bytes
+        took_s = max(self._engine.comm.exchange(self._copy(first_step)))
+        if not self._every:
+            # Rank 0's prediction for all: others may have measured another one.
+            step_s = self._engine.comm.exchange(reports[0].step_s)[0]
+            self._every = max(1, math.ceil(took_s / (COST * step_s)))
+        pieces, residuals = part_bytes(program, self._world.rank), residual_bytes(program)
+        # A run that did not bring its residuals makes them in its first step.
+        later = residuals if first_bytes == pieces else 0
+        told = self._engine.comm.exchange([pieces + residuals, later])
+        num_steps, mesh = self._train.steps - first_step, program.mesh
+        # The last step has a checkpoint instead.
+        num_copies = 1 + (self._train.steps - 1) // self._every - first_step // self._every
+        found = []
+        for stage, report in enumerate(reports):
+            rank = mesh.at_stage(0, stage)
+            cost = CopyCost(
+                tier=self._partners.tier,
+                own_bytes=told[rank][0],
+                kept_bytes=told[self._partners.kept(rank)][0],
+                later_bytes=told[rank][1],
+                num_copies=num_copies,
+                num_steps=num_steps,
+            )
+            found.append(with_copies(report, cost, cluster))
+        rank, tier = self._partners.keeper(self._world.rank), cluster.tiers[self._partners.tier].name
+        often = "every step" if self._every == 1 else f"every {self._every} steps"
+        self._note(
+            f"copies in memory {often}, {took_s:.2g} s each: {self._peers.own_bytes / 1e6:.3g} MB of this rank to rank "
+            f"{rank} on {self._world.machines[rank]} over tier {tier}; they take {self._peers.memory_bytes / 1e6:.3g} "
+            "MB of main memory for each rank like this one"
+        )
+        return found
+
+    def after(self, num_done: int) -> dict[str, float]:
+        """Copy the state if it is due after so many steps; returns the seconds of its category."""
+        if self._peers is None:
+            return {}
+        is_due = num_done % self._every == 0 and num_done < self._train.steps
+        return {TIME: self._copy(num_done) if is_due else 0.0}
+
+    def close(self) -> None:
+        """Give the memory back on all machines: the run has ended in order."""
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+        elif self._came_from is not None:
+            self._engine.comm.exchange(None)
+            if self._world.hosts.index(self._world.hosts[self._world.rank]) == self._world.rank:
+                clear(self._came_from)
+
+    def _copy(self, num_done: int) -> float:
+        assert self._peers is not None
+        assert self._partners is not None
+        rank = self._world.rank
+        self._at(0, "PEER COPY", tuple(sorted({rank, self._partners.keeper(rank), self._partners.kept(rank)})))
+        try:
+            return self._peers.copy(num_done)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self._peers.folder}: {error.strerror}; make room there") from error
+
+
+def bring_here(checkpoint: Checkpoint, engine: Engine, world: World, note: Callable[[str], None]) -> None:
+    """Bring the files of a checkpoint in memory that ranks of this host need to it, from other hosts.
+
+    Every rank calls this. Raises `CheckpointError`.
+    """
+    begin_s = time.perf_counter()
+    num_bytes = gather_files(engine.state, checkpoint, world, engine.comm.exchange)
+    note(
+        f"step {checkpoint.step} comes from memory: {num_bytes / 1e6:.3g} MB went to machines without them, in "
+        f"{time.perf_counter() - begin_s:.2g} s"
+    )

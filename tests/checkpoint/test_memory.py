@@ -1,0 +1,191 @@
+"""Copies in memory: who keeps whose, how many bytes, and which files are believed."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrace.base.errors import ConfigError
+from terrace.checkpoint import memory
+from terrace.checkpoint.layout import checkpoint_bytes, decode, encode
+from terrace.checkpoint.memory import MemoryFile, held, memory_folder, newest, place, write_list
+from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.writing import save
+from terrace.cli.from_memory import check_partners
+from terrace.launch.start import World
+from terrace.plan.wire import FORMATS
+from terrace.program.lowering import build_stages
+from terrace.simulate.peer_copies import find_partners, part_bytes
+from terrace.train.config import TrainConfig, parse_run, resolve_table
+from tests.support.checkpoints import make, train
+from tests.support.tiny_runs import write_run
+
+LIFE = "5f1d20aa"
+ALONE = World(0, 1, 0, 1, None)  # type: ignore[arg-type]  # no store: nobody to meet
+
+
+@pytest.mark.parametrize(
+    ("sizes", "machines", "tier", "keepers"),
+    [
+        ((2, 2), "aabb", 1, [2, 3, 0, 1]),
+        ((2, 3), "aabbcc", 1, [2, 3, 4, 5, 0, 1]),
+        ((2, 2, 2), "aabbccdd", 2, [4, 5, 6, 7, 0, 1, 2, 3]),
+        ((1, 4), "aabb", 1, [2, 3, 0, 1]),  # the next place is on the same machine
+        ((2, 2, 1), "aabb", 1, [2, 3, 0, 1]),
+    ],
+)
+def test_partners_are_on_other_machines_of_the_outermost_tier(
+    sizes: tuple[int, ...], machines: str, tier: int, keepers: list[int]
+) -> None:
+    found = find_partners(sizes, tuple(machines))
+    assert found is not None
+    assert (found.tier, [found.keeper(rank) for rank in range(len(machines))]) == (tier, keepers)
+    assert [found.kept(found.keeper(rank)) for rank in range(len(machines))] == list(range(len(machines)))
+
+
+@pytest.mark.parametrize(("sizes", "machines"), [((2, 2), "aaaa"), ((1, 1), "a"), ((3,), "aab"), ((2, 2), "aaab")])
+def test_no_partners_without_other_machines(sizes: tuple[int, ...], machines: str) -> None:
+    assert find_partners(sizes, tuple(machines)) is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "mapping", "optimizer"),
+    [
+        ("ddp", {}, "adamw"),
+        ("zero3", {}, "muon"),
+        ("three-level", {}, "lion"),
+        ("zero1", {"node": {"pipeline": 2}}, "muon"),
+        ("hsdp", {"package": {"tensor": 2}}, "adamw"),
+    ],
+)
+def test_all_parts_have_the_bytes_of_a_checkpoint(
+    tmp_path: Path, plan: str, mapping: dict[str, Any], optimizer: str
+) -> None:
+    table = resolve_table(str(write_run(tmp_path, 2, 2)), {}, {"optimizer": {"name": optimizer}})
+    table |= {"plan": {"preset": plan, "mapping": mapping}}
+    table["train"] |= {"freeze": ["layers.0.*"]}
+    table["model"] |= {"vocab_size": 258}  # tensor ranks cut it without padding
+    run = parse_run(table)
+    programs = build_stages(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
+    mesh = programs[0].mesh
+    found = sum(part_bytes(programs[mesh.stage(rank)], rank) for rank in range(run.cluster.world_size))
+    sizes = (FORMATS[dtype].element_bytes for dtype in (run.plan.master, run.plan.compute))
+    assert found == checkpoint_bytes(run.blocks(), run.optimizer, *sizes)
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Memory folders of two hosts with copies of steps 1 and 2 of a run: one file each."""
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    engine = make(ALONE, (1,), "zero3")
+    folders = [memory_folder("run", tmp_path, host) for host in "ab"]
+    for step in (1, 2):
+        train(engine, step - 1, step)
+        saved = save(engine, tmp_path, step, {}, keep=2)
+        (name, entry), *_ = Checkpoint(saved).files.items()
+        raw = (saved / name).read_bytes()
+        for folder in folders:
+            memory.make_private(folder)
+            memory.make_private(folder / f"{LIFE}.{step}")
+            file = MemoryFile(folder / f"{LIFE}.{step}" / name, b"", len(raw))
+            file.data.numpy()[:] = bytearray(raw)
+            manifest = decode((saved / "manifest.json").read_text())
+            write_list(file.path, {**manifest, "files": {name: entry}, "life": LIFE})
+    return folders
+
+
+def chosen_step(folders: list[Path]) -> int | None:
+    found = newest([copy for folder in folders for copy in held(folder).copies], folders[0])
+    return None if found is None else found.step
+
+
+def test_the_newest_whole_copy_is_an_ordinary_checkpoint(two_hosts: list[Path]) -> None:
+    here = held(two_hosts[0])
+    assert (len(here.copies), here.wrong) == (2, ())
+    found = newest(here.copies, two_hosts[0])
+    assert found is not None
+    folder = place(here, found.text)
+    checkpoint = Checkpoint(folder)
+    checkpoint.verify()
+    assert (checkpoint.step, folder.stat().st_mode & 0o777) == (2, 0o700)
+    # Placed again, as after a start that did not get further.
+    assert place(held(two_hosts[0]), found.text) == folder
+    Checkpoint(folder).verify()
+
+
+def test_damaged_files_are_named_and_not_believed(two_hosts: list[Path]) -> None:
+    def flip(folder: Path, step: int) -> None:
+        file = folder / f"{LIFE}.{step}" / "rank-00000.safetensors"
+        raw = bytearray(file.read_bytes())
+        raw[-3] ^= 1
+        file.write_bytes(raw)
+
+    flip(two_hosts[0], 2)
+    damaged = held(two_hosts[0])
+    assert [line.partition(" ")[2] for line in damaged.wrong] == ["is damaged (its checksum differs)"]
+    assert chosen_step(two_hosts) == 2, "the other host has it"
+    flip(two_hosts[1], 2)
+    assert chosen_step(two_hosts) == 1
+    # A list without its file's place, a cut list, a list of another file.
+    lists = [folder / f"{LIFE}.1" / "rank-00000.json" for folder in two_hosts]
+    lists[0].write_text(lists[0].read_text()[:-40])
+    table = decode(lists[1].read_text())
+    lists[1].write_text(
+        encode({**table, "files": {"../rank-00000.safetensors": table["files"]["rank-00000.safetensors"]}})
+    )
+    assert chosen_step(two_hosts) is None
+
+
+def test_a_copy_that_was_cut_short_gives_way_to_the_one_before(two_hosts: list[Path]) -> None:
+    for folder in two_hosts:
+        path = folder / f"{LIFE}.2" / "rank-00000.json"
+        table = decode(path.read_text())
+        pieces = table["files"]["rank-00000.safetensors"]["pieces"]
+        pieces.pop(next(iter(pieces)))
+        path.write_text(encode(table))
+    assert chosen_step(two_hosts) == 1
+
+
+def test_a_folder_that_others_may_use_is_not_believed(two_hosts: list[Path], tmp_path: Path) -> None:
+    two_hosts[0].chmod(0o755)
+    assert held(two_hosts[0]).copies == ()
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        memory.make_private(two_hosts[0])
+    link = tmp_path / "link"
+    link.symlink_to(two_hosts[1])
+    assert held(link).copies == ()
+    taken = two_hosts[1] / f"{LIFE}.1" / "rank-00000.safetensors"
+    with pytest.raises(FileExistsError):
+        MemoryFile(taken, b"", 8)
+
+
+def test_too_little_room_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    room = os.statvfs(tmp_path)
+    with pytest.raises(OSError, match=r"No space left|File too large|Invalid argument"):
+        MemoryFile(tmp_path / "file", b"", 2 * room.f_frsize * room.f_blocks)
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_run_on_one_machine_is_refused(tmp_path: Path) -> None:
+    run = parse_run(resolve_table(str(write_run(tmp_path, 2, 2, peer_copies=1)), {}, {}))
+    world = replace(ALONE, machines=("a",) * 4)
+    with pytest.raises(ConfigError, match=r"train.peer_copies = 1 .* all ranks are on one machine: leave it out"):
+        check_partners(world, run, is_new=True)
+    check_partners(world, run, is_new=False)
+    check_partners(replace(world, machines=("a", "a", "b", "b")), run, is_new=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"peer_copies": 2}, "must be 0 or 1"),
+        ({"peer_copies": -1}, "must be at least 0"),
+        ({"peer_copies_every": 3}, "train.peer_copies_every has no effect: train.peer_copies = 0"),
+        ({"peer_copies": 1, "peer_copies_every": -1}, "must be at least 0"),
+    ],
+)
+def test_bad_keys_are_refused(keys: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig(steps=1, batch=1, sequence=1, **keys)  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""A run that loses a machine goes on from the memory of the others: the same bits, nothing read from disk or left."""
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from terrace.base.errors import HangError
+from terrace.checkpoint.memory import ROOT, memory_folder, run_id
+from terrace.checkpoint.reading import Checkpoint
+from terrace.cli.elastic import fitted_run
+from terrace.cli.worker import joined_job
+from terrace.launch.start import LocalPool, World
+from terrace.program.report import StepReport
+from terrace.train import loop
+from terrace.train.config import resolve_table
+from terrace.train.metrics import Outcome, Silent, StepRecord
+from tests.support.tiny_runs import metrics, write_run
+
+STEPS, LOST_AFTER, LIMIT_S = 6, 4, 140.0
+HOSTS = ("a", "a", "b", "b")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Killed(Silent):
+    """The observer of a rank that is killed after a step; keeps the notes of a run."""
+
+    def __init__(self, after: int) -> None:
+        self._after, self.notes = after, list[str]()
+
+    def stepped(self, record: StepRecord, seconds_left: float) -> None:
+        if record.step == self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def rank_of(
+    world: World, table: dict[str, Any], folder: Path, hosts: tuple[str, ...], lost: str
+) -> tuple[int, list[str], StepReport, StepReport]:
+    """A rank on its host as a launcher's, to the end, or until host `lost` is: (first step, notes, two reports)."""
+    loop._SAMPLE_TOKENS = 1
+    world = replace(world, hosts=hosts, machines=hosts)
+    config, _ = fitted_run(table, world.world_size)
+    job = joined_job(world, config, folder, None, going_on=True)
+    assert job is not None
+    if job.memory:
+        # A disk read would be noticed: nothing is left of the parts there.
+        for part in (folder / "checkpoints").glob("*/*.safetensors"):
+            part.unlink(missing_ok=True)
+    observer = Killed(LOST_AFTER if hosts[world.rank] == lost else 0)
+    end = loop.train(world, job, observer)
+    assert isinstance(end, Outcome)
+    return 0 if job.resume is None else int(job.resume.name[-8:]), observer.notes, end.predicted, end.measured
+
+
+def table_of(folder: Path, plan: str, **train: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    path = write_run(folder, 2, 1, 2, steps=STEPS, batch=12, plan=plan, **train)
+    measured = {"device": {"marks": {"kernels.gemm": "fitted"}}}  # so that no time is spent on measuring it
+    return resolve_table(str(path), {}, {"cluster": measured})
+
+
+def values_of(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(run / "checkpoints" / f"step-{STEPS:08d}")
+    return {f"{block}.{name}": value for block, name, value in checkpoint.parameters()}
+
+
+def run_lost(pool: LocalPool, table: dict[str, Any], run: Path, lost: str) -> dict[str, Path]:
+    """A run until a host is lost, with its memory; returns the memory folders by host."""
+    with pytest.raises(HangError, match=r"killed by SIGKILL|the process is gone"):
+        pool.run(4, rank_of, table, run, HOSTS, lost, timeout_s=LIMIT_S)
+    folders = {host: memory_folder(run_id(run), run, host) for host in "ab"}
+    for folder in folders.values():
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in folder.glob("*/*")} == {0o600}
+    shutil.rmtree(folders[lost])
+    return folders
+
+
+def left() -> list[str]:
+    return sorted(path.name for path in ROOT.glob(f"terrace-{os.getuid()}-*"))
+
+
+@pytest.fixture(scope="module")
+def whole(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without copies, on one machine."""
+    folder = tmp_path_factory.mktemp("whole")
+    table = table_of(folder, "zero3")
+    pool.run(4, rank_of, table, folder / "run", ("a",) * 4, "", timeout_s=LIMIT_S)
+    return folder / "run"
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(whole)]
+    ours, theirs = values_of(run), values_of(whole)
+    assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
+
+
+@pytest.mark.parametrize("lost", ["b", pytest.param("a", marks=pytest.mark.nightly)])
+def test_a_lost_machine_costs_no_disk_read(pool: LocalPool, whole: Path, tmp_path: Path, lost: str) -> None:
+    before = left()
+    table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1)
+    run = tmp_path / "run"
+    run_lost(pool, table, run, lost)
+    results = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)
+    # The other machine's ranks may have been stopped in the step before.
+    assert {first for first, *_ in results} <= {LOST_AFTER, LOST_AFTER - 1}
+    assert_same(run, whole)
+    _, notes, predicted, measured = results[0]
+    assert not any("0 MB went" in note for note in notes)
+    assert any(f"over tier system; they take {predicted.memory_bytes['peer copies'] / 1e6:.3g} MB" in n for n in notes)
+    assert predicted.sent_bytes == measured.sent_bytes
+    assert predicted.memory_bytes == measured.memory_bytes
+    assert left() == before
+
+
+@pytest.mark.nightly
+def test_a_damaged_copy_sends_the_run_to_the_disk(
+    pool: LocalPool, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = left()
+    table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1, checkpoint_every=2)
+    run = tmp_path / "run"
+    folders = run_lost(pool, table, run, "b")
+    for file in folders["a"].glob("*/rank-00002.safetensors"):
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 8
+        file.write_bytes(raw)
+    results = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)
+    assert {first for first, *_ in results} == {2}
+    said = capfd.readouterr().out
+    assert "rank-00002.safetensors is damaged (its checksum differs), so this copy is not used" in said
+    assert "no copy in the memory of the machines is whole: resuming from disk" in said
+    assert_same(run, whole)
+    assert left() == before
+
+
+@pytest.mark.nightly
+def test_the_machine_that_is_left_goes_on_alone(pool: LocalPool, whole: Path, tmp_path: Path) -> None:
+    """Half as many ranks, under another plan: the boxes of all are in the memory of one machine."""
+    before = left()
+    table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1)
+    run = tmp_path / "run"
+    run_lost(pool, table, run, "b")
+    table["plan"] = {"preset": "zero1"}
+    results = pool.run(2, rank_of, table, run, HOSTS[:2], "", timeout_s=LIMIT_S)
+    assert {first for first, *_ in results} <= {LOST_AFTER, LOST_AFTER - 1}
+    assert any("no copies in memory" in note for note in results[0][1])
+    for mine, other in zip(metrics(run), metrics(whole), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert left() == before
