@@ -57,11 +57,11 @@ class TrainConfig:
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
+    peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
+    peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
     weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
     compile: bool = False  # each block through torch.compile
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
-    peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
-    peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
@@ -72,12 +72,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1}
-        least |= {"checkpoint_every": 0, "keep_checkpoints": 1, "peer_copies": 0, "peer_copies_every": 0}
+        least |= {"checkpoint_every": 0, "keep_checkpoints": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
-        if self.peer_copies > 1:
+        if self.peer_copies not in (0, 1):
             raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
+        if self.peer_copies_every < 0:
+            raise ConfigError(f"train.peer_copies_every = {self.peer_copies_every} must be at least 0")
         if self.peer_copies_every and not self.peer_copies:
             raise ConfigError("train.peer_copies_every has no effect: train.peer_copies = 0")
         if not 0 <= self.final_lr_fraction <= 1:

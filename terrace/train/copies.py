@@ -4,12 +4,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.memory import clear
 from terrace.checkpoint.peer_copies import PeerCopies, gather_files
-from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.cluster.cluster import Cluster
 from terrace.launch.world import World
 from terrace.program.report import StepReport
@@ -47,7 +48,7 @@ class Copies:
         self._peers: PeerCopies | None = None
         # A run that came from memory and makes no copies keeps it until it has ended.
         self._came_from = job.resume.parent if job.memory and job.resume is not None else None
-        self._every = self._train.peer_copies_every
+        self._every, self.time_s = self._train.peer_copies_every, dict[str, float]()
         if not self._train.peer_copies:
             return
         tiers = job.run.cluster.tiers
@@ -98,12 +99,14 @@ class Copies:
         )
         return found
 
-    def after(self, num_done: int) -> dict[str, float]:
-        """Copy the state if it is due after so many steps; returns the seconds of its category."""
-        if self._peers is None:
-            return {}
-        is_due = num_done % self._every == 0 and num_done < self._train.steps
-        return {TIME: self._copy(num_done) if is_due else 0.0}
+    def after(self, num_done: int, *, is_finite: bool) -> None:
+        """Copy the state if it is due after so many steps; `time_s` then has the seconds of its category.
+
+        A step that was given up leaves the state of the step before, which has its copy.
+        """
+        if self._peers is not None and is_finite:
+            is_due = num_done % self._every == 0 and num_done < self._train.steps
+            self.time_s = {TIME: self._copy(num_done) if is_due else 0.0}
 
     def close(self) -> None:
         """Give the memory back on all machines: the run has ended in order."""
@@ -126,14 +129,19 @@ class Copies:
             raise CheckpointError(f"cannot write {self._peers.folder}: {error.strerror}; make room there") from error
 
 
-def bring_here(checkpoint: Checkpoint, engine: Engine, world: World, note: Callable[[str], None]) -> None:
-    """Bring the files of a checkpoint in memory that ranks of this host need to it, from other hosts.
+def take_up(folder: Path, job: RunJob, engine: Engine, world: World, note: Callable[[str], None]) -> int:
+    """Put an engine into the state of the checkpoint in `folder`, from disk or from memory; returns its step.
 
     Every rank calls this. Raises `CheckpointError`.
     """
-    begin_s = time.perf_counter()
-    num_bytes = gather_files(engine.state, checkpoint, world, engine.comm.exchange)
-    note(
-        f"step {checkpoint.step} comes from memory: {num_bytes / 1e6:.3g} MB went to machines without them, in "
-        f"{time.perf_counter() - begin_s:.2g} s"
-    )
+    checkpoint, begin_s = Checkpoint(folder), time.perf_counter()
+    if job.memory:
+        num_bytes = gather_files(engine.state, checkpoint, world, engine.comm.exchange)
+        note(
+            f"step {checkpoint.step} comes from memory: {num_bytes / 1e6:.3g} MB went to machines without them, in "
+            f"{time.perf_counter() - begin_s:.2g} s"
+        )
+    said = resume(engine, checkpoint)
+    if said:
+        note(said)
+    return checkpoint.step

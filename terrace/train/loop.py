@@ -17,7 +17,7 @@ import torch
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.base.schema import dump, load
 from terrace.checkpoint.layout import folder_of
-from terrace.checkpoint.reading import Checkpoint, resume
+from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.saving import Saver
 from terrace.cluster.cluster import Cluster
@@ -48,7 +48,7 @@ from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.context_batches import ContextBatches
-from terrace.train.copies import Copies, bring_here
+from terrace.train.copies import Copies, take_up
 from terrace.train.effects import SAMPLE_MAX_PARAMS
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
@@ -183,13 +183,7 @@ class _Run:
             return 0
         # Reading takes as long as the disk needs, so no timeout runs.
         self.dog.idle("loading the checkpoint")
-        checkpoint = Checkpoint(self.job.resume)
-        if self.job.memory:
-            bring_here(checkpoint, self.engine, self.world, self.observer.note)
-        note = resume(self.engine, checkpoint)
-        if note:
-            self.observer.note(note)
-        return checkpoint.step
+        return take_up(self.job.resume, self.job, self.engine, self.world, self.observer.note)
 
     def _micro_batches(self, cluster: Cluster) -> MicroBatches:
         run, program, rank, context = self.run, self.engine.program, self.world.rank, None
@@ -238,9 +232,9 @@ class _Run:
                 self.dog.idle("compiling the blocks, in its first step")
             with self._saved_first(), self.profiler.around(self.step):
                 result, problem = self._try(micros, rate)
+            self.copies.after(self.step + 1, is_finite=problem is None)
             self.compiling = False
-            copy_s = self.copies.after(self.step + 1) if problem is None else {}
-            record = self._record(result, rate, balance, {"data": data_s} | copy_s, time.perf_counter() - started)
+            record = self._record(result, rate, balance, data_s, time.perf_counter() - started)
             summary.add(record)
             if metrics is not None:
                 metrics.write(record)
@@ -323,10 +317,10 @@ class _Run:
         return StepBatches([micro.to(self.engine.device) for micro in micros], balance)
 
     def _record(
-        self, result: StepResult, rate: float, balance: float | None, outside_s: Mapping[str, float], step_s: float
+        self, result: StepResult, rate: float, balance: float | None, data_s: float, step_s: float
     ) -> StepRecord:
         # The clock's categories cover the engine's step; the rest of the wall time is `other`.
-        time_s = {**result.time_s, **outside_s}
+        time_s = {**result.time_s, **self.copies.time_s, "data": data_s}
         time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
         return StepRecord(
             step=self.step + 1,
