@@ -157,3 +157,18 @@ def test_the_machine_that_is_left_goes_on_alone(pool: LocalPool, whole: Path, tm
     for mine, other in zip(metrics(run), metrics(whole), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
     assert left() == before
+
+
+@pytest.mark.nightly
+def test_residuals_of_error_feedback_come_back_from_memory(pool: LocalPool, tmp_path: Path) -> None:
+    plan = {"preset": "zero3", "wire": {"reduce": {"system": "int8:16+feedback"}}}
+    alone = table_of(tmp_path / "alone", "zero3") | {"plan": plan}
+    pool.run(4, rank_of, alone, tmp_path / "alone" / "run", ("a",) * 4, "", timeout_s=LIMIT_S)
+    table = table_of(tmp_path / "lost", "zero3", peer_copies=1, peer_copies_every=1) | {"plan": plan}
+    run = tmp_path / "lost" / "run"
+    run_lost(pool, table, run, "b")
+    _, notes, predicted, measured = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)[0]
+    assert not any("residuals" in note for note in notes)
+    assert_same(run, tmp_path / "alone" / "run")
+    assert predicted.sent_bytes == measured.sent_bytes
+    assert predicted.memory_bytes == measured.memory_bytes
