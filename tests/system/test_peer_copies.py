@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,13 @@ class Killed(Silent):
 def rank_of(
     world: World, table: dict[str, Any], folder: Path, hosts: tuple[str, ...], lost: str
 ) -> tuple[int, list[str], StepReport, StepReport]:
-    """A rank on its host as a launcher's, to the end, or until host `lost` is: (first step, notes, two reports)."""
+    """A rank on its host as a launcher's, to the end, or until host `lost` is: (first step, lines, two reports)."""
     loop._SAMPLE_TOKENS = 1
     world = replace(world, hosts=hosts, machines=hosts)
     config, _ = fitted_run(table, world.world_size)
-    job = joined_job(world, config, folder, None, going_on=True)
+    said = StringIO()
+    with redirect_stdout(said):
+        job = joined_job(world, config, folder, None, going_on=True)
     assert job is not None
     if job.memory:
         # A disk read would be noticed: nothing is left of the parts there.
@@ -58,7 +62,8 @@ def rank_of(
     observer = Killed(LOST_AFTER if hosts[world.rank] == lost else 0)
     end = loop.train(world, job, observer)
     assert isinstance(end, Outcome)
-    return 0 if job.resume is None else int(job.resume.name[-8:]), observer.notes, end.predicted, end.measured
+    first = 0 if job.resume is None else int(job.resume.name[-8:])
+    return first, [*said.getvalue().splitlines(), *observer.notes], end.predicted, end.measured
 
 
 def table_of(folder: Path, plan: str, **train: Any) -> dict[str, Any]:
@@ -123,9 +128,7 @@ def test_a_lost_machine_costs_no_disk_read(pool: LocalPool, whole: Path, tmp_pat
 
 
 @pytest.mark.nightly
-def test_a_damaged_copy_sends_the_run_to_the_disk(
-    pool: LocalPool, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_copy_sends_the_run_to_the_disk(pool: LocalPool, whole: Path, tmp_path: Path) -> None:
     before = left()
     table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1, checkpoint_every=2)
     run = tmp_path / "run"
@@ -136,7 +139,7 @@ def test_a_damaged_copy_sends_the_run_to_the_disk(
         file.write_bytes(raw)
     results = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)
     assert {first for first, *_ in results} == {2}
-    said = capfd.readouterr().out
+    said = "\n".join(results[0][1])
     assert "rank-00002.safetensors is damaged (its checksum differs), so this copy is not used" in said
     assert "no copy in the memory of the machines is whole: resuming from disk" in said
     assert_same(run, whole)
