@@ -69,6 +69,8 @@ class PeerCopies:
         self._snapshot = snapshot_of(engine.state)
         self._keeper, self._kept = partners.keeper(world.rank), partners.kept(world.rank)
         self._feedback = digest(engine.program)
+        # A resumed run brings its residuals.
+        self._snapshot.lay_out()
         self._parts = dict[int, dict[str, Any]]()
         self._swap_parts()
         self.num_copies, self._is_alone = 0, False

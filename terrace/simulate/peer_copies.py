@@ -105,27 +105,31 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
 class CopyCost:
     """Copies of one rank in a run: bytes of its part and of the part it keeps, and the number of copies and steps.
 
-    The first copy lacks `later_bytes` of the part.
+    The first copy lacks `own_later_bytes` and `kept_later_bytes` of the parts.
     """
 
     tier: int
     own_bytes: int
     kept_bytes: int
-    later_bytes: int
+    own_later_bytes: int
+    kept_later_bytes: int
     num_copies: int
     num_steps: int
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that the rank sends in the run."""
-        sizes = (self.own_bytes - self.later_bytes, self.own_bytes)
+        sizes = (self.own_bytes - self.own_later_bytes, self.own_bytes)
         first, other = (size + TAIL_BYTES if size else 0 for size in sizes)
         return first + (self.num_copies - 1) * other
 
     @property
     def memory_bytes(self) -> int:
         """Main memory of the machine that the rank's copies take, without headers of files."""
-        return SLOTS * (self.own_bytes + self.kept_bytes)
+        # Slots that no later copy was written into.
+        num_first = max(0, SLOTS + 1 - self.num_copies)
+        later_bytes = self.own_later_bytes + self.kept_later_bytes
+        return SLOTS * (self.own_bytes + self.kept_bytes) - num_first * later_bytes
 
 
 def with_copies(report: StepReport, cost: CopyCost, cluster: Cluster) -> StepReport:

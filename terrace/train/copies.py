@@ -85,7 +85,8 @@ class Copies:
                 tier=self._partners.tier,
                 own_bytes=told[rank][0],
                 kept_bytes=told[self._partners.kept(rank)][0],
-                later_bytes=told[rank][1],
+                own_later_bytes=told[rank][1],
+                kept_later_bytes=told[self._partners.kept(rank)][1],
                 num_copies=num_copies,
                 num_steps=num_steps,
             )
