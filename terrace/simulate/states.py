@@ -12,7 +12,8 @@ through the visits; for plans that use only the data axis both give the same byt
 
 Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
 are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. A tied head on
-another stage than the embedding has its own copy. All parameters train.
+another stage than the embedding has its own copy, and both stages keep the gradient of the other's. All parameters
+train.
 """
 
 import math
@@ -21,11 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import is_layer, is_table
+from terrace.plan.dims import is_layer
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import DEVICE, Layout, message_lane
@@ -38,16 +39,25 @@ from terrace.plan.wire import FORMATS, MessageClass
 Sizes = tuple[int, ...]  # elements of a block of each kind
 
 
+class Flats(NamedTuple):
+    """The flat buffers of a stage's blocks that the tensor ranks of `axes` share."""
+
+    axes: tuple[str, ...]
+    sizes: Sizes  # padded elements, the copies that a block reads included
+    largest: int  # elements of the largest, which a message's memory must fit
+    tied: int = 0  # elements of the largest of a block that another stage holds as well
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageBlocks:
     """The blocks that one rank holds, in order, by kind.
 
-    `flats` maps the tensor axes that share a buffer to the padded elements of each kind in it; first the buffers that
-    are shared by data ranks alone. `lent` holds (borrower, lender) of blocks that read a block of this stage.
+    `flats` begins with the buffers that are shared by data ranks alone. `lent` holds (borrower, lender) of blocks that
+    read a block of this stage.
     """
 
     order: tuple[int, ...]
-    flats: tuple[tuple[tuple[str, ...], Sizes], ...]
+    flats: tuple[Flats, ...]
     lent: tuple[tuple[int, int], ...] = ()
     vectors: Sizes = ()  # elements outside matrices by kind, padding included
     ends: tuple[int, ...] = ()  # blocks that are no layers
@@ -55,12 +65,12 @@ class StageBlocks:
     @cached_property
     def sizes(self) -> Sizes:
         """Elements of a block of each kind."""
-        return tuple(map(sum, zip(*(sizes for _, sizes in self.flats), strict=True)))
+        return tuple(map(sum, zip(*(flats.sizes for flats in self.flats), strict=True)))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of blocks of each kind."""
-        return tuple(map(self.order.count, range(len(self.flats[0][1]))))
+        return tuple(map(self.order.count, range(len(self.flats[0].sizes))))
 
     @property
     def total(self) -> int:
@@ -73,7 +83,7 @@ class StageBlocks:
 
     def with_sizes(self, sizes: Sizes) -> "StageBlocks":
         """The same blocks with other sizes, in one buffer each."""
-        return replace(self, flats=(((), sizes),))
+        return replace(self, flats=(Flats((), sizes, 0),))
 
 
 def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
@@ -103,24 +113,34 @@ def stage_blocks(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, s
     lent = [
         (index, place[lender]) for index, kind in enumerate(order) for lender in specs[kind].borrows if lender in place
     ]
-    for kind in set(order):
-        # Across stages a borrower has a copy of the matrix.
-        for lender in set(specs[kind].borrows) - place.keys():
-            numels[kind][()] += _table_numel(specs[kinds.order[lender]])
-    flats = {}
+    # Across stages a borrower has a copy of the block that it borrows from, in buffers of its own.
+    copies = [set(spec.borrows) - place.keys() if kind in order else set() for kind, spec in enumerate(specs)]
+    # Either of two stages that hold one block sends the other its gradient.
+    tied = set[int]().union(*copies, _lent_away(kinds, place.keys()))
+    flats = []
     for axes in sorted({axes for each in numels for axes in each} | {()}):
         # A shared buffer is also sharded over the tensor ranks that share it.
         parts = shards * math.prod(degrees[axis] for axis in axes)
-        flats[axes] = tuple(-(-each.get(axes, 0) // parts) * parts for each in numels)
-    whole = tuple(map(sum, zip(*flats.values(), strict=True)))
+        padded = [-(-each.get(axes, 0) // parts) * parts for each in numels]
+        copied = [sum(padded[kinds.order[lender]] for lender in lenders) for lenders in copies]
+        passed_on = [padded[kinds.order[lender]] for lender in tied]
+        largest = max([padded[kind] for kind in order] + passed_on)
+        sizes = tuple(map(sum, zip(padded, copied, strict=True)))
+        flats.append(Flats(axes, sizes, largest, max(passed_on, default=0)))
+    whole = tuple(map(sum, zip(*(each.sizes for each in flats), strict=True)))
     matrices = [sum(param.numel for param in spec.params if param.decays) for spec in specs]
     return StageBlocks(
         order=order,
-        flats=tuple(flats.items()),
+        flats=tuple(flats),
         lent=tuple(lent),
         vectors=tuple(size - numel for size, numel in zip(whole, matrices, strict=True)),
         ends=tuple(index for index, block in enumerate(held) if not is_layer(kinds.blocks, block)),
     )
+
+
+def _lent_away(kinds: Kinds, held: Collection[int]) -> set[int]:
+    away = (spec.borrows for index, spec in enumerate(kinds.blocks) if index not in held and spec.borrows)
+    return {lender for borrowed in away for lender in borrowed if lender in held}
 
 
 def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
@@ -128,12 +148,6 @@ def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
     for param in block.params:
         total[tuple(filter(param.is_replicated_over, TENSOR))] += param.numel
     return total
-
-
-def _table_numel(lender: BlockSpec) -> int:
-    tables = [param.numel for param in lender.params if is_table(param)]
-    # Without declared dims any parameter may be the one that is borrowed.
-    return sum(tables) if tables else sum(param.numel for param in lender.params)
 
 
 @lru_cache(maxsize=16384)
@@ -202,7 +216,9 @@ def model_states(
     buffered = [0] * len(stage.sizes)
     together = shared(TENSOR) if len(stage.flats) > 1 and shared is not None else layout  # names the lanes
     lanes: dict[int, int] = {}
-    for axes, sizes in stage.flats:
+    tie = 0
+    for flats in stage.flats:
+        axes, sizes = flats.axes, flats.sizes
         assert not axes or shared is not None, "a stage with shared buffers needs their layouts"
         here = shared(axes) if axes and shared is not None else layout
         total = stage.held(sizes)
@@ -216,12 +232,13 @@ def model_states(
         if not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
-        alone = stage.with_sizes(sizes)
+        tie = max(tie, flats.tied // here.span(here.grads) * master)
+        alone = replace(stage, flats=(flats,))
         messages, feedback = _messages(together, here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
         steady["feedback"] += feedback
         for lane, size in messages:
             lanes[lane] = max(lanes.get(lane, 0), size)
-    steady["buffers"] = sum(lanes.values())
+    steady["buffers"] = sum(lanes.values()) + tie
     gradients = gradient_numels(stage.with_sizes(tuple(buffered)), again)
     gathered = gathered_numels(stage, plan.prefetch) if layout.params != DEVICE else (0,) * len(stage.sizes)
     return States(
@@ -268,10 +285,9 @@ def _messages(
             # A borrower far from its lender gathers it for a second forward.
             lends_late = any(borrower - lender > max(1, prefetch) for borrower, lender in stage.lent)
             cases += [(MessageClass.GATHER, layout.params_backward)] if again or lends_late else []
-    largest = max(stage.sizes[kind] for kind in stage.order)
     lanes: dict[int, int] = {}
     for message, source in cases:
-        reduction, gathering = block_hops(layout, plan, message, largest, source)
+        reduction, gathering = block_hops(layout, plan, message, stage.flats[0].largest, source)
         lane = message_lane(together, message, source)
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
         lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))

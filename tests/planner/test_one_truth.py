@@ -1,5 +1,6 @@
 """One truth for a step: whatever validates is predicted, and every command predicts the same number."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,10 @@ from terrace.planner.evaluate import step_of as task_step
 from terrace.planner.scaling import evaluate_plan
 from terrace.planner.task import Task
 from terrace.program.lowering import build_stages
+from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names
 from terrace.program.verify_ranks import verify_stages
+from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate as play_one
 from terrace.simulate.footprint import work_of
@@ -135,3 +138,19 @@ def test_every_command_predicts_the_same_step(run: RunConfig) -> None:
     whole = [play_one(programs[0], costs[0])] if len(programs) == 1 else simulate_stages(programs, costs).reports
     assert trained.step_s == pytest.approx(whole[0].step_s, rel=1e-12 if trained.is_whole else 5e-3)
     assert trained.step_s > 0
+    check_memory(resolved, programs)
+
+
+def check_memory(run: RunConfig, programs: Sequence[Program]) -> None:
+    """The account behind the memory of plan, scale and advice has the buffers of the fullest stage's program."""
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    stage, account = fullest_stage(job, run.blocks(), SEQUENCE)
+    held = programs[stage].state_bytes
+    for category in ("params", "secondary", "grads", "optimizer", "outer", "feedback"):
+        assert account.get(category, 0) == held.get(category, 0), category
+    # Activations on their way between stages: one out and one in, in each direction.
+    between_stages = 4 * programs[stage].edge_bytes if len(programs) > 1 else 0
+    assert account["buffers"] == held["buffers"] + between_stages
+    # Peaks of the step in the program; in the account those of its fullest moment.
+    assert account.get("gathered", 0) <= held["gathered"]
+    assert account.get("grads_full", 0) <= held["grads_full"]
