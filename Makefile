@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all check setup bench-lab clean
+.PHONY: train test test-all check setup chaos soak bench-lab clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -31,6 +31,16 @@ test: check
 
 test-all: check
 	$(PYTEST)
+
+# ARGS="--cases 20 --seed 3", or --minutes 5 for the soak; not in CI.
+CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
+
+chaos: setup
+	$(CHAOS) $(ARGS)
+	$(CHAOS).disks
+
+soak: setup
+	$(CHAOS).soak $(ARGS)
 
 bench-lab: setup
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,lab]'

@@ -9,6 +9,7 @@ At any instant the folder holds either the earlier checkpoints, or these and the
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,15 @@ def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Map
     # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
     earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
     for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. An interruption leaves no damaged one, but a hidden folder for `clear_leftovers`."""
+    hidden = folder.with_name(f".{folder.name}.removed")
+    with suppress(OSError):
+        folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def clear_leftovers(checkpoints: Path) -> None:

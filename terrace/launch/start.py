@@ -7,6 +7,7 @@ makes the environments of a rehearsal's ranks, and `terrace/probe/environment.py
 import math
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import platform
 import signal
@@ -27,6 +28,7 @@ from terrace.launch.machines import Facts, boot_id, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
 from terrace.launch.rendezvous import host_store, meet, open_store
 from terrace.launch.seal import Seal, user_secret
+from terrace.launch.socket_folder import use_socket_folder
 from terrace.launch.stop import SIGNALS, handled, passed_on
 from terrace.launch.world import World
 
@@ -306,6 +308,7 @@ def _agree_on_backend(store: Store, seal: Seal, rank: int, backend: str, why: st
 
 
 def _start_forkserver(module: str = "__main__") -> None:
+    use_socket_folder()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
     # Forking is safe only from a single-threaded server; each child sets its own number of threads.
@@ -314,9 +317,16 @@ def _start_forkserver(module: str = "__main__") -> None:
     # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
     for name in loopback:
         defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    # It would let through what is held back below.
+    multiprocessing.resource_tracker.ensure_running()
     # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them.
-    with _defaults_in_environment(defaults), handled(SIGNALS, signal.SIG_IGN):
-        multiprocessing.forkserver.ensure_running()
+    # A signal to this process in this moment must not be ignored: it is held back.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        with _defaults_in_environment(defaults), handled(SIGNALS, signal.SIG_IGN):
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -12,11 +12,13 @@ import pickle
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from terrace.base.errors import HangError, TerraceError
 from terrace.launch.rendezvous import open_store
 from terrace.launch.seal import Seal
+from terrace.launch.socket_folder import clear_abandoned
+from terrace.launch.stop import SIGNALS
 from terrace.launch.world import World, is_communication_error
 
 LOOPBACK = "127.0.0.1"
@@ -65,6 +69,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # and was started while they were held back
     # The parent asks for stacks with SIGUSR1 when a call exceeds its time limit.
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -133,6 +138,8 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[PoolJob | st
         try:
             inbox.put(link.recv())
         except (EOFError, OSError):
+            # The folder of a parent that was killed would else stay until the next start.
+            clear_abandoned(Path(tempfile.gettempdir()))
             os._exit(1)
 
 

@@ -1,0 +1,94 @@
+"""A long run of tiny steps whose processes must not grow: `python -m tests.chaos.soak --minutes 30`.
+
+Four ranks, two pipeline stages of two ZeRO-3 ranks with int4 gradients, a checkpoint in the background every 20 steps.
+Resident memory, threads, descriptors and mapped shared memory of every process are sampled. Printed are the mean and
+the slope of a least-squares line with its standard error, without the first fifth of the samples, in which caches warm
+up.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.chaos.plans import SOAK, write_case
+from tests.support.tiny_runs import descendants, rank_pids, started, wait_for_step
+
+_WARM = 0.2  # of the samples
+
+Samples = Mapping[tuple[str, str], Sequence[tuple[float, float]]]  # (process, quantity) -> (minutes, value)
+
+
+def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """(mean, slope, standard error of the slope) of values over time; at least three points."""
+    num = len(points)
+    mean_x, mean_y = (sum(point[axis] for point in points) / num for axis in (0, 1))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    rise = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    residual = sum((y - mean_y - rise * (x - mean_x)) ** 2 for x, y in points)
+    return mean_y, rise, (residual / (num - 2) / spread) ** 0.5
+
+
+def sampled(pid: int) -> dict[str, float]:
+    """Resident memory, threads, descriptors and open or mapped files in shared memory of a process."""
+    proc = Path("/proc", str(pid))
+    status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+    maps = {line.split(maxsplit=5)[-1] for line in (proc / "maps").read_text().splitlines() if "/dev/shm/" in line}
+    return {
+        "resident kB": float(status["VmRSS"].split()[0]),
+        "threads": float(status["Threads"]),
+        "descriptors": float(len(os.listdir(proc / "fd"))),
+        "shared files": float(len(maps)),
+    }
+
+
+def soak(folder: Path, minutes: float, every_s: float) -> tuple[Samples, int]:
+    """Samples of every process of the run, and the number of steps made."""
+    write_case(folder, SOAK, steps=10_000_000, checkpoint_every=20, timeout_s=120.0, log_every=1000)
+    found = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
+    with started("train", "--config", "run.toml", "--folder", "run", cwd=folder) as process:
+        wait_for_step(folder / "run", 20)
+        names = {process.pid: "launcher"} | {pid: f"rank {at}" for at, pid in enumerate(rank_pids(process.pid))}
+        names |= dict.fromkeys(descendants(process.pid) - names.keys(), "helper")
+        begin_s = time.monotonic()
+        while (now_s := time.monotonic() - begin_s) < 60 * minutes:
+            for pid, name in names.items():
+                for quantity, value in sampled(pid).items():
+                    found[name, quantity].append((now_s / 60, value))
+            time.sleep(every_s)
+        num_steps = (folder / "run" / "metrics.jsonl").read_text().count("\n")
+    return found, num_steps
+
+
+def table(samples: Samples, num_steps: int) -> str:
+    """A line for every process and quantity; `grows` where the slope is above four standard errors and is not tiny."""
+    lines = [f"{num_steps} steps", f"{'process':10}{'quantity':16}{'mean':>12}{'slope a minute':>18}{'its error':>14}"]
+    for (name, quantity), points in sorted(samples.items()):
+        mean, rise, error = slope(points[int(len(points) * _WARM) :])
+        grows = "  grows" if rise > 4 * error and rise * 30 > 0.02 * mean else ""
+        lines.append(f"{name:10}{quantity:16}{mean:12.1f}{rise:18.4f}{error:14.4f}{grows}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="write all samples, as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="terrace-soak-") as folder:
+        samples, num_steps = soak(Path(folder), options.minutes, options.every)
+    text = table(samples, num_steps)
+    if options.samples is not None:
+        options.samples.write_text(json.dumps({" ".join(key): points for key, points in samples.items()}))
+    print(text, flush=True)
+    return int("  grows" in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

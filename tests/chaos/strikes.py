@@ -1,0 +1,184 @@
+"""Strikes of the campaign: which process gets which signal, and at which instant of a run."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.tiny_runs import descendants, is_alive, rank_pids
+
+PHASES = ("starting", "tokenising", "calibrating", "computing", "saving", "ending")
+_PAUSE_S, _PATIENCE_S = 0.002, 120.0
+# victim -> signals; `stall` is SIGSTOP with SIGCONT after a part of the watchdog's limit.
+_SIGNALS = {
+    "worker": ("SIGKILL", "SIGKILL", "SIGSTOP", "stall", "SIGTERM", "SIGINT"),
+    "launcher": ("SIGKILL", "SIGTERM", "SIGINT", "stall"),
+    "all": ("SIGKILL", "SIGTERM", "SIGINT"),
+    "fork server": ("SIGKILL",),
+}
+_VICTIMS = ("worker",) * 5 + ("launcher",) * 3 + ("all", "fork server")
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A signal; `where` in [0, 1) is its instant within the phase, `rank` that of a struck worker."""
+
+    phase: str
+    victim: str
+    signal: str
+    rank: int
+    where: float
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.victim == "worker" else self.victim
+        return f"{self.signal} to {who} while {self.phase} ({self.where:.3f})"
+
+
+def drawn(generator: random.Random, num_ranks: int) -> Strike:
+    """A strike at a random instant of a random phase; the data are tokenised before there are ranks."""
+    phase = generator.choice(PHASES)
+    victim = "launcher" if phase in ("starting", "tokenising") else generator.choice(_VICTIMS)
+    return Strike(
+        phase=phase,
+        victim=victim,
+        signal=generator.choice(_SIGNALS[victim]),
+        rank=generator.randrange(num_ranks),
+        where=generator.random(),
+    )
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds that the phases of an undisturbed run took, for instants within them."""
+
+    starting: float
+    calibrating: float
+    step: float
+    ending: float
+
+
+@dataclass(frozen=True)
+class Struck:
+    """Processes that got the signal, the pid of the struck rank if it was one, and when (monotonic)."""
+
+    pids: tuple[int, ...]
+    at_s: float
+
+
+class Markers:
+    """What a running `terrace train` in `folder` has come to, seen from outside."""
+
+    def __init__(self, folder: Path, launcher: int, num_ranks: int, num_steps: int) -> None:
+        self._folder, self._launcher, self._num_ranks, self._num_steps = folder, launcher, num_ranks, num_steps
+        self._run, self._saves = folder / "run", folder / "run" / "checkpoints"
+        # Events of earlier starts are not this one's.
+        self._num_events = len(self._events())
+
+    def num_lines(self) -> int:
+        """Steps in the metrics file."""
+        try:
+            return (self._run / "metrics.jsonl").read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    def ranks_exist(self) -> bool:
+        return len(rank_pids(self._launcher)) == self._num_ranks
+
+    def has_made(self, num_steps: int) -> bool:
+        """Wait until the metrics file has so many steps; False if the run ended first."""
+        return self._until(lambda: self.num_lines() >= num_steps)
+
+    def is_measured(self) -> bool:
+        """Whether the ranks have begun with the steps of this start."""
+        return any('"started"' in line for line in self._events()[self._num_events :])
+
+    def wait(self, strike: Strike, clock: Clock) -> bool:
+        """Wait for the instant of a strike; False if the run ended first."""
+        where = strike.where
+        if strike.phase == "starting":
+            return self._sleep(where * clock.starting)
+        if strike.phase == "tokenising":
+            return self._until(self._is_tokenising) and self._sleep(where * 0.05)
+        if strike.phase == "calibrating":
+            return self._until(self.ranks_exist) and self._sleep(where * clock.calibrating)
+        if strike.phase == "computing":
+            step = 1 + int(where * (self._num_steps - 1))
+            return self._until(lambda: self.num_lines() >= step) and self._sleep(where * 7 % 1 * clock.step)
+        if strike.phase == "saving":
+            least = int(where * (self._num_steps - 2))
+            return self._until(lambda: self.num_lines() >= least and self._is_saving()) and self._sleep(where * 0.01)
+        assert strike.phase == "ending", strike
+        return self._until(lambda: self.num_lines() >= self._num_steps) and self._sleep(where * clock.ending)
+
+    def _events(self) -> list[str]:
+        try:
+            return (self._run / "events.jsonl").read_text().splitlines()
+        except OSError:
+            return []
+
+    def _is_tokenising(self) -> bool:
+        cache = self._folder / "cache"
+        return cache.is_dir() and any(cache.iterdir())
+
+    def _is_saving(self) -> bool:
+        return self._saves.is_dir() and any(path.name.startswith(".") for path in self._saves.iterdir())
+
+    def _sleep(self, duration_s: float) -> bool:
+        time.sleep(duration_s)
+        return is_alive(self._launcher)
+
+    def _until(self, come: Callable[[], bool]) -> bool:
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not come():
+            if not is_alive(self._launcher) or time.monotonic() > deadline_s:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+
+def strike(what: Strike, launcher: int, timeout_s: float) -> Struck | None:
+    """Send the signal; None if there is no such process (yet, or any more)."""
+    pids = _victims(what, launcher)
+    if not pids:
+        return None
+    stalls = what.signal == "stall"
+    number = signal.SIGSTOP if stalls else signal.Signals[what.signal]
+    at_s = time.monotonic()
+    _send(pids, number)
+    if stalls:
+        time.sleep(timeout_s * (0.05 + 0.25 * what.where))
+        _send(pids, signal.SIGCONT)
+    return Struck(tuple(pids), at_s)
+
+
+def _victims(what: Strike, launcher: int) -> list[int]:
+    ranks = rank_pids(launcher)
+    if what.victim == "launcher":
+        return [launcher]
+    if what.victim == "worker":
+        return [ranks[what.rank]] if what.rank < len(ranks) else []
+    family = descendants(launcher)
+    if what.victim == "all":
+        return [launcher, *family]
+    return sorted(_parents(ranks) & family)[:1]
+
+
+def _parents(pids: list[int]) -> set[int]:
+    found = set()
+    for pid in pids:
+        try:
+            found.add(int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]))
+        except OSError:
+            continue
+    return found
+
+
+def _send(pids: "list[int]", number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue

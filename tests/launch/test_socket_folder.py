@@ -1,0 +1,61 @@
+"""The folder of the fork server's socket: none stays behind, however its process ended."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from terrace.launch.socket_folder import clear_abandoned
+from tests.support.tiny_runs import environment
+
+MAKE = """
+import os, sys
+from multiprocessing import util
+from terrace.launch.socket_folder import use_socket_folder
+use_socket_folder()
+use_socket_folder()
+print(util.get_temp_dir(), flush=True)
+sys.stdin.read()
+"""
+
+
+def made(parent: Path) -> "tuple[subprocess.Popen[str], Path]":
+    """A process with such a folder in `parent`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKE],
+        env=environment() | {"TMPDIR": str(parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_the_folder_goes_with_its_process_or_at_the_next_start(tmp_path: Path) -> None:
+    ends, killed = made(tmp_path), made(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([ends[1], killed[1]])
+    killed[0].kill()
+    killed[0].communicate()
+    clear_abandoned(tmp_path)
+    assert list(tmp_path.iterdir()) == [ends[1]], "the folder of a process that lives stays"
+    ends[0].communicate()
+    assert not list(tmp_path.iterdir())
+    assert (ends[0].returncode, killed[0].returncode) == (0, -signal.SIGKILL)
+
+
+def test_only_folders_of_this_name_without_an_owner_are_removed(tmp_path: Path) -> None:
+    other, link = tmp_path / "terrace-other", tmp_path / "terrace-ranks-link"
+    other.mkdir()
+    link.symlink_to(other)
+    held = tmp_path / "terrace-ranks-held"
+    held.mkdir()
+    handle = os.open(held, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    clear_abandoned(tmp_path)
+    assert set(tmp_path.iterdir()) == {other, link, held}
+    os.close(handle)
+    clear_abandoned(tmp_path)
+    assert set(tmp_path.iterdir()) == {other, link}
