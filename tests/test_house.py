@@ -46,6 +46,18 @@ def test_only_launch_modules_read_the_environment(path: Path) -> None:
         assert name not in ("environ", "getenv", "putenv"), f"line {getattr(node, 'lineno', 0)} touches the environment"
 
 
+def test_wall_time_decides_nothing() -> None:
+    """A clock that jumps changes only what is shown: times of events and steps, a default folder's name, a template."""
+    showing = {"train/gauges.py", "train/recorder.py", "cli/prepare.py", "data/template_process.py"}
+    reading = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|today)\b|\bdate\.today\b")
+    found = {
+        str(path.relative_to(ROOT / "terrace"))
+        for path in (ROOT / "terrace").rglob("*.py")
+        if reading.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == showing
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_paths_named_in_the_docs_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -1,10 +1,11 @@
 """Files written whole or not at all."""
 
 import errno
+import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -16,18 +17,56 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
     A reader sees the old file or the new one, never a part. After an error, also an `OSError` of a full disk, the old
     file is untouched.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = _temporary(path)
     try:
         with os.fdopen(handle, "wb", buffering=1 << 20) as file:
             yield file
             # Without this a rename could reach the disk before the contents.
             file.flush()
             os.fsync(file.fileno())
-        respect_umask(Path(temporary))
+        respect_umask(temporary)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary(path: Path) -> tuple[int, Path]:
+    # Names are numbered, not random, so that the file of a killed writer is found without a look through the folder.
+    # A writer holds a lock on its file.
+    for number in count():
+        temporary = path.with_name(f".{path.name}.{number}.new")
+        _remove_abandoned(temporary)
+        try:
+            handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue  # another process writes it
+        # Another writer may take it for abandoned before it is locked.
+        if _is_locked(handle) and os.fstat(handle).st_nlink:
+            return handle, temporary
+        os.close(handle)
+    raise AssertionError("count() does not end")
+
+
+def _is_locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # without locks nothing is taken for abandoned
+    return True
+
+
+def _remove_abandoned(temporary: Path) -> None:
+    # Not where locks are missing, or the file is another user's or in use.
+    with suppress(OSError):
+        handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.unlink()
+        finally:
+            os.close(handle)
 
 
 def respect_umask(path: Path) -> None:

@@ -2,13 +2,14 @@
 
 import errno
 import os
+import signal
 import stat
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from terrace.base.files import open_own, respect_umask, sync_folder, write_atomic
+from terrace.base.files import open_atomic, open_own, respect_umask, sync_folder, write_atomic
 
 
 def _no_space(*_args: object, **_kwargs: object) -> NoReturn:
@@ -100,3 +101,22 @@ def test_nothing_of_ones_own_is_opened_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     with pytest.raises(OSError, match="symbolic links"):
         open_own(tmp_path / "link", os.O_RDWR | os.O_CREAT)
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    killed = os.fork()
+    if not killed:
+        with open_atomic(tmp_path / "file") as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert [path.name for path in tmp_path.iterdir()] == [".file.0.new"]
+    with open_atomic(tmp_path / "file") as first:
+        first.write(b"first")
+        with open_atomic(tmp_path / "file") as second:  # of another process: what is being written stays
+            assert len(list(tmp_path.iterdir())) == 2
+            second.write(b"second")
+        assert (tmp_path / "file").read_bytes() == b"second"
+    assert (tmp_path / "file").read_bytes() == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -2,8 +2,8 @@
 
 Four ranks, two pipeline stages of two ZeRO-3 ranks with int4 gradients, a checkpoint in the background every 20 steps.
 Resident memory, threads, descriptors and mapped shared memory of every process are sampled. Printed are the mean and
-the slope of a least-squares line with its standard error, without the first fifth of the samples, in which caches warm
-up.
+the slope over steps of a least-squares line with its standard error, without the first fifth of the samples, in which
+caches warm up.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from tests.support.tiny_runs import descendants, rank_pids, started, wait_for_st
 
 _WARM = 0.2  # of the samples
 
-Samples = Mapping[tuple[str, str], Sequence[tuple[float, float]]]  # (process, quantity) -> (minutes, value)
+Samples = Mapping[tuple[str, str], Sequence[tuple[float, float]]]  # (process, quantity) -> (steps made, value)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """(mean, slope, standard error of the slope) of values over time; at least three points."""
+    """(mean, slope, standard error of the slope) of values; at least three points."""
     num = len(points)
     mean_x, mean_y = (sum(point[axis] for point in points) / num for axis in (0, 1))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -47,8 +47,8 @@ def sampled(pid: int) -> dict[str, float]:
     }
 
 
-def soak(folder: Path, minutes: float, every_s: float) -> tuple[Samples, int]:
-    """Samples of every process of the run, and the number of steps made."""
+def soak(folder: Path, minutes: float, every_s: float) -> Samples:
+    """Samples of every process of a run."""
     write_case(folder, SOAK, steps=10_000_000, checkpoint_every=20, timeout_s=120.0, log_every=1000)
     found = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
     with started("train", "--config", "run.toml", "--folder", "run", cwd=folder) as process:
@@ -56,22 +56,28 @@ def soak(folder: Path, minutes: float, every_s: float) -> tuple[Samples, int]:
         names = {process.pid: "launcher"} | {pid: f"rank {at}" for at, pid in enumerate(rank_pids(process.pid))}
         names |= dict.fromkeys(descendants(process.pid) - names.keys(), "helper")
         begin_s = time.monotonic()
-        while (now_s := time.monotonic() - begin_s) < 60 * minutes:
+        while time.monotonic() - begin_s < 60 * minutes:
+            num_steps = (folder / "run" / "metrics.jsonl").read_bytes().count(b"\n")
             for pid, name in names.items():
                 for quantity, value in sampled(pid).items():
-                    found[name, quantity].append((now_s / 60, value))
+                    found[name, quantity].append((num_steps, value))
             time.sleep(every_s)
-        num_steps = (folder / "run" / "metrics.jsonl").read_text().count("\n")
-    return found, num_steps
+    return found
 
 
-def table(samples: Samples, num_steps: int) -> str:
-    """A line for every process and quantity; `grows` where the slope is above four standard errors and is not tiny."""
-    lines = [f"{num_steps} steps", f"{'process':10}{'quantity':16}{'mean':>12}{'slope a minute':>18}{'its error':>14}"]
+def table(samples: Samples) -> str:
+    """A line for every process and quantity; `grows` where the slope is above four standard errors, and over a run that
+    is as long as the samples it adds up to more than one in a hundred.
+    """
+    num_steps = max(points[-1][0] for points in samples.values())
+    lines = [
+        f"{num_steps:g} steps",
+        f"{'process':10}{'quantity':16}{'mean':>12}{'per 1000 steps':>18}{'its error':>14}",
+    ]
     for (name, quantity), points in sorted(samples.items()):
         mean, rise, error = slope(points[int(len(points) * _WARM) :])
-        grows = "  grows" if rise > 4 * error and rise * 30 > 0.02 * mean else ""
-        lines.append(f"{name:10}{quantity:16}{mean:12.1f}{rise:18.4f}{error:14.4f}{grows}")
+        grows = "  grows" if rise > 4 * error and rise * num_steps > 0.01 * mean else ""
+        lines.append(f"{name:10}{quantity:16}{mean:12.1f}{1000 * rise:18.4f}{1000 * error:14.4f}{grows}")
     return "\n".join(lines)
 
 
@@ -82,8 +88,8 @@ def main() -> int:
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write all samples, as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="terrace-soak-") as folder:
-        samples, num_steps = soak(Path(folder), options.minutes, options.every)
-    text = table(samples, num_steps)
+        samples = soak(Path(folder), options.minutes, options.every)
+    text = table(samples)
     if options.samples is not None:
         options.samples.write_text(json.dumps({" ".join(key): points for key, points in samples.items()}))
     print(text, flush=True)
