@@ -24,8 +24,9 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
             # Without this a rename could reach the disk before the contents.
             file.flush()
             os.fsync(file.fileno())
-        respect_umask(temporary)
-        os.replace(temporary, path)
+            # While the file is open, and so locked.
+            respect_umask(temporary)
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -64,7 +65,9 @@ def _remove_abandoned(temporary: Path) -> None:
         handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            temporary.unlink()
+            # The name may be another file's by now.
+            if temporary.lstat().st_ino == os.fstat(handle).st_ino:
+                temporary.unlink()
         finally:
             os.close(handle)
 
