@@ -30,7 +30,7 @@ def case_of(seed: int, number: int) -> tuple[Case, list[Strike]]:
     order = random.Random(seed).sample(CASES, len(CASES))
     case = order[number % len(order)]
     strikes = [drawn(generator, case.num_ranks)]
-    if generator.random() < _SECOND:
+    if generator.random() < _SECOND and strikes[0].phase != "exporting":
         strikes.append(drawn(generator, case.num_ranks))
     return case, strikes
 

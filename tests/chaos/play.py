@@ -27,6 +27,8 @@ GRACE_S = 10.0  # of `launch_local`: a stopped rank is ended after it
 NAMED_S = TIMEOUT_S + GRACE_S + 6.0  # and a few seconds of a busy machine
 RESUMES = 3
 WORDS = ("train", "--config", "run.toml", "--folder", "run", "--resume", "auto")
+REHEARSE = ("rehearse", "run", "--paced", "--scale", "1000", "--", "terrace")
+EXPORT = ("export", "run", "exported")
 
 
 @dataclass
@@ -74,7 +76,10 @@ def reference(folder: Path, case: Case) -> Clock:
     end_s = time.monotonic() - begin_s
     if command.returncode != 0 or len(passed) < len(tests):
         raise RuntimeError(f"the undisturbed run of {case.name} failed: {errors or passed}")
+    begin_s = time.monotonic()
+    warm.run(EXPORT, folder, environment(), LIMIT_S)
     return Clock(
+        exporting=time.monotonic() - begin_s,
         starting=passed["ranks"],
         calibrating=passed["measured"] - passed["ranks"],
         step=(passed["last"] - passed["first"]) / (STEPS - 1),
@@ -87,14 +92,18 @@ def play(scene: Scene, case: Case, whole: Path, clock: Clock, strikes: Sequence[
     result, folder = Result(case, strikes), scene.folder / "case"
     shutil.rmtree(folder, ignore_errors=True)
     write_case(folder, case)
+    if strikes[0].phase == "exporting":
+        shutil.copytree(whole / "run", folder / "run")
     if not any(each.phase == "tokenising" for each in strikes):
         shutil.copytree(whole / "cache", folder / "cache")
     for each in strikes:
-        end = _attempt(scene, folder, case, each, clock)
+        words = {"exporting": EXPORT, "rehearsing": (*REHEARSE, *WORDS)}.get(each.phase, WORDS)
+        end = _attempt(scene, folder, case, each, clock, words)
         _judge_struck(end, each, result)
         _look(folder, scene, result, resumes=True)
+    words = EXPORT if strikes[0].phase == "exporting" else WORDS
     for _ in range(RESUMES):
-        end = _attempt(scene, folder, case, None, clock)
+        end = _attempt(scene, folder, case, None, clock, words)
         if end.code == 0:
             break
         result.wrong.append(f"a resume ended with {end.code}: {end.errors.strip()[-400:]}")
@@ -104,6 +113,8 @@ def play(scene: Scene, case: Case, whole: Path, clock: Clock, strikes: Sequence[
         result.wrong.append(f"a resume said: {end.errors.strip()[-400:]}")
     _look(folder, scene, result, resumes=False)
     different = differences(whole / "run", folder / "run")
+    if words == EXPORT and (ours := _contents(folder / "exported")) != (there := _contents(whole / "exported")):
+        different.append(f"exported {sorted(ours)}, not {sorted(there)}, or with other contents")
     result.is_whole = not different
     result.wrong += different + _left_in(folder)
     return result
@@ -138,8 +149,8 @@ def unsound(folder: Path) -> list[str]:
     return found
 
 
-def _attempt(scene: Scene, folder: Path, case: Case, what: Strike | None, clock: Clock) -> End:
-    command = warm.Command(WORDS, folder, environment())
+def _attempt(scene: Scene, folder: Path, case: Case, what: Strike | None, clock: Clock, words: Sequence[str]) -> End:
+    command = warm.Command(words, folder, environment())
     markers, struck = Markers(folder, command.pid, case.num_ranks, STEPS), None
     with ThreadPoolExecutor(1) as reader:
         said = reader.submit(command.communicate, LIMIT_S)
@@ -153,6 +164,10 @@ def _attempt(scene: Scene, folder: Path, case: Case, what: Strike | None, clock:
     took_s = time.monotonic() - begin_s
     code = command.returncode
     return End(-1000 if code is None else code, errors, took_s, struck, len(scene.orphans()))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _judge_struck(end: End, what: Strike, result: Result) -> None:

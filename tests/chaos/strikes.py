@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.support.tiny_runs import descendants, is_alive, rank_pids
 
-PHASES = ("starting", "tokenising", "calibrating", "computing", "saving", "ending")
+# Of a run; of a run at the pace of its cluster; and of an export of a whole run.
+PHASES = ("starting", "tokenising", "calibrating", "computing", "saving", "ending", "rehearsing", "exporting")
 _PAUSE_S, _PATIENCE_S = 0.002, 120.0
 # victim -> signals; `stall` is SIGSTOP with SIGCONT after a part of the watchdog's limit.
 _SIGNALS = {
@@ -39,8 +40,8 @@ class Strike:
 
 def drawn(generator: random.Random, num_ranks: int) -> Strike:
     """A strike at a random instant of a random phase; the data are tokenised before there are ranks."""
-    phase = generator.choice(PHASES)
-    victim = "launcher" if phase in ("starting", "tokenising") else generator.choice(_VICTIMS)
+    phase = generator.choice((*PHASES, *PHASES[:6]))
+    victim = "launcher" if phase in ("starting", "tokenising", "exporting") else generator.choice(_VICTIMS)
     return Strike(
         phase=phase,
         victim=victim,
@@ -58,6 +59,7 @@ class Clock:
     calibrating: float
     step: float
     ending: float
+    exporting: float
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class Markers:
             return self._until(self._is_tokenising) and self._sleep(where * 0.05)
         if strike.phase == "calibrating":
             return self._until(self.ranks_exist) and self._sleep(where * clock.calibrating)
-        if strike.phase == "computing":
+        if strike.phase == "exporting":
+            return self._sleep(where * clock.exporting)
+        if strike.phase in ("computing", "rehearsing"):
             step = 1 + int(where * (self._num_steps - 1))
             return self._until(lambda: self.num_lines() >= step) and self._sleep(where * 7 % 1 * clock.step)
         if strike.phase == "saving":
