@@ -72,6 +72,12 @@ def _remove_abandoned(temporary: Path) -> None:
             os.close(handle)
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Removes what killed writers left in `folder`; a write does the same for its own file."""
+    for path in folder.glob(".*.new"):
+        _remove_abandoned(path)
+
+
 def respect_umask(path: Path) -> None:
     """Gives a file or folder that was made private the mode that its user's umask allows."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.files import write_atomic
+from terrace.base.files import remove_abandoned, write_atomic
 from terrace.base.schema import read_table
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
@@ -59,7 +59,7 @@ def prepare(
     if there is not None:
         # Fails if another run writes there: its rank 0 holds the lock to the end.
         with folder_lock(there):
-            pass
+            remove_abandoned(there)
     # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)
     programs = checked_programs(config)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import stat
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from terrace.base.files import open_atomic, open_own, respect_umask, sync_folder, write_atomic
+from terrace.base.files import open_atomic, open_own, remove_abandoned, respect_umask, sync_folder, write_atomic
 
 
 def _no_space(*_args: object, **_kwargs: object) -> NoReturn:
@@ -112,8 +113,11 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
     assert [path.name for path in tmp_path.iterdir()] == [".file.0.new"]
+    shutil.copy(tmp_path / ".file.0.new", tmp_path / ".other.0.new")
     with open_atomic(tmp_path / "file") as first:
         first.write(b"first")
+        remove_abandoned(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [".file.0.new"]
         with open_atomic(tmp_path / "file") as second:  # of another process: what is being written stays
             assert len(list(tmp_path.iterdir())) == 2
             second.write(b"second")
