@@ -29,6 +29,7 @@ _STOP_S = 1.0  # between SIGTERM and SIGKILL; a rank has had its grace by then
 _STORE_TIMEOUT_S = 60.0
 _TORCH_LIMIT_S = 7 * 24 * 3600.0
 _STACKS_S = 0.3  # for a process to write its stacks
+_LOST_CODE = "exited with code 255"  # of multiprocessing, for a child whose fork server did not report its end
 _SERVER_ENDED = (
     "the fork server of the ranks ended, and all ranks with it: something killed it, as the kernel does when memory "
     "runs out (dmesg says so); start the run again"
@@ -144,8 +145,9 @@ class ProcessPool:
             time.sleep(_STACKS_S)
             raise HangError(f"{in_words(late)} did not finish within {limit_s:g} s; stacks are on stderr")
         self._stop(range(world_size), 0.0)
-        # The ranks end with the server, and their own exit codes are lost with it.
-        raise HangError(_SERVER_ENDED) if _has_server_ended() else one_error(reports, deaths)
+        # The ranks end with the server, and their own exit codes are lost with it: these come a moment before its end.
+        lost = any(_LOST_CODE in death for death in deaths)
+        raise HangError(_SERVER_ENDED) if _has_server_ended(_STOP_S if lost else 0.0) else one_error(reports, deaths)
 
     def _collect(
         self, members: list[_Member], deadline_s: float | None, deaths: list[str]
@@ -247,7 +249,14 @@ def _death(rank: int, code: int | None) -> str:
     return f"rank {rank} exited with code {code} before it reported"
 
 
-def _has_server_ended() -> bool:
+def _has_server_ended(patience_s: float = 0.0) -> bool:
+    deadline_s = time.monotonic() + patience_s
+    while not (ended := _is_server_gone()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return ended
+
+
+def _is_server_gone() -> bool:
     pid = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_pid", None)
     if pid is None:
         return False

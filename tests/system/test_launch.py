@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError, HangError, PlanError
-from terrace.launch.process_pool import one_error
+from terrace.launch.process_pool import _has_server_ended, one_error
 from terrace.launch.start import LocalPool, World, detect, join, launch_local
 from terrace.launch.watchdog import watch
 from terrace.launch.workers import Report
@@ -122,6 +123,14 @@ def test_a_killed_fork_server_is_one_line(tmp_path: Path) -> None:
         launch_local(2, toy, (str(tmp_path), "server", 1), grace_s=GRACE_S)
     assert all_gone(tmp_path, 10.0)
     assert launch_local(2, toy, (str(tmp_path), "nothing", 0), grace_s=GRACE_S) == 2
+
+
+def test_the_end_of_the_fork_server_may_come_after_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([None, None, object()])
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", os.getpid())
+    monkeypatch.setattr(os, "waitid", lambda *_: next(found))
+    assert not _has_server_ended()
+    assert _has_server_ended(5.0)
 
 
 def test_ranks_that_end_without_a_word_are_one_line() -> None:
