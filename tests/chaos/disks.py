@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.chaos.plans import CASES, STEPS, write_case
-from tests.chaos.play import LIMIT_S, WORDS, Scene, differences, reference, unsound
-from tests.chaos.scene import private_mounts
+from tests.chaos.play import LIMIT_S, WORDS, differences, reference, unsound
+from tests.chaos.scene import Scene, private_mounts
 from tests.chaos.strikes import Markers
 from tests.support import warm
 from tests.support.tiny_runs import environment
