@@ -218,13 +218,15 @@ def _counts(step: object, num_updates: object) -> tuple[int, int]:
     return step, num_updates
 
 
-def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
-    """Newest intact checkpoint of a run, verified, and the damage of each newer one.
+def newest_whole(run_folder: Path, before: int | None = None) -> tuple[Checkpoint, list[str]]:
+    """Newest intact checkpoint of a run, verified, and the damage of each newer one; with `before`, a state from which
+    step `before` (from 1) can still be made.
 
     Raises `CheckpointError` if none is intact, with the damage of each.
     """
     wrong: list[str] = []
-    for folder in reversed(complete(run_folder / "checkpoints")):
+    found = [path for path in complete(run_folder / "checkpoints") if before is None or step_of(path) < before]
+    for folder in reversed(found):
         try:
             checkpoint = Checkpoint(folder)
             checkpoint.verify()

@@ -20,6 +20,7 @@ _COMMANDS = (
     "simulate",
     "train",
     "report",
+    "replay",
     "generate",
     "eval",
     "export",

@@ -154,6 +154,13 @@ def _to_resume(
     folder = checkpoint.folder
     if wrong:
         print(f"resuming from {folder}, since {'; '.join(wrong)}", flush=True)
+    check_same_run(checkpoint, config, sources, tokenizer)
+    return checkpoint
+
+
+def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[Source], tokenizer: Tokenizer) -> None:
+    """Raise `CheckpointError` if a checkpoint is of another model, data or order than a run."""
+    folder = checkpoint.folder
     check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     # Every fact that decides the sequence of batches or the model must be the same.
     stored = dict(checkpoint.facts.get("model", {}))
@@ -176,7 +183,6 @@ def _to_resume(
                 f"{folder} was made with {name} = {there[name]!r}, now it is {value!r}, so the run would not be "
                 f"the same: {fix}, or start a new run"
             )
-    return checkpoint
 
 
 def _newest(run_folder: Path, memory: Checkpoint | None) -> tuple[Checkpoint, list[str]]:

@@ -107,8 +107,7 @@ def agree(engine: "Engine", problem: NotFinite | None) -> None:
     first = min((first for _, _, first, _ in told if first is not None), default=None)
     messages = [each for _, _, _, rounding in told for each in rounding]
     if first is not None:
-        micro, phase, _, rank, said = first
-        place = f"{said}, on rank {rank}" + (f" in micro-batch {micro}" if phase != _SUM else "")
+        place = words(first)
     elif messages:
         place = f"inf or nan in {messages[0]}"
     else:
@@ -118,6 +117,12 @@ def agree(engine: "Engine", problem: NotFinite | None) -> None:
         "leave the batch out",
         None if problem is None else problem.result,
     )
+
+
+def words(finding: Finding) -> str:
+    """A finding as part of a sentence: what is not finite, the rank and the micro-batch."""
+    micro, phase, _, rank, said = finding
+    return f"{said}, on rank {rank}" + (f" in micro-batch {micro}" if phase != _SUM else "")
 
 
 def _rounding(engine: "Engine") -> list[str]:

@@ -82,10 +82,12 @@ def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
         holding,
         following as followed,
     ):
-        return _Run(world, job, followed, dog, stop_signal).outcome()
+        return RankOfRun(world, job, followed, dog, stop_signal).outcome()
 
 
-class _Run:
+class RankOfRun:
+    """A rank of a run: its engine, and its state and data as they are at any step."""
+
     def __init__(self, world: World, job: RunJob, observer: Observer, dog: Watchdog, stop_signal: StopSignal) -> None:
         run, rate = job.run, pace()
         if rate is not None and device_of().type == "cuda":
@@ -136,14 +138,14 @@ class _Run:
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
     def outcome(self) -> Outcome | Stop:
-        first_step = self._resume()
+        first_step = self.resume()
         everyone = tuple(range(self.world.world_size))
         # A probed cluster is used as it is; any other gets constants measured here.
         cluster = self.run.cluster
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
             at = self.dog.at
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
-        made = self._micro_batches(cluster)
+        made = self.micro_batches(cluster)
         self.saver = self._saver()
         self.copies = Copies(self.engine, self.world, self.job, self._facts(), self._at, self.observer.note)
         of_stages = self.copies.start(predict(self.run, cluster).reports, cluster, first_step)
@@ -178,14 +180,16 @@ class _Run:
         self.observer.finished(result)
         return result
 
-    def _resume(self) -> int:
+    def resume(self) -> int:
+        """Load the checkpoint of the job, if it has one; returns its step."""
         if self.job.resume is None:
             return 0
         # Reading takes as long as the disk needs, so no timeout runs.
         self.dog.idle("loading the checkpoint")
         return take_up(self.job.resume, self.job, self.engine, self.world, self.observer.note)
 
-    def _micro_batches(self, cluster: Cluster) -> MicroBatches:
+    def micro_batches(self, cluster: Cluster) -> MicroBatches:
+        """Makes the batches of this rank; `cluster` prices attention where no checkpoint has its cost."""
         run, program, rank, context = self.run, self.engine.program, self.world.rank, None
         if is_context_parallel(program.mesh, run.plan):
             if self.job.resume is not None:

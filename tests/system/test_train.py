@@ -311,6 +311,22 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     assert "The run cannot go on; to see the step block by block: terrace replay" in one_line(done.stderr)
     saved = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
     assert len(saved) == len(losses(tmp_path / "run")) - 1  # none after the bad step
+    number, before = len(losses(tmp_path / "run")), contents_of(tmp_path / "run")
+    again = terrace("replay", "run", "--step", str(number), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    first = next(line for line in again.stdout.splitlines() if line.startswith("first: "))
+    assert first.removeprefix("first: ") in done.stderr
+    assert again.stdout.count("nan") + again.stdout.count("inf") > 1
+    assert contents_of(tmp_path / "run") == before, "replay only reads the run folder"
+    well = terrace("replay", "run", "--step", "1", cwd=tmp_path)
+    assert "All results are finite." in well.stdout, well.stderr
+    assert "from its initial values" in well.stdout
+    over = terrace("replay", "run", "--step", "41", cwd=tmp_path)
+    assert "--step 41: the run has steps 1 to 40" in one_line(over.stderr)
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

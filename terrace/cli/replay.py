@@ -1,0 +1,91 @@
+"""`terrace replay RUN --step N`: a step of a run again, with every block's results looked at. RUN is only read."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import CheckpointError, ConfigError
+from terrace.base.schema import read_table
+from terrace.cli.output import Terminal, sigterm_raises
+from terrace.train.config import parse_run
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="repeat a step of a run, block by block",
+        description="Load the newest whole checkpoint of a run before a step, or its initial values, train on to it "
+        "with the same data, and run it without its update: print the loss and the gradient norm of each rank, "
+        "micro-batch and block, and the first result that is inf or nan. The run folder is only read.",
+    )
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--step", type=int, metavar="N", required=True, help="the step, counted from 1")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the table of a step; returns 0."""
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace replay --help")
+    path = options.folder / "config.toml"
+    if not path.is_file():
+        raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
+    config = parse_run(read_table(path))
+    if not 1 <= options.step <= config.train.steps:
+        raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
+    from terrace.checkpoint.layout import complete, step_of
+    from terrace.checkpoint.reading import newest_whole
+    from terrace.cli.joined import check_local
+    from terrace.cli.prepare import check_same_run
+    from terrace.data.prepared import prepare_sources
+    from terrace.data.tokenizer import load_tokenizer
+    from terrace.launch.start import launch_local, world_size
+    from terrace.report.tables import new_table
+    from terrace.train.job import RunJob
+    from terrace.train.prediction import resolved_run
+    from terrace.train.replay import replay_rank
+
+    if world_size() is not None:
+        raise ConfigError("terrace replay starts its ranks itself: run it without a launcher")
+    check_local(config.cluster)
+    # A step from before every checkpoint that is left is reached from the initial values: the run's file says them.
+    there = any(step_of(path) < options.step for path in complete(options.folder / "checkpoints"))
+    checkpoint = newest_whole(options.folder, before=options.step)[0] if there else None
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
+    if checkpoint is not None:
+        check_same_run(checkpoint, config, sources, tokenizer)
+    # Compiled blocks would hide what is looked at.
+    config = replace(config, train=replace(config.train, compile=False))
+    job = RunJob(
+        run=resolved_run(config),
+        folder=options.folder,
+        sources=sources,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        resume=None if checkpoint is None else checkpoint.folder,
+    )
+    begin = "its initial values" if job.resume is None else job.resume.name
+    print(f"step {options.step} of {options.folder}, from {begin}", flush=True)
+    with sigterm_raises():
+        rows, first = launch_local(config.cluster.world_size, replay_rank, (job, options.step))
+    names = [spec.name for spec in config.blocks()]
+    table = new_table(
+        f"Step {options.step}, block by block",
+        ("rank", "micro-batch", "block", "loss per label", "gradient norm", "not finite"),
+        left=("block", "not finite"),
+        rows=(
+            (str(rank), str(micro), names[block], _figure(loss), _figure(norm), bad)
+            for rank, micro, block, loss, norm, bad in rows
+        ),
+    )
+    Terminal().print(table)
+    print("Gradient norms are of a block's parameters, from one micro-batch alone, before the division by labels.")
+    print(f"first: {first}" if first else "All results are finite.")
+    return 0
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,54 @@
+"""A step of a run again, on the ranks of the run: its state from a checkpoint, its data, and every block looked at."""
+
+from typing import Any
+
+from terrace.base.errors import TrainingError
+from terrace.launch.stop import StopSignal
+from terrace.launch.watchdog import watch
+from terrace.launch.world import World
+from terrace.model.decoder import IGNORE_INDEX
+from terrace.runtime.finite import NonFiniteError, words
+from terrace.train.job import RunJob
+from terrace.train.loop import RankOfRun
+from terrace.train.metrics import Silent
+from terrace.train.schedule import learning_rate
+
+Row = tuple[int, int, int, float | None, float, str]  # rank, micro-batch, block, loss per label, gradient norm, words
+
+
+def replay_rank(world: World, job: RunJob, number: int) -> tuple[list[Row], str]:
+    """The rows of step `number` (from 1) of all ranks, and its first result with inf or nan, "" if there is none.
+
+    Top-level, so that a child process can import it. Raises `TrainingError` if a step before it is not finite.
+    """
+    with StopSignal(()) as stop_signal, watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
+        rank = RankOfRun(world, job, Silent(), dog, stop_signal)
+        engine = rank.engine
+        first_step = rank.resume()
+        made = rank.micro_batches(job.run.cluster)
+        for rank.step in range(first_step, number):
+            micros = [micro.to(engine.device) for micro in made.step(rank.step).micros]
+            if rank.step == number - 1:
+                break
+            try:
+                engine.step(micros, learning_rate(rank.step, job.run.train, job.run.optimizer))
+            except NonFiniteError as error:
+                raise TrainingError(f"step {rank.step + 1}, before step {number}, has {error}") from error
+        examination = engine.examine(micros)
+        labels = [max(1, int((micro.labels != IGNORE_INDEX).sum())) for micro in micros]
+        own: list[list[Any]] = [
+            [
+                visit.rank,
+                visit.micro,
+                visit.block,
+                None if visit.loss is None else visit.loss / labels[visit.micro],
+                visit.gradient_norm,
+                visit.bad,
+            ]
+            for _, visit in sorted(examination.visits.items())
+        ]
+        told = engine.comm.exchange([own, examination.first])
+        first = min((found for _, found in told if found is not None), default=None)
+        engine.close()
+    rows: list[Row] = [tuple(row) for rows_there, _ in told for row in rows_there]
+    return rows, "" if first is None else words(first)
