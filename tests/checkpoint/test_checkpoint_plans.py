@@ -154,7 +154,9 @@ def test_a_rank_whose_pieces_are_missing_is_noticed(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, blocks, Spread(((1, 4, 1),)), Truth(blocks))
     files: dict[str, Any] = dict(checkpoint.files)
     del files["rank-00002.safetensors"]
-    (tmp_path / "manifest.json").write_text(encode(manifest_of(blocks, OptimizerConfig(), 3, 5, {}, files)))
+    (tmp_path / "manifest.json").write_text(
+        encode(manifest_of(blocks, OptimizerConfig(), NUM_UPDATES, NUM_UPDATES, {}, files))
+    )
     with pytest.raises(CheckpointError, match=r"lacks elements \[6:9,0:8\] of embedding\.weight: delete the folder"):
         Checkpoint(tmp_path).verify()
 

@@ -153,6 +153,6 @@ def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoi
         snapshot.take()
         if snapshot.pieces:
             files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")
-    manifest = encode(manifest_of(blocks, OptimizerConfig(), 3, NUM_UPDATES, {}, files))
+    manifest = encode(manifest_of(blocks, OptimizerConfig(), NUM_UPDATES, NUM_UPDATES, {}, files))
     (folder / "manifest.json").write_text(manifest)
     return Checkpoint(folder)
