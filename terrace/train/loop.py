@@ -181,7 +181,6 @@ class RankOfRun:
         return result
 
     def resume(self) -> int:
-        """Load the checkpoint of the job, if it has one; returns its step."""
         if self.job.resume is None:
             return 0
         # Reading takes as long as the disk needs, so no timeout runs.
@@ -189,7 +188,6 @@ class RankOfRun:
         return take_up(self.job.resume, self.job, self.engine, self.world, self.observer.note)
 
     def micro_batches(self, cluster: Cluster) -> MicroBatches:
-        """Makes the batches of this rank; `cluster` prices attention where no checkpoint has its cost."""
         run, program, rank, context = self.run, self.engine.program, self.world.rank, None
         if is_context_parallel(program.mesh, run.plan):
             if self.job.resume is not None:
@@ -262,8 +260,7 @@ class RankOfRun:
         return summary, stop
 
     def _try(self, micros: Sequence[Batch], rate: float) -> tuple[StepResult, NonFiniteError | None]:
-        # A step that was given up has figures, too: they are written down and shown before the run ends.
-        try:
+        try:  # a step that was given up has figures, too, which are shown before the run ends
             return self.engine.step(micros, rate), None
         except NonFiniteError as error:
             if error.result is None:  # of another island
