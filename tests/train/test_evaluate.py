@@ -213,7 +213,7 @@ def test_a_run_s_closing_sample_begins_with_the_ids_of_its_data(
     loop.job = SimpleNamespace(sources=sources)
     for prompt in (None, "<s>A <|im_end|>"):
         loop.run = replace(run, data=data, train=replace(run.train, prompt=prompt))
-        shown = loop_module._Run._sample(loop, tmp_path)
+        shown = loop_module.RankOfRun._sample(loop, tmp_path)
         begun = "<s>What is a tier?<|im_end|>" if prompt is None else prompt
         assert shown == begun + "!"
     assert given == [sources[0].tokens.open().tolist(), "<s>A <|im_end|>"]
