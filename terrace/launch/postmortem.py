@@ -26,7 +26,10 @@ _MAX_PIECES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Published state of one rank; `group` is the compressed list of the ranks it waits with."""
+    """Published state of one rank; `group` is the compressed list of the ranks it waits with.
+
+    `low_s`, `typical_s` and `step_s` are figures of its last steps (terrace.launch.slow), 0 before they are known.
+    """
 
     number: int
     step: int = 0
@@ -37,6 +40,9 @@ class Heartbeat:
     still_s: float = 0.0
     reason: str = ""
     place: str = ""
+    low_s: float = 0.0
+    typical_s: float = 0.0
+    step_s: float = 0.0
     rank: int = -1
 
     def encode(self) -> str:

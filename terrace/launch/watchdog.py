@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -27,6 +27,7 @@ from terrace.base.printable import printable
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.seal import Seal
+from terrace.launch.slow import OwnTimes, SlowRank, slow_ranks
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
@@ -37,6 +38,7 @@ EXIT_STOPPED = 128 + signal.SIGTERM  # the shell's code for SIGTERM
 _MAX_WRITES_PER_S = 2000
 _WINDOW_INTERVALS = 4.0
 _ATTEMPTS = 3
+_COMPARE_S = 2.0  # between two looks for slow ranks, in a small world
 
 _Cause = Literal["error", "stalled", "stopped", "settled"]
 # step, counter, instruction, ranks waited with (None outside a step)
@@ -82,10 +84,16 @@ class Watchdog:
         self._seen: _Place = self._place
         self._still_s, self._tick_s, self._number = 0.0, time.monotonic(), 0
         self._group: tuple[tuple[int, ...], str] = ((), "")
+        self._figures = (0.0, 0.0, 0.0)
         # Set once the rank is leaving.
         self._state: State | None = None
         self._reason, self._host = "", f"host {socket.gethostname()}, pid {os.getpid()}"
         self._told_to_stop = self._closing = False
+        self.slow: tuple[SlowRank, ...] = ()  # by the last look; the thread alone sets it
+        self._own_times: OwnTimes | None = None
+        self._peers: tuple[tuple[int, ...], ...] = ()
+        self._slow_factor, self._compared_s = 0.0, time.monotonic()
+        self._compare_s = max(_COMPARE_S, world_size / _MAX_WRITES_PER_S)
         self._published, self._answered, self._answer = threading.Event(), threading.Event(), ""
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -95,6 +103,17 @@ class Watchdog:
         One assignment, safe in the hot loop. The thread calls `str(instruction)` later, so it must not change.
         """
         self._place = (step, counter, instruction, waiting_on)
+
+    def look_for_slow(self, peers: Sequence[Sequence[int]], factor: float, num_steps: int) -> None:
+        """Publish figures of `num_steps` steps, and on rank 0 keep `slow` up to date (terrace.launch.slow)."""
+        self._own_times, self._slow_factor = OwnTimes(num_steps), factor
+        self._peers = tuple(tuple(group) for group in peers if len(group) > 1)
+
+    def stepped(self, own_s: float, step_s: float) -> None:
+        """A step has ended; `own_s` is what this rank read and computed, without waiting."""
+        if self._own_times is not None:
+            self._own_times.add(own_s, step_s)
+            self._figures = self._own_times.figures()
 
     def idle(self, what: str = "between steps") -> None:
         """Mark the main thread as outside a step: no timeout runs until the next `at`."""
@@ -177,7 +196,18 @@ class Watchdog:
             cause = self._cause()
             if cause is not None:
                 self._act(cause)
+            self._compare()
             self._sleep(self._interval_s)
+
+    def _compare(self) -> None:
+        now_s = time.monotonic()
+        if self._rank != 0 or not self._peers or now_s - self._compared_s < self._compare_s:
+            return
+        self._compared_s = now_s
+        # A store that is gone is reported once it matters, in `_agree`.
+        with suppress(RuntimeError):
+            known = [each.rank for each in self.slow]
+            self.slow = slow_ranks(self._heartbeats.read_all(), self._peers, self._slow_factor, known)
 
     def _sleep(self, duration_s: float) -> None:
         if select.select([self._wake_read], [], [], duration_s)[0]:
@@ -202,6 +232,7 @@ class Watchdog:
         step, counter, instruction, group = place
         if group and group != self._group[0]:
             self._group = (group, compress(group))
+        low_s, typical_s, step_s = self._figures
         running: State = "idle" if group is None else "waiting" if group else "computing"
         return Heartbeat(
             number=self._number,
@@ -214,6 +245,9 @@ class Watchdog:
             still_s=round(self._still_s, 1),
             reason=self._reason,
             place=self._host,
+            low_s=low_s,
+            typical_s=typical_s,
+            step_s=step_s,
         )
 
     def _cause(self) -> _Cause | None:

@@ -171,6 +171,13 @@ def _notes(left: _Left) -> list[str]:
             f"({100 * (predicted_s / measured_s - 1):+.0f} %). Rank 0 waits for messages for "
             f"{100 * waits_s / measured_s:.0f} % of it."
         )
+    slow = [(rank, factor) for record in left.steady for rank, factor in record.slow_ranks.items()]
+    for rank in sorted({rank for rank, _ in slow}):
+        factors = [factor for each, factor in slow if each == rank]
+        notes.append(
+            f"Rank {rank} was slow in {len(factors)} of {len(left.steady)} steps: its own work took "
+            f"{statistics.median(factors):.1f} times its peers'."
+        )
     if left.run is not None and left.run.plan.balance == "cost":
         notes.append("Messages of attention depend on the documents of a batch, and no prediction has them.")
     return notes

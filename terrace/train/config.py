@@ -63,6 +63,8 @@ class TrainConfig:
     compile: bool = False  # each block through torch.compile
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
+    slow_factor: float = 1.5  # a rank whose own work takes so many times its peers' is named; 0: none is
+    slow_steps: int = 20  # by its last steps
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
@@ -71,7 +73,7 @@ class TrainConfig:
     profile_torch: bool = False  # with torch's own profiler, too
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1}
+        least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1, "slow_steps": 4}
         least |= {"checkpoint_every": 0, "keep_checkpoints": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
@@ -87,6 +89,10 @@ class TrainConfig:
         self._check_schedule()
         if not 0 < self.timeout_s <= 1e6:
             raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
+        if self.slow_factor and not 1 < self.slow_factor < math.inf:
+            raise ConfigError(f"train.slow_factor = {self.slow_factor} must be above 1, or 0 to look for no slow ranks")
+        if not self.slow_factor and self.slow_steps != TrainConfig.slow_steps:
+            raise ConfigError("train.slow_steps has no effect: train.slow_factor = 0")
         for message, limit in self.error_budget.items():
             if not 0 < limit < math.inf:
                 raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")

@@ -60,6 +60,7 @@ from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
 from terrace.train.schedule import learning_rate
+from terrace.train.slow import SlowRanks
 
 _PATIENCE = 10  # timeouts that rank 0 waits for files of others
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
@@ -153,6 +154,7 @@ class RankOfRun:
         predicted = of_stages[self.engine.program.stage.index]
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
+        self.slow = SlowRanks(self.dog, self.engine.program, self.run.train, self.observer)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
         # Closed on any error too: its thread would go on reading data.
         with closing(Feeder(made.step, first_step, self.run.train.steps)) as feeder:
@@ -218,8 +220,7 @@ class RankOfRun:
         staged_mb = self.saver.staging_bytes / 1e6
         self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
         if self.cost is not None:
-            pairs = describe(self.engine.device, DTYPES[self.run.plan.compute])
-            self.observer.note(f"attention pairs: {pairs}")
+            self.observer.note(f"attention pairs: {describe(self.engine.device, DTYPES[self.run.plan.compute])}")
         if self.job.resume is None:
             self._save(0)  # a folder that cannot be written ends the run in its first minute
         # The estimate of the time left counts from here, without the first checkpoint.
@@ -237,6 +238,7 @@ class RankOfRun:
             self.copies.after(self.step + 1, is_finite=problem is None)
             self.compiling = False
             record = self._record(result, rate, balance, data_s, time.perf_counter() - started)
+            self.slow.stepped(result, data_s, record.step_s)
             summary.add(record)
             if metrics is not None:
                 metrics.write(record)
@@ -334,6 +336,7 @@ class RankOfRun:
             quantisation_error=result.quantisation_error,
             time_s=time_s,
             balance=balance,
+            slow_ranks=self.slow.factors,
             **self.gauges.read(result.num_tokens, step_s),
         )
 

@@ -1,0 +1,35 @@
+"""Slow ranks of a run, told as they are found (terrace.launch.slow)."""
+
+from terrace.launch.watchdog import Watchdog
+from terrace.program.program import Program
+from terrace.runtime.engine import StepResult
+from terrace.train.config import TrainConfig
+from terrace.train.metrics import Observer
+
+
+class SlowRanks:
+    """Tells the watchdog of each step, and the observer of ranks that have become slow or fast again."""
+
+    def __init__(self, dog: Watchdog, program: Program, train: TrainConfig, observer: Observer) -> None:
+        self._dog, self._train, self._observer = dog, train, observer
+        self._known = frozenset[int]()
+        ranks, mesh = range(program.cluster.world_size), program.mesh
+        # Ranks of one stage compute the same.
+        peers = [[rank for rank in ranks if mesh.stage(rank) == each] for each in range(program.stage.num_stages)]
+        if train.slow_factor:
+            dog.look_for_slow(peers, train.slow_factor, train.slow_steps)
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Slow rank -> its own time over its peers'; empty but on rank 0."""
+        return {str(each.rank): round(each.factor, 2) for each in self._dog.slow}
+
+    def stepped(self, result: StepResult, data_s: float, step_s: float) -> None:
+        own_s = data_s + sum(spent for name, spent in result.time_s.items() if not name.startswith("wait "))
+        self._dog.stepped(own_s, step_s)
+        slow = {each.rank: each for each in self._dog.slow}
+        for rank in slow.keys() - self._known:
+            self._observer.note(slow[rank].words(self._train.slow_steps))
+        for rank in self._known - slow.keys():
+            self._observer.note(f"rank {rank} is as fast as its peers again")
+        self._known = frozenset(slow)
