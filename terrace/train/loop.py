@@ -24,10 +24,8 @@ from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches
-from terrace.data.documents import open_documents
 from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
-from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.start import pace
 from terrace.launch.stop import SIGNALS, Stop, StopSignal, Vote
 from terrace.launch.watchdog import Watchdog, watch
@@ -51,7 +49,6 @@ from terrace.train.context_batches import ContextBatches
 from terrace.train.copies import Copies, take_up
 from terrace.train.effects import SAMPLE_MAX_PARAMS
 from terrace.train.gauges import Gauges
-from terrace.train.generate import generate
 from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
@@ -59,11 +56,11 @@ from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
+from terrace.train.sample import closing_sample
 from terrace.train.schedule import learning_rate
 from terrace.train.slow import SlowRanks
 
 _PATIENCE = 10  # timeouts that rank 0 waits for files of others
-_PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
 
 
 def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
@@ -378,17 +375,7 @@ class RankOfRun:
         self.dog.idle("generating a sample")
         if num_params(self.run.model) > SAMPLE_MAX_PARAMS:
             return None  # too slow while all ranks wait; `terrace generate` can do it afterwards
-        # Only rank 0 generates, on one device, from the checkpoint that was just written.
-        data, train = self.run.data, self.run.train
-        tokenizer = load_tokenizer(data.tokenizer, data.bos, data.eos)
-        documents = open_documents(self.job.sources[0].tokens)
-        documents.check(0, min(_PROMPT_TOKENS, len(documents.ids)))
-        begun: list[int] = documents.ids[:_PROMPT_TOKENS].tolist()
-        prompt = begun if train.prompt is None else train.prompt
-        shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, keep_special=True)
-        return shown + generate(
-            folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
-        )
+        return closing_sample(self.job, folder)
 
 
 def _check_rounding(result: StepResult, step: int, budget: Mapping[str, float]) -> None:
