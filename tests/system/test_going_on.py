@@ -21,7 +21,7 @@ from terrace.cli.elastic import fitted_run
 from terrace.cli.prepare import prepare
 from terrace.launch.start import LocalPool, World
 from terrace.launch.stop import Stop
-from terrace.train import loop
+from terrace.train import sample
 from terrace.train.config import parse_run, resolve_table
 from terrace.train.job import RunJob
 from terrace.train.loop import train
@@ -60,7 +60,7 @@ def _half_then_killed(file: Any, data: memoryview) -> None:
 
 def rank_of(world: World, job: RunJob, how: str) -> int | None:
     """One rank; returns after which step it was stopped, None at the end."""
-    loop._SAMPLE_TOKENS = 1
+    sample._SAMPLE_TOKENS = 1
     with _writing_again():
         end = train(world, job, Struck(how, is_victim=world.rank == 2))
     return end.step if isinstance(end, Stop) else None

@@ -19,7 +19,7 @@ from terrace.cli.elastic import fitted_run
 from terrace.cli.worker import joined_job
 from terrace.launch.start import LocalPool, World
 from terrace.program.report import StepReport
-from terrace.train import loop
+from terrace.train import loop, sample
 from terrace.train.config import resolve_table
 from terrace.train.metrics import Outcome, Silent, StepRecord
 from tests.support.tiny_runs import metrics, write_run
@@ -48,7 +48,7 @@ def rank_of(
     world: World, table: dict[str, Any], folder: Path, hosts: tuple[str, ...], lost: str
 ) -> tuple[int, list[str], StepReport, StepReport]:
     """A rank on its host as a launcher's, to the end, or until host `lost` is: (first step, lines, two reports)."""
-    loop._SAMPLE_TOKENS = 1
+    sample._SAMPLE_TOKENS = 1
     world = replace(world, hosts=hosts, machines=hosts)
     config, _ = fitted_run(table, world.world_size)
     said = StringIO()

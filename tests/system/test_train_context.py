@@ -13,7 +13,7 @@ from terrace.cli.main import main
 from terrace.cli.prepare import prepare
 from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
-from terrace.train import loop
+from terrace.train import sample
 from terrace.train.config import parse_run, resolve_table
 from terrace.train.job import RunJob
 from terrace.train.loop import train
@@ -46,7 +46,7 @@ def table_of(folder: Path, *sizes: int, plan: dict[str, Any], **train: Any) -> d
 
 def rank_of(world: World, job: RunJob) -> float:
     """One rank; returns the last loss."""
-    loop._SAMPLE_TOKENS = 1
+    sample._SAMPLE_TOKENS = 1
     end = train(world, job, Silent())
     assert isinstance(end, Outcome)
     assert end.predicted.sent_bytes == end.measured.sent_bytes or job.run.plan.balance == "cost"
