@@ -99,6 +99,18 @@ def open_own(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+def read_bounded(path: Path, most: int = 256 << 20) -> bytes:
+    """Content of a file of settings; raises `OSError` for one of more than `most` bytes, such as a device without end.
+
+    Pipes are read, too: a shell may give one for a file.
+    """
+    with path.open("rb") as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most >> 20} MB, which no such file needs", str(path))
+    return raw
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes `content` to `path` as `open_atomic` does, and creates the folder.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.files import read_bounded
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ def read_table(path: Path) -> dict[str, Any]:
     Raises `ConfigError` for a missing, unreadable or malformed file.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = read_bounded(path).decode("utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

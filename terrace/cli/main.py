@@ -4,6 +4,7 @@ Exit codes are listed in docs/training.md.
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -56,6 +57,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"terrace: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         # Scripts can tell a failed run from bad input, which would fail again.
         return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
+    except OSError as error:
+        # A name that no file can have shows itself wherever a path is first looked at.
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        print(f"terrace: error: {str(error.filename)[:80]}...: {error.strerror}; name another file", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("terrace: interrupted; saved checkpoints are complete", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import DataError
+from terrace.base.files import read_bounded
 from terrace.data.rendering import TemplateRefusalError, renderers
 from terrace.data.template_process import BEGIN, END
 from terrace.data.text_tokens import CONFIG_FILE, read_tables, token_text
@@ -133,7 +134,7 @@ def _own_template(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"cannot read the chat template {path}: {error.strerror}; name another file") from error
     except UnicodeDecodeError as error:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
+from terrace.base.files import read_bounded
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
     try:
         if path.is_dir():
             path = path / "tokenizer.json"
-        raw = path.read_bytes()
+        raw = read_bounded(path)
     except OSError as error:
         raise DataError(
             f"cannot read tokenizer {path}: {error.strerror}; give {BYTES!r}, a tokenizer.json or a folder "

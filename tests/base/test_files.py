@@ -10,7 +10,16 @@ from typing import NoReturn
 
 import pytest
 
-from terrace.base.files import open_atomic, open_own, remove_abandoned, respect_umask, sync_folder, write_atomic
+from terrace.base.files import (
+    open_atomic,
+    open_own,
+    read_bounded,
+    remove_abandoned,
+    respect_umask,
+    sync_folder,
+    write_atomic,
+)
+from terrace.cli.main import main
 
 
 def _no_space(*_args: object, **_kwargs: object) -> NoReturn:
@@ -124,3 +133,23 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
         assert (tmp_path / "file").read_bytes() == b"second"
     assert (tmp_path / "file").read_bytes() == b"first"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_without_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="it has more than 1 MB"):
+        read_bounded(Path("/dev/zero"), 1 << 20)
+    (tmp_path / "a").write_text("x")
+    assert read_bounded(tmp_path / "a", 1) == b"x"
+    for words in (("--config", "/dev/zero"), ("--data.tokenizer", "/dev/zero"), ("--model", "/dev/zero")):
+        assert main(["train", *words]) == 2
+        assert "more than 256 MB" in capsys.readouterr().err
+
+
+def test_a_name_that_no_file_can_have_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ("plan", "--model", "x" * 5000, "--cluster", "local", "--batch", "8", "--seq", "8")
+    for words in (plan, ("report", "x" * 300)):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("terrace: error: ")
+        assert said.count("\n") == 1
+        assert "too long" in said
