@@ -72,8 +72,18 @@ def test_make_targets_exist() -> None:
             assert re.search(rf"^{command.split()[1]}:", makefile, re.M), f"{name}: {command}"
 
 
+# Long pages whose commands have tests of their own.
+_NIGHTLY = ("context.md", "pipelines.md", "probing.md")
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", sorted({name for name, _ in _runs_here()}))
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in _NIGHTLY else ())
+        for name in sorted({name for name, _ in _runs_here()})
+    ],
+)
 def test_commands_of_a_document_run_in_order(document: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     commands = [

@@ -187,6 +187,7 @@ def agree(found: dict[str, tuple[list[float], float]]) -> None:
     assert max(norms) / min(norms) < 1.02
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(360)
 def test_contestants_train_alike() -> None:
     with LocalPool(4) as pool:

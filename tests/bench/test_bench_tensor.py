@@ -27,6 +27,7 @@ def run(world: World, job: Job) -> dict[str, Result]:
     return contest(world.rank, world.world_size, job, job.libraries, dist.barrier)
 
 
+@pytest.mark.nightly
 def test_both_train_alike_and_are_counted_alike(pool: LocalPool) -> None:
     found = pool.run(2, run, TINY, timeout_s=200)[0]
     assert not [line for line in failures(TINY, found) if "differ" in line]

@@ -163,6 +163,7 @@ def test_both_sides_keep_their_rules_and_their_seconds(small: Task) -> None:
     assert "of 1 settings" in summary_of([found])[0]
 
 
+@pytest.mark.nightly
 def test_a_side_that_does_not_fit_is_named(small: Task) -> None:
     found = contest(small)
     assert percent(replace(found, zeropp=None).gain(found.megatron)) == "ZeroPP does not fit"

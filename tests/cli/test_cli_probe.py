@@ -39,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--out", "/proc/cluster.toml"), "--out /proc/cluster.toml cannot be written"),
         (("--out", "there.toml/cluster.toml"), "cannot be written"),
         (("--out", "."), "--out . cannot be written (it is a folder)"),
-        (("--out", "a\0b.toml"), "--out 'a\\x00b.toml' cannot be written"),
+        (("--out", "a\0b.toml"), "--out a\\x00b.toml cannot be written"),
         (("--out", "cluster.json"), "must end in .toml"),
         (("--out", "there.toml"), "--out there.toml is there already: name another file, or replace it with --force"),
     ],

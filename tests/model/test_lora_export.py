@@ -55,7 +55,7 @@ def test_a_folder_is_adapted_and_exported(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_run(tmp_path, 1, plan="ddp", steps=1)
+    path = write_run(tmp_path, 1, plan="ddp", steps=1, warmup_steps=0)
     assert terrace("train", "--config", str(path), "--folder", "run", cwd=tmp_path).returncode == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 2
     assert "its run has no [lora]" in one_line(capsys.readouterr().err)

@@ -148,7 +148,7 @@ def ends_of(recording: Recording) -> list[float]:
     ("schedule", "batch", "recompute", "is_faster"),
     [
         ("1f1b", 16, ("layers.*",), True),  # played whole
-        ("1f1b", 240, ("layers.*",), True),  # folded
+        pytest.param("1f1b", 240, ("layers.*",), True, marks=pytest.mark.nightly),  # folded
         ("zbv", 16, (), False),  # it computes in less time than changes of placement could save
     ],
 )

@@ -52,7 +52,7 @@ def check_what_is_left(run_folder: Path) -> None:
     Checkpoint(newest).verify()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.nightly)])
 def test_a_rank_struck_from_outside_is_named(tmp_path: Path, how: str) -> None:
     run_of(tmp_path)
     with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path) as process:
@@ -123,7 +123,12 @@ def test_a_rank_killed_while_constants_are_measured_is_named(tmp_path: Path) -> 
         (1, "computing", ()),
         pytest.param(0, "computing", (), marks=pytest.mark.nightly),
         (3, "saving", ()),
-        (1, "computing", ("--plan.mapping.package.tensor", "2", "--plan.mapping.node.data", "2")),
+        pytest.param(
+            1,
+            "computing",
+            ("--plan.mapping.package.tensor", "2", "--plan.mapping.node.data", "2"),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["computing", "first rank computing", "saving", "computing, its peers inside a block"],
 )

@@ -112,6 +112,7 @@ def test_a_stalled_rank_is_named(tmp_path: Path) -> None:
     assert "waiting for it: ranks 0, 2-3 (rank 0 at step 3, instruction 1 `REDUCE b1`)" in message
 
 
+@pytest.mark.nightly
 def test_a_frozen_rank_is_named_and_ended(tmp_path: Path) -> None:
     message = hang(tmp_path, "SIGSTOP", 0, grace_s=2.0)
     assert message.startswith("rank 0 stopped at")
@@ -256,6 +257,7 @@ def test_a_pool_raises_errors_and_goes_on(pool: LocalPool) -> None:
     assert len(pool.run(2, total, 1)) == 2
 
 
+@pytest.mark.nightly
 def test_torchrun_names_the_killed_rank_and_a_restart_starts_afresh(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command += ["--max-restarts", "1", __file__, "torchrun", str(tmp_path)]

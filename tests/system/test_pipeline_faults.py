@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import product
 
 import pytest
 
@@ -66,8 +67,15 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("how", ["SIGKILL", "computing"])
+@pytest.mark.parametrize(
+    ("how", "phase"),
+    [("SIGKILL", "steady"), ("computing", "drain")]
+    + [
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in product(("SIGKILL", "computing"), PHASES)
+        if case not in (("SIGKILL", "steady"), ("computing", "drain"))
+    ],
+)
 def test_every_other_stage_names_the_one_that_stopped(pool: LocalPool, phase: str, how: str) -> None:
     case = Case(pipelined("ddp", ALONE, "1f1b", stages=(1, 1, 1, 1)), num_micros=8, model="llama tied")
     said = fault(pool, case, ALONE, 1, PHASES[phase], how)
@@ -90,6 +98,7 @@ def check_named(said: str, victim: int, where: str, how: str) -> None:
     assert "waiting for it: rank" in said or how == "SIGKILL", said
 
 
+@pytest.mark.nightly
 def test_a_frozen_rank_beside_data_ranks_is_named(pool: LocalPool) -> None:
     """Its data rank waits inside a collective, the stage behind for its message, and that one's data rank for it."""
     where = Instruction(Op.BACKWARD, 2, 1)

@@ -142,6 +142,7 @@ def test_rates_and_counters(cluster_file: Path, tmp_path: Path) -> None:
     assert "small at scale 1" in done.stderr
 
 
+@pytest.mark.nightly
 def test_torch_runs_as_it_is_and_its_bytes_are_the_payload(cluster_file: Path, tmp_path: Path) -> None:
     program = tmp_path / "reduce.py"
     program.write_text(

@@ -55,6 +55,7 @@ def slowed(world: World, job: RunJob, how: str) -> None:
             bursts.kill()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["sleep", *nightly("SIGSTOP")])
 def test_a_slow_rank_is_named_and_nobody_else(tmp_path: Path, how: str) -> None:
     words = ("--train.slow_factor", "2.5", "--train.slow_steps", "8", "--train.steps", "45")

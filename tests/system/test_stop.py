@@ -1,6 +1,5 @@
 """How a run is asked to stop: by one rank or all, at any time; all stop after the same step."""
 
-import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -17,8 +16,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.launch.seal import Seal
-from terrace.launch.start import LocalPool, _start_forkserver
-from terrace.launch.stop import SIGNALS, Stop, StopSignal, Vote, ask, handled
+from terrace.launch.start import LocalPool
+from terrace.launch.stop import Stop, StopSignal, Vote, ask
 from terrace.launch.watchdog import Watchdog
 from terrace.launch.world import World
 from tests.support.tiny_runs import all_gone, descendants, environment, metrics, wait_for_step, write_run
@@ -120,19 +119,26 @@ def test_the_second_signal_ends_a_process_and_a_repeat_does_not(monkeypatch: pyt
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_signal_while_the_fork_server_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_fork_server_starts_is_not_lost() -> None:
     """The server starts with stop signals ignored, which it keeps; the process that starts it gets them later."""
-    taken = list[int]()
+    program = """
+import multiprocessing.forkserver, os, signal
+from terrace.launch.start import _start_forkserver
+from terrace.launch.stop import SIGNALS, handled
 
-    def start() -> None:
-        for number in SIGNALS:
-            assert signal.getsignal(number) == signal.SIG_IGN
-            os.kill(os.getpid(), number)
+def start():
+    for number in SIGNALS:
+        assert signal.getsignal(number) == signal.SIG_IGN
+        os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", start)
-    with handled(SIGNALS, lambda number, _: taken.append(number)):
-        _start_forkserver()
-    assert sorted(taken) == sorted(SIGNALS)
+taken = []
+multiprocessing.forkserver.ensure_running = start
+with handled(SIGNALS, lambda number, _: taken.append(number)):
+    _start_forkserver()
+assert sorted(taken) == sorted(SIGNALS), taken
+"""
+    # In a process of its own: signals are held back in one thread, and pytest may have several.
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=60)
 
 
 @pytest.mark.nightly

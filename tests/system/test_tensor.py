@@ -214,7 +214,7 @@ def gpt(hidden: int) -> ModelConfig:
     return parse_model(table | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int) -> None:
     """2205.05198, Table 2, with selective recomputation, which is what a kernel that keeps no scores comes to.
 

@@ -164,6 +164,7 @@ def train_under_torchrun(folder: Path, num_ranks: int) -> "subprocess.CompletedP
     return torchrun(num_ranks, *words, cwd=folder, timeout_s=450.0)
 
 
+@pytest.mark.nightly  # docs/training.md runs under torchrun, too
 def test_torchrun_trains_the_same(trained: tuple[Path, str], tmp_path: Path) -> None:
     write_run(tmp_path, 2, 2, steps=12)
     done = train_under_torchrun(tmp_path, 4)
@@ -174,6 +175,7 @@ def test_torchrun_trains_the_same(trained: tuple[Path, str], tmp_path: Path) -> 
         assert losses(tmp_path / "run") == losses(trained[0])
 
 
+@pytest.mark.nightly
 def test_torchrun_with_another_number_of_ranks_is_told_once(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 4)
     done = train_under_torchrun(tmp_path, 2)

@@ -10,6 +10,7 @@ import pytest
 from bench.ragged import write_tokens
 from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Batches, Source
+from terrace.data.block_sums import write_sums
 from terrace.data.samples import IGNORED
 from terrace.plan.context import ContextGroup, local_tokens
 from terrace.plan.mesh import Mesh
@@ -30,6 +31,7 @@ def batches(folder: Path, documents: str) -> Batches:
     """Rows of one way to make them; no two tokens are alike."""
     tokens = write_tokens(folder, LENGTHS, 2)
     np.arange(sum(LENGTHS)).astype("<u2").tofile(tokens.path)
+    tokens = replace(tokens, sums_digest=write_sums(tokens))
     source = Source(tokens=tokens, documents=documents, too_long="split")  # type: ignore[arg-type]
     return Batches([source], SEQUENCE, BATCH, seed=1)
 

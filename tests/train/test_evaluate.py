@@ -18,7 +18,7 @@ from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
 from terrace.model.config import block_specs
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
-from terrace.train import loop as loop_module
+from terrace.train import sample as sample_module
 from terrace.train.config import resolve
 from terrace.train.evaluate import Evaluation, evaluate
 from terrace.train.generate import chat_prompt
@@ -207,13 +207,13 @@ def test_a_run_s_closing_sample_begins_with_the_ids_of_its_data(
         given.append(prompt)
         return "!"
 
-    monkeypatch.setattr(loop_module, "generate", generate)
+    monkeypatch.setattr(sample_module, "generate", generate)
     run = resolve(None, {}, {"model": {"vocab_size": 404}})
-    loop: Any = SimpleNamespace(world=SimpleNamespace(rank=0), dog=SimpleNamespace(idle=lambda doing: None))
-    loop.job = SimpleNamespace(sources=sources)
     for prompt in (None, "<s>A <|im_end|>"):
-        loop.run = replace(run, data=data, train=replace(run.train, prompt=prompt))
-        shown = loop_module.RankOfRun._sample(loop, tmp_path)
+        job: Any = SimpleNamespace(
+            sources=sources, run=replace(run, data=data, train=replace(run.train, prompt=prompt))
+        )
+        shown = sample_module.closing_sample(job, tmp_path)
         begun = "<s>What is a tier?<|im_end|>" if prompt is None else prompt
         assert shown == begun + "!"
     assert given == [sources[0].tokens.open().tolist(), "<s>A <|im_end|>"]

@@ -181,7 +181,7 @@ def test_a_run_on_one_machine_is_refused(tmp_path: Path) -> None:
     ("keys", "said"),
     [
         ({"peer_copies": 2}, "must be 0 or 1"),
-        ({"peer_copies": -1}, "must be at least 0"),
+        ({"peer_copies": -1}, "must be 0 or 1"),
         ({"peer_copies_every": 3}, "train.peer_copies_every has no effect: train.peer_copies = 0"),
         ({"peer_copies": 1, "peer_copies_every": -1}, "must be at least 0"),
     ],
