@@ -3,11 +3,14 @@
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.new", re.DOTALL)
 
 
 @contextmanager
@@ -18,18 +21,18 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
     file is untouched.
     """
     handle, temporary = _temporary(path)
-    try:
-        with os.fdopen(handle, "wb", buffering=1 << 20) as file:
+    # All while the file is open, and so locked: afterwards the name may be that of another writer's file.
+    with os.fdopen(handle, "wb", buffering=1 << 20) as file:
+        try:
             yield file
             # Without this a rename could reach the disk before the contents.
             file.flush()
             os.fsync(file.fileno())
-            # While the file is open, and so locked.
             respect_umask(temporary)
             os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _temporary(path: Path) -> tuple[int, Path]:
@@ -75,7 +78,8 @@ def _remove_abandoned(temporary: Path) -> None:
 def remove_abandoned(folder: Path) -> None:
     """Removes what killed writers left in `folder`; a write does the same for its own file."""
     for path in folder.glob(".*.new"):
-        _remove_abandoned(path)
+        if _TEMPORARY.fullmatch(path.name):
+            _remove_abandoned(path)
 
 
 def respect_umask(path: Path) -> None:

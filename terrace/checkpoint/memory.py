@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from terrace.base.errors import CheckpointError
+from terrace.base.files import write_atomic
 from terrace.checkpoint.layout import decode, encode, is_intact
 from terrace.checkpoint.reading import Checkpoint
 
@@ -48,7 +49,7 @@ def run_id(run_folder: Path) -> str:
 
 def make_id(run_folder: Path) -> None:
     """Give a run the id of its memory folders. Raises `OSError`."""
-    _write_new(run_folder / _ID, uuid.uuid4().hex.encode())
+    write_atomic(run_folder / _ID, uuid.uuid4().hex)
 
 
 def memory_folder(run: str, run_folder: Path, host: str) -> Path:
@@ -206,11 +207,12 @@ def _read(path: Path) -> tuple[Path, dict[str, Any] | None, str]:
         (name, entry), *more = manifest["files"].items()
         if more or name != file.name or not (_FILE.fullmatch(name) and _LIFE.fullmatch(manifest["life"])):
             raise ValueError("it is not the list of its file")
+        if not all(isinstance(manifest[name], int) for name in ("step", "num_updates")):
+            raise ValueError("it does not say its step")
         if file.stat().st_size != entry["num_bytes"] or not is_intact(file, entry):
             raise ValueError("its checksum differs")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # Removed so that it is not complained of again.
-        path.unlink(missing_ok=True)
+        # It stays: a living run may be writing it at this moment.
         return path, None, f"{file} is damaged ({error})"
     return path, manifest, ""
 

@@ -186,13 +186,21 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[
 
 
 def _newest(run_folder: Path, memory: Checkpoint | None) -> tuple[Checkpoint, list[str]]:
-    on_disk = latest(run_folder)
-    # Only now, so that a checkpoint that is not the newest is never read.
-    if memory is not None and (on_disk is None or memory.step >= step_of(on_disk)):
-        there = "none" if on_disk is None else f"step {step_of(on_disk)}"
-        print(f"resuming from step {memory.step} in the memory of the machines (on disk: {there})", flush=True)
-        return memory, []
-    return newest_whole(run_folder)
+    if memory is None:
+        return newest_whole(run_folder)
+    on_disk, wrong = latest(run_folder), list[str]()
+    # A checkpoint on disk that is not the newest is never read.
+    if on_disk is not None and step_of(on_disk) > memory.step:
+        try:
+            whole, wrong = newest_whole(run_folder)
+        except CheckpointError as error:
+            wrong = [str(error)]
+        else:
+            if whole.step > memory.step:
+                return whole, wrong
+    there = "none" if on_disk is None else f"step {step_of(on_disk)}{' damaged' if wrong else ''}"
+    print(f"resuming from step {memory.step} in the memory of the machines (on disk: {there})", flush=True)
+    return memory, wrong
 
 
 def _check_disk(folder: Path, config: RunConfig) -> None:

@@ -74,6 +74,14 @@ class Renderers:
                 if code == -signal.SIGXCPU:
                     why = f"takes more than {self._most_s} s of processor time"
                 raise TemplateRefusalError(f"{name} {why} for one conversation: repair it") from None
+            except TemplateRefusalError:
+                raise
+            except BaseException:
+                # Ctrl-C, for example: answers that nobody has read must not be taken for those to the next question.
+                if self._process is not None:
+                    self._process.kill()
+                    self._close()
+                raise
         raise TemplateRefusalError(f"{name} cannot be rendered: its process ends before it answers")
 
     def _introduced(self, source: str, name: str, tokens: Mapping[str, Any]) -> tuple[int, bool]:

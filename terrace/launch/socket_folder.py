@@ -27,7 +27,9 @@ def use_socket_folder() -> None:
     clear_abandoned(Path(tempfile.gettempdir()))
     new = Path(tempfile.mkdtemp(prefix=_NEW))
     # Open until this process ends, for its lock. Renamed when locked, so that nobody takes it for abandoned.
-    fcntl.flock(os.open(new, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
+    handle = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):  # where there are no locks, nobody takes a folder for abandoned
+        fcntl.flock(handle, fcntl.LOCK_EX)
     folder = new.rename(new.with_name(_OWNED + new.name.removeprefix(_NEW)))
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
     config["tempdir"] = str(folder)

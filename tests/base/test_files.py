@@ -1,6 +1,7 @@
 """Atomic files: the old content or the new one, and nothing left behind."""
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -133,6 +134,35 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
         assert (tmp_path / "file").read_bytes() == b"second"
     assert (tmp_path / "file").read_bytes() == b"first"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failed_write_removes_its_own_file_while_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the lock the name may be another writer's by then."""
+    removed: list[bool] = []
+    unlink = Path.unlink
+
+    def watched(path: Path, missing_ok: bool = False) -> None:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                removed.append(True)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    with pytest.raises(KeyError), open_atomic(tmp_path / "a"):
+        raise KeyError
+    assert removed == [True]
+    assert not list(tmp_path.iterdir())
+
+
+def test_hidden_files_of_others_are_not_taken_for_abandoned(tmp_path: Path) -> None:
+    for name in (".my-notes.new", ".a.1.news", "a.1.new", ".a.0.new"):
+        (tmp_path / name).touch()
+    remove_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".my-notes.new", ".a.1.news", "a.1.new"}
 
 
 def test_a_file_without_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

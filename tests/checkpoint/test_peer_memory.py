@@ -3,16 +3,18 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import CheckpointError, ConfigError
 from terrace.checkpoint import memory
 from terrace.checkpoint.layout import checkpoint_bytes, decode, encode
 from terrace.checkpoint.memory import MemoryFile, held, memory_folder, newest, place, write_list
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
+from terrace.cli import prepare
 from terrace.cli.from_memory import check_partners
 from terrace.launch.start import World
 from terrace.plan.wire import FORMATS
@@ -189,3 +191,19 @@ def test_a_run_on_one_machine_is_refused(tmp_path: Path) -> None:
 def test_bad_keys_are_refused(keys: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TrainConfig(steps=1, batch=1, sequence=1, **keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("whole", "step"), [(100, 100), (50, 95), (None, 95)])
+def test_memory_is_taken_where_the_later_checkpoint_on_disk_is_damaged(
+    monkeypatch: pytest.MonkeyPatch, whole: int | None, step: int
+) -> None:
+    def newest_whole(run_folder: Path) -> tuple[Any, list[str]]:
+        if whole is None:
+            raise CheckpointError("none is whole")
+        return SimpleNamespace(step=whole), [] if whole == 100 else ["step 100 is damaged"]
+
+    monkeypatch.setattr(prepare, "latest", lambda run_folder: Path("step-00000100"))
+    monkeypatch.setattr(prepare, "newest_whole", newest_whole)
+    in_memory: Any = SimpleNamespace(step=95)
+    found, wrong = prepare._newest(Path("run"), in_memory)
+    assert (found.step, bool(wrong)) == (step, whole != 100)

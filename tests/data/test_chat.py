@@ -176,6 +176,28 @@ def test_a_template_that_does_not_end_is_refused_after_the_lines_before(monkeypa
     assert spoken(bytes_reader(), {"messages": TALK[1:3]})
 
 
+def test_answers_that_were_not_read_are_not_taken_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderers, num_read = Renderers(), [0]
+    answer = renderers._answer
+
+    def interrupted() -> object:
+        num_read[0] += 1
+        if num_read[0] == 3:  # the first is that to the template
+            raise KeyboardInterrupt
+        return answer()
+
+    monkeypatch.setattr(renderers, "_answer", interrupted)
+    monkeypatch.setattr(template, "renderers", lambda: renderers)
+    plain = ChatTemplate("{{ messages[0].content }}")
+    with pytest.raises(KeyboardInterrupt):
+        list(
+            plain._made(
+                [([{"role": "user", "content": text}], None) for text in ("a", "b", "c")], prompting=False, spans=False
+            )
+        )
+    assert plain.render([{"role": "user", "content": "later"}])[0] == "later"
+
+
 def test_errors_come_in_the_order_of_the_lines() -> None:
     lines = [(json.dumps({"messages": TALK}), "line 1"), (json.dumps({"messages": TALK}), "line 2"), ("{", "line 3")]
     with pytest.raises(DataError, match=r"^line 1: .* refuses it: no"):

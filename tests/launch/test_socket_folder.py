@@ -59,3 +59,12 @@ def test_only_folders_of_this_name_without_an_owner_are_removed(tmp_path: Path) 
     os.close(handle)
     clear_abandoned(tmp_path)
     assert set(tmp_path.iterdir()) == {other, link}
+
+
+def test_a_folder_is_made_where_there_are_no_locks(tmp_path: Path) -> None:
+    program = "import fcntl\ndef none(*_): raise OSError(37, 'No locks available')\nfcntl.flock = none\n" + MAKE
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment() | {"TMPDIR": str(tmp_path)}, input="", text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert not list(tmp_path.iterdir())
