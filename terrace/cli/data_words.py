@@ -8,7 +8,7 @@ def data_words(job: RunJob) -> str:
     """One line on the data, plus one per source of a mixture and one per packed source."""
     run, train = job.run, job.run.train
     uses = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout).uses(train.steps)
-    count = f"{sum(source.tokens.num_tokens for source in job.sources) / 1e6:.1f} M tokens"
+    count = _tokens(sum(source.tokens.num_tokens for source in job.sources))
     whole = [words for use in uses for words in _packed_words(use, train.sequence)]
     # A single source needs no shares and epochs.
     if len(uses) == 1:
@@ -22,7 +22,7 @@ def data_words(job: RunJob) -> str:
 def _source_words(source: Source, use: SourceUse, total: float) -> str:
     held = f", {use.num_holdout_samples} held out" if use.num_holdout_samples else ""
     return (
-        f"  {use.name}: {source.weight / total:.1%} of the sequences, {source.tokens.num_tokens / 1e6:.1f} M tokens in "
+        f"  {use.name}: {source.weight / total:.1%} of the sequences, {_tokens(source.tokens.num_tokens)} in "
         f"{use.num_samples} sequences, {use.epochs:.2f} epochs{held}"
     )
 
@@ -41,3 +41,7 @@ def _packed_words(use: SourceUse, sequence: int) -> list[str]:
         f"  {use.name}: {tally.num_documents} documents packed whole into {tally.num_sequences} sequences, "
         f"{tally.waste(sequence):.1%} of them padding" + "".join(f"; {fate}" for fate in fates)
     ]
+
+
+def _tokens(count: int) -> str:
+    return f"{count / 1e6:.1f} M tokens" if count >= 1e6 else f"{count / 1e3:.1f} k tokens"

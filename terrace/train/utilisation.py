@@ -110,7 +110,7 @@ def utilisation(
         origin = f"the {plan.compute} peak of {device.name}, {mark}"
         peak = device.peak_flops_per_s[plan.compute]
     else:
-        origin = "what a layer's forward reaches here, measured at the start, and no limit of the hardware"
+        origin = "what a layer's forward reaches here, measured at the start: MFU may exceed 100 %"
         peak = measured.device.peak_flops_per_s[plan.compute]
     flops = step_flops(model, blocks, plan, batch, sequence)
     return Utilisation(flops=flops, num_devices=cluster.world_size, peak_flops_per_s=peak, origin=origin)
