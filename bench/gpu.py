@@ -36,7 +36,8 @@ from terrace.model.init import initial_value
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.engine import Engine
+from terrace.runtime.step_sums import StepResult
 
 PARITY = 1e-10
 STREAM_TOLERANCE = 1e-3  # atomics in backward kernels reorder fp32 sums; a buffer read too early differs far more

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -39,26 +38,10 @@ from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import return_large_buffers
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
 from terrace.runtime.progress import Progress, no_progress
-from terrace.runtime.random_state import random_state
+from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
-from terrace.runtime.step_sums import GivenUp, StepSums
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
-
-    Under a plan with islands, loss, norm and tokens are of this rank's island and its part of the batch.
-    `quantisation_error` is the relative error of each message class that travelled in a block format between
-    the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's.
-    """
-
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    time_s: dict[str, float]
-    quantisation_error: dict[str, float]
+from terrace.runtime.step_sums import GivenUp, StepResult, StepSums
 
 
 class Engine:
@@ -156,7 +139,7 @@ class Engine:
             raise ProgramError("steps alone would let the plan's islands drift apart: run a period")
         result = self._run(batches, lr, self.program)
         if isinstance(result, NotFinite):
-            agree(self, result)
+            agree(self.comm, result)
         assert isinstance(result, StepResult), "the ranks agree on an error"
         return result
 
@@ -223,7 +206,7 @@ class Engine:
     def _agree(self, problem: NotFinite | None) -> None:
         # Without islands all ranks have the same sums, and so the same problem.
         if problem is not None or self.program.layout.num_islands > 1:
-            agree(self, problem)
+            agree(self.comm, problem)
 
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
         modules = self.state.modules.values()
@@ -292,7 +275,8 @@ class Engine:
         return self._examined(self._taken(batches, self.program), self.program, random_state(self.device))
 
     def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
-        found = examine(self, batches, program, drawn)
+        with restored(drawn, self.device):
+            found = examine(self.runner, self.state, batches, program)
         # No program declares the bytes of a step that was given up: after CLIP nothing is under way.
         sent = Counter(self.comm.ledger.total())
         sent.subtract(self._declared())

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,11 @@ from terrace.base.errors import TrainingError
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
+from terrace.runtime.comm import Comm
+from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite, squared_norm
-from terrace.runtime.random_state import restored
-from terrace.runtime.step_sums import GivenUp
-
-if TYPE_CHECKING:
-    from terrace.runtime.engine import Engine, StepResult
-    from terrace.runtime.step_runner import StepRunner
+from terrace.runtime.step_runner import StepRunner
+from terrace.runtime.step_sums import GivenUp, StepResult
 
 _FORWARD, _BACKWARD, _SUM = range(3)  # the order in which results of a micro-batch depend on each other
 
@@ -37,7 +35,7 @@ Finding = list[Any]
 class NonFiniteError(TrainingError):
     """A step with inf or nan, given up before anything was updated; `result` has its figures, if it was this rank's."""
 
-    def __init__(self, text: str, result: "StepResult | None" = None) -> None:
+    def __init__(self, text: str, result: StepResult | None = None) -> None:
         super().__init__(text)
         self.result = result
 
@@ -46,7 +44,7 @@ class NonFiniteError(TrainingError):
 class NotFinite:
     """A training step that was given up on this rank, and what this rank found first."""
 
-    result: "StepResult"
+    result: StepResult
     first: Finding | None
 
 
@@ -78,16 +76,16 @@ class Examination:
         return min(self.findings, default=None)
 
 
-def examine(engine: "Engine", batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
-    """Run a training step again up to its CLIP, with random numbers from `drawn`; nothing is updated.
+def examine(runner: StepRunner, state: ModelState, batches: Sequence[Batch], program: Program) -> Examination:
+    """Run a training step again up to its CLIP; nothing is updated.
 
-    `batches` are what the axes of the engine made of the micro-batches. Every rank calls this.
+    The caller restores the random state of the first run. `batches` are the micro-batches as the engine's axes cut
+    them. Every rank calls this.
     """
-    found = _Watch(engine)
-    runner = engine.runner
+    found = _Watch(runner, state)
     runner.gives_up = True
     try:
-        with found.watching(runner), restored(drawn, engine.device):
+        with found.watching():
             runner.run(batches, 0.0, program)
     except GivenUp:
         pass
@@ -97,10 +95,14 @@ def examine(engine: "Engine", batches: Sequence[Batch], program: Program, drawn:
     return found.examination
 
 
-def agree(engine: "Engine", problem: NotFinite | None) -> None:
+def agree(comm: Comm, problem: NotFinite | None) -> None:
     """Raise `NonFiniteError` on every rank, with the first finding of all, if any rank has a problem; all call this."""
-    own = None if problem is None else [problem.result.loss, problem.result.grad_norm, problem.first, _rounding(engine)]
-    told = [each for each in engine.comm.exchange(own) if each is not None]
+    own = (
+        None
+        if problem is None
+        else [problem.result.loss, problem.result.grad_norm, problem.first, comm.collectives.errors.not_finite()]
+    )
+    told = [each for each in comm.exchange(own) if each is not None]
     if not told:
         return
     loss, norm, _, _ = told[0]
@@ -125,19 +127,15 @@ def words(finding: Finding) -> str:
     return f"{said}, on rank {rank}" + (f" in micro-batch {micro}" if phase != _SUM else "")
 
 
-def _rounding(engine: "Engine") -> list[str]:
-    return engine.comm.collectives.errors.not_finite()
-
-
 class _Watch:
-    def __init__(self, engine: "Engine") -> None:
-        self._engine, self._runner = engine, engine.runner
-        self._names = [spec.name for spec in engine.state.specs]
+    def __init__(self, runner: StepRunner, state: ModelState) -> None:
+        self._runner, self._state = runner, state
+        self._names = [spec.name for spec in state.specs]
         self.examination = Examination()
 
     @contextmanager
-    def watching(self, runner: "StepRunner") -> Iterator[None]:
-        handlers = dict(runner._handlers)
+    def watching(self) -> Iterator[None]:
+        runner, handlers = self._runner, dict(self._runner._handlers)
         hidden: dict[str, Callable[..., Any]] = {
             "_run_block": self._after_forward(runner._run_block),
             "_backward_input": self._around_backward(runner._backward_input, gives_input_gradient=True),
@@ -159,11 +157,11 @@ class _Watch:
         """Look at the gradients that are summed up over micro-batches and ranks, if nothing was found before them."""
         if self.examination.findings:
             return
-        for index, flats in self._engine.state.flats.items():
+        for index, flats in self._state.flats.items():
             for flat in flats:
                 if flat.spec.trainable and not is_finite(flat.owned):
                     said = f"the gradient of block {flat.name!r}, summed over micro-batches and ranks, is not finite"
-                    self.examination.findings.append([_AFTER_ALL, _SUM, -index, self._engine.rank, said])
+                    self.examination.findings.append([_AFTER_ALL, _SUM, -index, self._state.rank, said])
 
     def _after_forward(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(block: int, inputs: Tensor, micro: int) -> Tensor:
@@ -209,7 +207,7 @@ class _Watch:
 
     def _gradients(self, block: int) -> Iterator[tuple[str, Tensor]]:
         for index in self._runner._parameters_of(block):
-            for flat in self._engine.state.flats[index]:
+            for flat in self._state.flats[index]:
                 if flat.spec.trainable:
                     named = zip(flat.spec.params, flat.parameters, strict=True)
                     yield from (
@@ -220,7 +218,7 @@ class _Watch:
 
     def _bad_parameter(self, block: int) -> str:
         for index in self._runner._parameters_of(block):
-            for name, parameter in self._engine.state.named_parameters(index):
+            for name, parameter in self._state.named_parameters(index):
                 if parameter.untyped_storage().nbytes() and not is_finite(parameter):
                     return f", and so is its parameter {self._names[index]}.{name}"
         return ""
@@ -228,7 +226,7 @@ class _Watch:
     def _visit(self, micro: int, block: int) -> Visit:
         key = micro, block
         if key not in self.examination.visits:
-            self.examination.visits[key] = Visit(rank=self._engine.rank, micro=micro, block=block)
+            self.examination.visits[key] = Visit(rank=self._state.rank, micro=micro, block=block)
         return self.examination.visits[key]
 
     def _bad(self, visit: Visit, phase: int, what: str, why: str = "") -> None:

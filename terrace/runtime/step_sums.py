@@ -49,6 +49,22 @@ class StepSums:
         return clip / self.num_tokens.clamp(min=1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
+
+    Under a plan with islands, loss, norm and tokens are of this rank's island and its part of the batch.
+    `quantisation_error` is the relative error of each message class that travelled in a block format between
+    the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    time_s: dict[str, float]
+    quantisation_error: dict[str, float]
+
+
 class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)
     """A step ended at its CLIP, with nothing updated and the same `sums` on every rank."""
 

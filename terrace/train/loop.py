@@ -39,8 +39,9 @@ from terrace.model.pair_kernels import describe
 from terrace.plan.context import is_context_parallel
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError
+from terrace.runtime.step_sums import StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost

@@ -2,7 +2,7 @@
 
 from terrace.launch.watchdog import Watchdog
 from terrace.program.program import Program
-from terrace.runtime.engine import StepResult
+from terrace.runtime.step_sums import StepResult
 from terrace.train.config import TrainConfig
 from terrace.train.metrics import Observer
 

@@ -33,9 +33,10 @@ from terrace.plan.validate import validate
 from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
-from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.engine import Engine
 from terrace.runtime.head import ignored_label
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.step_sums import StepResult
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_cluster, read_plan
 from terrace.train.trainer_report import TrainerReport
