@@ -76,7 +76,7 @@ def _remove_abandoned(temporary: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what killed writers left in `folder`; a write does the same for its own file."""
+    """Removes temporary files of killed writers from `folder`; a write does the same for its own file."""
     for path in folder.glob(".*.new"):
         if _TEMPORARY.fullmatch(path.name):
             _remove_abandoned(path)

@@ -9,7 +9,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 
 
 def printable(text: str) -> str:
-    r"""`text` with what a terminal would act on spelled out: `\x1b` for ESC."""
+    r"""`text` with control characters, which a terminal would act on, spelled out: `\x1b` for ESC."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -104,7 +104,7 @@ def write_list(file: Path, manifest: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a memory folder holds: a manifest for each copy, with its intact files, and a line for each damaged file.
+    """Contents of a memory folder: a manifest for each copy, with its intact files, and a line for each damaged file.
 
     `paths` has the lists of the files, by life, step and file.
     """

@@ -78,7 +78,11 @@ class PeerCopies:
         self._slots: list[dict[int, MemoryFile]] = []
         self.folder = memory_folder(self._agree_on_id(run_folder), run_folder, world.hosts[world.rank])
         self._say(attempt(self._clear_slots) if self._is_first else None)
+        self._spare = list[Path]()
         self._say(attempt(self._take_memory))
+        # All ranks have had room for it at once.
+        for path in self._spare:
+            path.unlink()
 
     @property
     def own_bytes(self) -> int:
@@ -156,6 +160,11 @@ class PeerCopies:
 
     def _take_memory(self) -> None:
         self._slots += [self._slot(number) for number in range(SLOTS)]
+        # A restart keeps the copy that it came from until one of its own is whole, so a third must fit. After a restart
+        # that copy is there.
+        if not any(".step-" in path.name for path in self.folder.iterdir()):
+            for file in self._slot(SLOTS).values():
+                self._spare.append(file.path)
         self._engine.comm.meter.add(MEMORY, self.memory_bytes)
 
     def _take_residuals(self, number: int) -> None:
@@ -167,6 +176,8 @@ class PeerCopies:
         for file in self._slots[number].values():
             for path in (file.path.with_suffix(".json"), file.path):
                 path.unlink(missing_ok=True)
+        # Its memory goes back before more is taken.
+        self._slots[number] = {}
         self._slots[number] = self._slot(number)
         self._engine.comm.meter.add(MEMORY, self.memory_bytes - before_bytes)
 
@@ -207,14 +218,15 @@ class PeerCopies:
             message.wait()
 
     def _say(self, problem: str | None) -> None:
-        for rank, why in enumerate(self._engine.comm.exchange(problem)):
+        need_mb = (SLOTS + 1) * sum(part["num_bytes"] for part in self._parts.values()) / 1e6
+        told = self._engine.comm.exchange([problem, need_mb])
+        for rank, (why, rank_mb) in enumerate(told):
             if why is not None:
                 if self._is_first:
                     clear(self.folder, keep=lambda name: not name.startswith(self._life))
-                need_mb = SLOTS * sum(part["num_bytes"] for part in self._parts.values()) / 1e6
                 raise ConfigError(
-                    f"rank {rank} on {self._world.hosts[rank]} cannot keep copies in memory ({why}): those of rank "
-                    f"{self._world.rank} take {need_mb:.3g} MB of {ROOT}; make room there, or set "
+                    f"rank {rank} on {self._world.hosts[rank]} cannot keep copies in memory ({why}): they take "
+                    f"{rank_mb:.3g} MB of {ROOT}, a third for a restart included; make room there, or set "
                     "train.peer_copies = 0"
                 )
 

@@ -1,4 +1,4 @@
-"""Residuals of error feedback in a checkpoint: what a resume needs for the same bits under a plan that has them.
+"""Residuals of error feedback in a checkpoint: a resume under the same plan needs them for the same bits.
 
 A residual belongs to a rank, a block and a hop of its messages (terrace.comm.rounding), so no other plan can use it.
 Each rank's file holds its own, beside its pieces, as `feedback/BLOCK/BUFFER/CLASS/TIER/LEG`; the manifest has a digest
@@ -45,7 +45,7 @@ def num_bytes(program: Program, flats: Iterable[FlatParam]) -> int:
 
 
 def digest(program: Program) -> str:
-    """Of the plan's part that decides which residuals exist and what they are of; "" without error feedback."""
+    """Digest of the parts of a plan that decide which residuals exist, and of which sums; "" without error feedback."""
     plan, cluster = program.plan, program.cluster
     wires = {message.value: dict(plan.wire.get(message.value, {})) for message in GRADIENTS}
     if not any(name.endswith("+feedback") for row in wires.values() for name in row.values()):

@@ -1,6 +1,6 @@
-"""Copies in the memory of machines, at the start of a run: hosts say what they hold, rank 0 chooses.
+"""Copies in the memory of machines, at the start of a run: hosts list their files, rank 0 chooses.
 
-every host      check the files in its memory -> store: what it holds
+every host      check the files in its memory -> store: list of those that are whole
 rank 0          newest step of which all boxes are there -> manifest in the job
 every host      links its files into the checkpoint's folder; missing ones follow once engines are ready
                 (terrace.checkpoint.peer_copies.gather_files)
@@ -46,7 +46,12 @@ def offer(world: World, run_folder: Path | None) -> Held | None:
 
 
 def chosen(world: World, run_folder: Path) -> Checkpoint | None:
-    """The newest checkpoint in the memory of all hosts together; rank 0 calls this and names damaged files."""
+    """The newest checkpoint in the memory of all hosts together; rank 0 calls this and names damaged files.
+
+    A run keeps its copies until its end, so they count also where it makes no more (`train.peer_copies = 0`).
+    """
+    if not run_id(run_folder):
+        return None
     copies: list[str] = []
     for host in dict.fromkeys(world.hosts):
         world.store.wait([_key(host)])

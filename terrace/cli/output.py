@@ -1,7 +1,7 @@
 """Standard output that may be closed, narrow or in another encoding; and the signal that ends a run.
 
-While a command runs, standard output and error spell out control characters of what is printed: most of it holds names
-from files. What Terrace itself draws (colours, a line in place) goes to `raw_stream`.
+While a command runs, standard output and error spell out control characters, since most lines hold names from files.
+Terrace's own drawing (colours, a line in place) goes to `raw_stream`.
 """
 
 import os

@@ -98,7 +98,7 @@ def joined_job(
         check_world(world, config.cluster)
         is_new = resume is None and not (going_on and folder is not None and (folder / "config.toml").is_file())
         check_partners(world, config, is_new)
-        memory = chosen(world, folder) if going_on and folder is not None and config.train.peer_copies else None
+        memory = chosen(world, folder) if going_on and folder is not None else None
         try:
             return job_text(prepare(config, folder, resume, going_on, memory))
         except CompleteError as complete:

@@ -126,7 +126,7 @@ def _made(
 def _current(
     described: Path, files: Sequence[Path], kind: type[AnyDescription], originals: Originals
 ) -> AnyDescription | None:
-    """The description, if all files are there and made from what `originals` are now."""
+    """The description, if all files are there and were made from `originals` as they are now."""
     if not _exist(described, *files):
         return None
     description = _read(described, kind)

@@ -1,7 +1,7 @@
-"""The files that a cache is made from, and whether they are still what was read.
+"""The files that a cache is made from, and whether they have changed since they were read.
 
-Path, size and modification time find a cache; they prove nothing, since copies and backups may keep all three. What no
-program can set is a file's change time, of its inode: while it is the same, the content is. Where it differs, as on
+Path, size and modification time find a cache; they prove nothing, since copies and backups may keep all three. No
+program can set the change time of a file's inode: while it is the same, so is the content. Where it differs, as on
 another machine or after a copy, contents are compared by their hash, at about a gigabyte a second.
 """
 

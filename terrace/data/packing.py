@@ -205,7 +205,7 @@ def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[I
 
 
 def _held_out(documents: Documents, starts: Ids, places: Ids, sequence: int, holdout: float) -> npt.NDArray[np.bool_]:
-    """Which segments belong to held-out documents, which are drawn until they fill what is asked for."""
+    """Segments of held-out documents: documents are drawn until they fill the share or number asked for."""
     if not holdout:
         return np.zeros(len(starts), dtype=bool)
     owners = np.searchsorted(documents.starts, starts, side="right") - 1

@@ -42,7 +42,7 @@ class Renderers:
     def ask(
         self, source: str, name: str, tokens: Mapping[str, Any], asked: Mapping[str, Any]
     ) -> tuple[list[Any], TemplateRefusalError | None]:
-        """What the template makes of the `conversations` in `asked`, up to the first that it refuses, and the refusal.
+        """Texts of the `conversations` in `asked`, up to the first that the template refuses, and the refusal.
 
         Raises `DataError` without Jinja.
         """

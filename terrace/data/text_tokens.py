@@ -1,4 +1,4 @@
-"""The tokens that begin and end a text: what the tokenizer's folder declares, or what a run says instead.
+"""The tokens that begin and end a text: those that the tokenizer's folder declares, or a run gives instead.
 
 end     `eos_token` of tokenizer_config.json, else the first `eos_token_id` of generation_config.json, else of
         config.json, else a guess: the first of `END_OF_TEXT_NAMES` that tokenizer.json declares as special
@@ -52,13 +52,13 @@ class Vocabulary:
         """The end of text by its name."""
         return next((self.special[name] for name in END_OF_TEXT_NAMES if name in self.special), None)
 
-    def named(self, token: str, what: str) -> int:
-        """Id of `token`. Raises `DataError` naming `what` if there is none."""
+    def named(self, token: str, source: str) -> int:
+        """Id of `token`. Raises `DataError` naming the `source` of the token if there is none."""
         found = self.id_of(token)
         if found is None:
             raise DataError(
-                f"{what} = {token!r} is no token of {self.path}{did_you_mean(token, self.special)}; name one with "
-                f"--data.{'bos' if 'bos' in what else 'eos'} TOKEN"
+                f"{source} = {token!r} is no token of {self.path}{did_you_mean(token, self.special)}; name one with "
+                f"--data.{'bos' if 'bos' in source else 'eos'} TOKEN"
             )
         return found
 

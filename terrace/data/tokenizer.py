@@ -141,7 +141,7 @@ class FileTokenizer:
         return str(self._encoder.id_to_token(token))
 
     def as_keys(self) -> tuple[bool | str, str]:
-        """`data.bos` and `data.eos` that name what was found, whatever the folder says later."""
+        """`data.bos` and `data.eos` that name the tokens found, so that later changes of the folder do not count."""
         begin, end = self.text_tokens.begin, self.text_tokens.end
         # Several tokens before a text cannot be named, and are found again.
         bos: bool | str = AUTO if len(begin) > 1 else self.name(begin[0]) if begin else False

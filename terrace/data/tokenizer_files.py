@@ -1,4 +1,4 @@
-"""A tokenizer's files that say what a run put around its texts, so that whoever loads the model puts the same."""
+"""A tokenizer's files that declare the tokens around a run's texts, so that whoever loads the model adds the same."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ _TEMPLATES = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 
 
 def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, bytes]:
-    """Those of a folder's `files`, name -> content, that must change for it to declare what `tokenizer` puts around a
-    text; none where it does already.
+    """Changed `files` of a folder, name -> content, so that they declare the tokens around a text of `tokenizer`; none
+    where they do already.
     """
     tables = {name: _parsed(name, raw) for name, raw in files.items() if name.endswith("config.json")}
     whole = _parsed(_TOKENIZER, files[_TOKENIZER])

@@ -110,7 +110,7 @@ class Watchdog:
         self._peers = tuple(tuple(group) for group in peers if len(group) > 1)
 
     def stepped(self, own_s: float, step_s: float) -> None:
-        """A step has ended; `own_s` is what this rank read and computed, without waiting."""
+        """A step has ended; `own_s` are the seconds in which this rank read and computed, without waiting."""
         if self._own_times is not None:
             self._own_times.add(own_s, step_s)
             self._figures = self._own_times.figures()

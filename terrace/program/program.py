@@ -245,7 +245,7 @@ class Program:
     def report(
         self, time_s: Mapping[str, float], sent_bytes: Mapping[tuple[MessageClass, str], int] | None = None
     ) -> StepReport:
-        """The report of a step that took `time_s`, seconds by category; by default it sends what this program sends."""
+        """The report of a step that took `time_s`, seconds by category; `sent_bytes` default to the program's."""
         sent_bytes = self.sent_bytes if sent_bytes is None else sent_bytes
         return StepReport(time_s=dict(time_s), sent_bytes=sent_bytes, memory_bytes=self.state_bytes)
 

@@ -271,7 +271,7 @@ class Engine:
         )
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
-        """What the blocks of this rank compute of a step, up to its CLIP; nothing is updated. Every rank calls this."""
+        """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""
         return self._examined(self._taken(batches, self.program), self.program, random_state(self.device))
 
     def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:

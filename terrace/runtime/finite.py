@@ -42,7 +42,7 @@ class NonFiniteError(TrainingError):
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A training step that was given up on this rank, and what this rank found first."""
+    """A training step that was given up on this rank, and this rank's first finding."""
 
     result: StepResult
     first: Finding | None
@@ -66,7 +66,7 @@ class Visit:
 
 @dataclass(kw_only=True)
 class Examination:
-    """What a rank found: its visits in the order of their forwards, and everything that was not finite."""
+    """A rank's visits in the order of their forwards, and everything that was not finite."""
 
     visits: dict[tuple[int, int], Visit] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -122,7 +122,7 @@ def agree(comm: Comm, problem: NotFinite | None) -> None:
 
 
 def words(finding: Finding) -> str:
-    """A finding as part of a sentence: what is not finite, the rank and the micro-batch."""
+    """A finding as part of a sentence: the result that is not finite, the rank and the micro-batch."""
     micro, phase, _, rank, said = finding
     return f"{said}, on rank {rank}" + (f" in micro-batch {micro}" if phase != _SUM else "")
 

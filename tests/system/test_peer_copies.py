@@ -1,19 +1,23 @@
 """A run that loses a machine goes on from the memory of the others: the same bits, nothing read from disk or left."""
 
+import errno
 import os
 import shutil
 import signal
+import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from terrace.base.errors import HangError
-from terrace.checkpoint.memory import ROOT, memory_folder, run_id
+from terrace.base.errors import ConfigError, HangError
+from terrace.checkpoint import peer_copies
+from terrace.checkpoint.memory import ROOT, MemoryFile, memory_folder, run_id
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.elastic import fitted_run
 from terrace.cli.worker import joined_job
@@ -159,6 +163,47 @@ def test_the_machine_that_is_left_goes_on_alone(pool: LocalPool, whole: Path, tm
     assert any("no copies in memory" in note for note in results[0][1])
     for mine, other in zip(metrics(run), metrics(whole), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert left() == before
+
+
+@pytest.mark.nightly
+def test_copies_count_in_a_run_that_makes_no_more(pool: LocalPool, whole: Path, tmp_path: Path) -> None:
+    before = left()
+    table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1)
+    run = tmp_path / "run"
+    run_lost(pool, table, run, "b")
+    table["train"] |= {"peer_copies": 0, "peer_copies_every": 0}
+    results = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)
+    assert {first for first, *_ in results} <= {LOST_AFTER, LOST_AFTER - 1}
+    assert_same(run, whole)
+    assert left() == before
+
+
+class _Full(MemoryFile):
+    """A memory with room for two slots."""
+
+    def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
+        if path.parent.name.endswith(".2"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().__init__(path, header, num_bytes)
+
+
+def rank_without_room(world: World, *arguments: Any) -> None:
+    with mock.patch.object(peer_copies, "MemoryFile", _Full):
+        rank_of(world, *arguments)
+
+
+@pytest.mark.nightly
+def test_a_run_starts_only_where_a_restart_has_room(pool: LocalPool, tmp_path: Path) -> None:
+    """A restart keeps the copy that it came from, and needs two slots more."""
+    before = left()
+    table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1)
+    with pytest.raises(ConfigError, match=r"a third for a restart included; make room there, or set train.peer_copies"):
+        pool.run(4, rank_without_room, table, tmp_path / "run", HOSTS, "", timeout_s=LIMIT_S)
+    # The first rank's error arrives while others still clear their folder.
+    deadline_s = time.monotonic() + LIMIT_S
+    while left() != before and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     assert left() == before
 
 
