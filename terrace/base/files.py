@@ -1,9 +1,10 @@
-"""Files written whole or not at all."""
+"""Files and folders written whole or not at all."""
 
 import errno
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.new", re.DOTALL)
+_WRITING, _CONTENT = "writing.lock", "content"  # in a temporary folder
 
 
 @contextmanager
@@ -50,6 +52,63 @@ def _temporary(path: Path) -> tuple[int, Path]:
             return handle, temporary
         os.close(handle)
     raise AssertionError("count() does not end")
+
+
+@contextmanager
+def folder_atomic(path: Path) -> Iterator[Path]:
+    """A new folder, which is renamed to `path` when the body succeeds: a reader sees all of it or nothing.
+
+    It is made in `.NAME.0.new` beside `path`, whose lock says that its writer lives; the remains of killed writers are
+    removed. Raises `OSError`, also where `path` is there and not an empty folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, wrapper = _temporary_folder(path)
+    try:
+        made = wrapper / _CONTENT
+        made.mkdir()
+        yield made
+        os.replace(made, path)
+        sync_folder(path.parent)
+    finally:
+        _remove_wrapper(wrapper)
+        os.close(handle)
+
+
+def _temporary_folder(path: Path) -> tuple[int, Path]:
+    for number in count():
+        wrapper = path.with_name(f".{path.name}.{number}.new")
+        _remove_abandoned_folder(wrapper)
+        try:
+            wrapper.mkdir(mode=0o700)
+            handle = os.open(wrapper / _WRITING, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue  # another process writes it
+        except FileNotFoundError:
+            continue  # taken for abandoned while it was empty
+        if _is_locked(handle) and os.fstat(handle).st_nlink:
+            return handle, wrapper
+        os.close(handle)
+    raise AssertionError("count() does not end")
+
+
+def _remove_abandoned_folder(wrapper: Path) -> None:
+    # Only folders of `folder_atomic` have this file, and nothing else but the content.
+    with suppress(OSError):
+        if wrapper.is_symlink() or not {each.name for each in wrapper.iterdir()} <= {_WRITING, _CONTENT}:
+            return
+        handle = os.open(wrapper / _WRITING, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (wrapper / _WRITING).lstat().st_ino == os.fstat(handle).st_ino:
+                _remove_wrapper(wrapper)
+        finally:
+            os.close(handle)
+
+
+def _remove_wrapper(wrapper: Path) -> None:
+    # The lock last: killed meanwhile, this leaves a folder that is still known as abandoned.
+    shutil.rmtree(wrapper / _CONTENT, ignore_errors=True)
+    shutil.rmtree(wrapper, ignore_errors=True)
 
 
 def _is_locked(handle: int) -> bool:

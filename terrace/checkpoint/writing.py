@@ -112,12 +112,13 @@ def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Map
     sync_folder(partial)
     # A run that resumed before this checkpoint replaces it. A rename onto a folder fails unless it is empty, so the
     # old one moves aside first.
+    aside = folder.with_name(f".{folder.name}{_REPLACED}")
     if folder.exists():
-        folder.rename(folder.with_name(f".{folder.name}{_REPLACED}"))
+        _move(folder, aside)
     partial.rename(folder)
     # The rename must survive a crash before the old checkpoint is removed.
     sync_folder(folder.parent)
-    shutil.rmtree(folder.with_name(f".{folder.name}{_REPLACED}"), ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
     # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
     earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
     for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
@@ -128,8 +129,15 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint. An interruption leaves no damaged one, but a hidden folder for `clear_leftovers`."""
     hidden = folder.with_name(f".{folder.name}.removed")
     with suppress(OSError):
-        folder.rename(hidden)
+        _move(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _move(folder: Path, hidden: Path) -> None:
+    # What an interruption left there, of the same step, would be in the way.
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    folder.rename(hidden)
 
 
 def clear_leftovers(checkpoints: Path) -> None:

@@ -25,24 +25,35 @@ def use_socket_folder() -> None:
     if config.get("tempdir") is not None:
         return
     clear_abandoned(Path(tempfile.gettempdir()))
-    new = Path(tempfile.mkdtemp(prefix=_NEW))
-    # Open until this process ends, for its lock. Renamed when locked, so that nobody takes it for abandoned.
-    handle = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
-    with suppress(OSError):  # where there are no locks, nobody takes a folder for abandoned
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    folder = new.rename(new.with_name(_OWNED + new.name.removeprefix(_NEW)))
+    folder = _owned_folder()
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
     config["tempdir"] = str(folder)
 
 
+def _owned_folder() -> Path:
+    while True:
+        new = Path(tempfile.mkdtemp(prefix=_NEW))
+        # Another start may take it for abandoned until it is locked: then a new one is made.
+        with suppress(FileNotFoundError):
+            # Open until this process ends, for its lock. Renamed when locked, so that nobody takes it for abandoned.
+            handle = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
+            with suppress(OSError):  # where there are no locks, nobody takes a folder for abandoned
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            return new.rename(new.with_name(_OWNED + new.name.removeprefix(_NEW)))
+
+
 def clear_abandoned(parent: Path) -> None:
-    """Removes the folders in `parent` whose owners have ended."""
-    for folder in parent.glob(f"{_OWNED}*"):
+    """Removes the folders in `parent` whose owners have ended, and those that never had one."""
+    for folder in (*parent.glob(f"{_OWNED}*"), *parent.glob(f"{_NEW}*")):
         with suppress(OSError):  # of another user, in use, or removed meanwhile
             handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 if os.fstat(handle).st_uid == os.getuid():
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    # Nothing is written in a folder that has no owner yet.
+                    if folder.name.startswith(_NEW):
+                        folder.rmdir()
+                    else:
+                        shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)

@@ -12,6 +12,7 @@ from typing import NoReturn
 import pytest
 
 from terrace.base.files import (
+    folder_atomic,
     open_atomic,
     open_own,
     read_bounded,
@@ -156,6 +157,43 @@ def test_a_failed_write_removes_its_own_file_while_it_is_locked(
         raise KeyError
     assert removed == [True]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_writer_of_a_folder_leaves_it_to_the_next(tmp_path: Path) -> None:
+    killed = os.fork()
+    if not killed:
+        with folder_atomic(tmp_path / "out") as made:
+            (made / "half").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert (tmp_path / ".out.0.new" / "content" / "half").exists()
+    with folder_atomic(tmp_path / "other"):
+        assert (tmp_path / ".out.0.new").exists(), "of another target"
+    with folder_atomic(tmp_path / "out") as first:
+        (first / "a").touch()
+        with pytest.raises(KeyError), folder_atomic(tmp_path / "out") as second:
+            raise KeyError(second)
+        assert [path.name for path in first.iterdir()] == ["a"], "a living writer's stays"
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".out.0.new", "other"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_folders_of_others_are_not_taken_for_abandoned(tmp_path: Path) -> None:
+    """A folder of the same name is a user's own unless it has what a writer puts there, and that alone."""
+    (tmp_path / ".out.0.new").mkdir()
+    (tmp_path / ".out.1.new" / "content").mkdir(parents=True)
+    (tmp_path / ".out.2.new").mkdir()
+    for name in ("writing.lock", "notes"):
+        (tmp_path / ".out.2.new" / name).touch()
+    (tmp_path / ".out.3.new").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "writing.lock").touch()
+    (tmp_path / ".out.4.new").symlink_to(tmp_path / "mine")
+    before = set(tmp_path.rglob("*"))
+    with folder_atomic(tmp_path / "out"):
+        pass
+    assert set(tmp_path.rglob("*")) == before | {tmp_path / "out"}
 
 
 def test_hidden_files_of_others_are_not_taken_for_abandoned(tmp_path: Path) -> None:

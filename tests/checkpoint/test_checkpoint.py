@@ -18,7 +18,7 @@ from terrace.checkpoint import snapshot, writing
 from terrace.checkpoint.layout import decode, encode, latest
 from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole, restore, resume
-from terrace.checkpoint.writing import clear_leftovers, remove, save
+from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
@@ -380,20 +380,3 @@ def test_a_disk_that_fills_up_keeps_what_was_saved(pool: LocalPool, tmp_path: Pa
         shutil.rmtree(disk / "checkpoints" / names[0])
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-def test_an_interrupted_removal_leaves_no_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = save(make(ALONE, (1,), "ddp"), tmp_path, 3, {}, keep=1)
-
-    def half(folder: Path, ignore_errors: bool) -> None:
-        next(folder.glob("*.safetensors")).unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", half)
-        with pytest.raises(KeyboardInterrupt):
-            remove(saved)
-    assert latest(tmp_path) is None
-    assert [path.name for path in saved.parent.iterdir()] == [".step-00000003.removed"]
-    clear_leftovers(saved.parent)
-    assert not list(saved.parent.iterdir())

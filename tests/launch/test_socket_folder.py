@@ -61,6 +61,40 @@ def test_only_folders_of_this_name_without_an_owner_are_removed(tmp_path: Path) 
     assert set(tmp_path.iterdir()) == {other, link}
 
 
+def test_a_start_that_was_killed_before_its_folder_was_its_own(tmp_path: Path) -> None:
+    kills = "import fcntl, os\ndef kill(*_): os.kill(os.getpid(), 9)\nfcntl.flock = kill\n" + MAKE
+    done = subprocess.run([sys.executable, "-c", kills], env=environment() | {"TMPDIR": str(tmp_path)}, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("terrace-new-")
+    own = tmp_path / "terrace-new-ideas"
+    own.mkdir()
+    (own / "file").touch()
+    clear_abandoned(tmp_path)
+    assert list(tmp_path.iterdir()) == [own], "a user's own folder stays"
+
+
+def test_a_folder_that_another_start_took_for_abandoned_is_made_again(tmp_path: Path) -> None:
+    sweeps = (
+        "import fcntl, os\nfrom pathlib import Path\nseen = []\n"
+        "def swept(handle, how):\n"
+        "    seen.append(how)\n"
+        "    len(seen) == 1 and os.rmdir(os.readlink(f'/proc/self/fd/{handle}'))\n"
+        "fcntl.flock = swept\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", sweeps + MAKE],
+        env=environment() | {"TMPDIR": str(tmp_path)},
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Path(done.stdout.strip()).parent == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_is_made_where_there_are_no_locks(tmp_path: Path) -> None:
     program = "import fcntl\ndef none(*_): raise OSError(37, 'No locks available')\nfcntl.flock = none\n" + MAKE
     done = subprocess.run(

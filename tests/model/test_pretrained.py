@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -303,6 +304,24 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_pretrained(tmp_path / "file" / "out", config, values, "fp32")
     with pytest.raises(ModelError, match=r"llama config.json cannot say qk_norm"):
         write_pretrained(tmp_path / "other", replace(config, qk_norm=True), values, "fp32")
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
+    config = parse_model(TABLES["llama"])
+    values = our_values(config)
+
+    def killed(block: str, param: str) -> Tensor:
+        if block == "layers.1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return values(block, param)
+
+    child = os.fork()
+    if not child:
+        write_pretrained(tmp_path / "out", config, killed, "fp32", shard_bytes=1000)
+    os.waitpid(child, 0)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.0.new"]
+    write_pretrained(tmp_path / "out", config, values, "fp32")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:

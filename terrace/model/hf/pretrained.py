@@ -10,8 +10,6 @@ Shape legend: G groups, P parts, d rows of a part in a group.
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError, did_you_mean
-from terrace.base.files import respect_umask, sync_folder, write_atomic
+from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.model.config import ModelConfig, load_model, to_table
 from terrace.model.hf.config import published_table
 from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
@@ -188,10 +186,7 @@ def write_pretrained(
     others: dict[str, str | bytes] = {CONFIG: _json(table), **carried_files(source, end_of_text)}
     shards = _shards(config, DTYPES[dtype].itemsize, shard_bytes)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside the target and renamed at the end, so that a reader never sees half a folder.
-        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
+        with folder_atomic(folder) as made:
             for file, tensors in shards.items():
                 _write_shard(made / file, {name: _stored(parts, value, dtype) for name, parts in tensors.items()})
             if len(shards) > 1:
@@ -200,13 +195,6 @@ def write_pretrained(
                 others[INDEX] = _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
             for name, content in others.items():
                 write_atomic(made / name, content)
-            respect_umask(made)
-            os.replace(made, folder)
-            sync_folder(folder.parent)
-        # Also on an interrupt: no half-written folder stays behind.
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
     except OSError as error:
         raise ModelError(f"cannot write {folder}: {error.strerror or error}") from error
     return sorted([*shards, *others])

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from terrace.base.errors import ModelError
-from terrace.base.files import respect_umask, write_atomic
+from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.hf.names import NAMES, StoredTensor, sources
 from terrace.model.lora.config import LoraConfig, adapter_names, targets
@@ -48,10 +48,10 @@ def write_adapter(folder: str | Path, config: ModelConfig, lora: LoraConfig, val
         tensors[f"base_model.model.{module}.lora_B.weight"] = up
     table = _table(config, lora, {module: len(parts) for module, parts in fused.items()}, base)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        respect_umask(folder / WEIGHTS)
-        write_atomic(folder / CONFIG, json.dumps(table, indent=2, sort_keys=True) + "\n")
+        with folder_atomic(folder) as made:
+            save_file(tensors, made / WEIGHTS, metadata={"format": "pt"})
+            respect_umask(made / WEIGHTS)
+            write_atomic(made / CONFIG, json.dumps(table, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         raise ModelError(f"cannot write {folder}: {error.strerror}; name another folder") from error
     return [CONFIG, WEIGHTS]
