@@ -14,9 +14,11 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("terrace", "tests", "bench") for path in (ROOT / folder).rglob("*.py"))
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# They start or join ranks, or show (`terrace doctor`) the variables that decide how ranks talk.
+# They start or join ranks, switch torch's recorder on, or show (`terrace doctor`) the variables that decide how ranks
+# talk.
 ENVIRONMENT = (
     "bench/lab/launch.py",
+    "terrace/launch/flight.py",
     "terrace/launch/start.py",
     "terrace/probe/environment.py",
     "terrace/rehearse/launch.py",

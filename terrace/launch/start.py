@@ -1,7 +1,7 @@
 """Joining a world: under torchrun, srun or mpirun, or as child processes of this one.
 
-One of the modules that may read (or set) environment variables; the others are `terrace/rehearse/launch.py`, which
-makes the environments of a rehearsal's ranks, and `terrace/probe/environment.py`.
+One of the modules that may read (or set) environment variables; the others are `terrace/launch/flight.py`,
+`terrace/rehearse/launch.py`, which makes the environments of a rehearsal's ranks, and `terrace/probe/environment.py`.
 """
 
 import math
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError
+from terrace.launch import flight
 from terrace.launch.machines import Facts, boot_id, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
 from terrace.launch.rendezvous import host_store, meet, open_store
@@ -133,6 +134,7 @@ def join(
         say(f"{place.world_size} ranks under {place.launcher}, backend {backend}: {why}")
         for line in (met.map, *met.notes) if len(set(met.machines)) > 1 else met.notes:
             say(line)
+    os.environ.update(flight.settings())
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
@@ -312,7 +314,7 @@ def _start_forkserver(module: str = "__main__") -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
     # Forking is safe only from a single-threaded server; each child sets its own number of threads.
-    defaults = {"OMP_NUM_THREADS": "1"}
+    defaults = {"OMP_NUM_THREADS": "1", **flight.settings()}
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
     for name in loopback:

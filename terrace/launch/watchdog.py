@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.printable import printable
+from terrace.launch.flight import LIMIT_S, FlightRecorder
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.seal import Seal
@@ -52,7 +53,8 @@ class Watchdog:
     `interval_s`, more often with a short `timeout_s` (eight per timeout), less often in a large world (at most 2000
     writes per second in all). `on_hang` gets the message instead of stderr. `catch_sigterm` delays SIGTERM until the
     message is out, and needs the main thread. With `stops`, other code handles SIGTERM and ends the run in order: the
-    watchdog then acts on it only if a rank is missing.
+    watchdog then acts on it only if a rank is missing. `recorder` has the last collectives of this rank, which are kept
+    when the run hangs.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Watchdog:
         stops: bool = False,
         seal: Seal,
         store_rank: int | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         self._interval_s = max(min(interval_s, timeout_s / 8), world_size / _MAX_WRITES_PER_S)
         # Two readings must be far enough apart for every living rank to have published in between.
@@ -79,6 +82,7 @@ class Watchdog:
             )
         self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
         self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops
+        self._recorder = recorder
         self._heartbeats = HeartbeatStore(store, rank, world_size, timeout_s, seal)
         self._place: _Place = (0, 0, "start", None)
         self._seen: _Place = self._place
@@ -127,7 +131,7 @@ class Watchdog:
         """
         # This rank's error is a consequence; publishing it as such leads the others past it to the cause.
         self._leave("dragged", error)
-        answered = self._answered.wait((_ATTEMPTS + 1) * (2 * self._window_s + 1.0))
+        answered = self._answered.wait((_ATTEMPTS + 1) * (2 * self._window_s + 1.0) + LIMIT_S)
         return HangError(self._answer if answered else self._own_words())
 
     @contextmanager
@@ -275,11 +279,13 @@ class Watchdog:
         if verdict is None:
             return
         kind, _, message = verdict.partition(" ")
+        if kind == "hang":
+            self._keep_records()
         if self._state == "dragged" and not self._told_to_stop:
             self._answer = message
             self._answered.set()
         elif self._state in (None, "dragged"):
-            self._die(message, EXIT_HANG if kind == "hang" else EXIT_STOPPED)
+            self._die(message, EXIT_STOPPED if kind == "stop" else EXIT_HANG)
 
     def _agree(self, cause: _Cause) -> str | None:
         place = self._place
@@ -317,12 +323,23 @@ class Watchdog:
         if cause == "stopped" and verdict.rule in ("behind", "nobody"):
             where = self._describe(self._place, None).where()
             return f"stop rank {self._rank} was told to stop (SIGTERM) at {where}; no rank was missing"
-        return f"hang {verdict.message}"
+        # After an error of a rank's own, the last collectives tell nothing.
+        return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept()}"
+
+    def _keep_records(self) -> None:
+        if self._recorder is None:
+            return
+        problem = self._recorder.keep(self._place[0], self._rank)
+        if problem is not None:
+            os.write(2, f"terrace: rank {self._rank} cannot keep its last collectives: {printable(problem)}\n".encode())
+
+    def _kept(self) -> str:
+        return "" if self._recorder is None else self._recorder.words()
 
     def _own_words(self) -> str:
         beat = self._describe(self._place, None)
         group = f"; it waits with ranks {beat.group}" if beat.group else ""
-        return f"rank {self._rank} stopped at {beat.where()}{group}; no post-mortem could be made"
+        return f"rank {self._rank} stopped at {beat.where()}{group}; no post-mortem could be made{self._kept()}"
 
     def _without_store(self, error: RuntimeError) -> str:
         host = "the launcher" if self._store_rank is None else f"rank {self._store_rank}"
@@ -338,7 +355,14 @@ class Watchdog:
         os._exit(code)
 
 
-def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: bool = False) -> Watchdog:
+def watch(
+    world: World,
+    *,
+    timeout_s: float,
+    interval_s: float = 0.5,
+    stops: bool = False,
+    recorder: FlightRecorder | None = None,
+) -> Watchdog:
     """Watchdog of `world`, with the message delivery of its launcher.
 
     With `stops`, the main thread ends the run in order after SIGTERM.
@@ -354,4 +378,5 @@ def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: boo
         stops=stops,
         seal=world.seal.within("step"),
         store_rank=world.store_rank,
+        recorder=recorder,
     )

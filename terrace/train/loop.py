@@ -26,6 +26,7 @@ from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches
 from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
+from terrace.launch import flight
 from terrace.launch.start import pace
 from terrace.launch.stop import SIGNALS, Stop, StopSignal, Vote
 from terrace.launch.watchdog import Watchdog, watch
@@ -73,14 +74,17 @@ def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
     """
     following = recorded(observer, job) if world.rank == 0 else nullcontext(observer)
     holding = folder_lock(job.folder) if world.rank == 0 else nullcontext()
+    flights, why_not = flight.flight_recorder(job.folder / flight.FOLDER)
     # Local ranks leave signals to the process that started them, which passes a stop on through the store.
     with (
         StopSignal(SIGNALS if world.supervised else SIGNALS[:1]) as stop_signal,
-        watch(world, timeout_s=job.run.train.timeout_s, stops=True) as dog,
+        watch(world, timeout_s=job.run.train.timeout_s, stops=True, recorder=flights) as dog,
         dog.guard(),
         holding,
         following as followed,
     ):
+        if why_not:
+            followed.note(why_not)
         return RankOfRun(world, job, followed, dog, stop_signal).outcome()
 
 

@@ -1,5 +1,6 @@
 """A rank that dies or stops under `terrace train`: all end in time, one message names it, nothing is left over."""
 
+import json
 import os
 import re
 import signal
@@ -41,6 +42,17 @@ pytestmark = pytest.mark.timeout(400)
 
 def run_of(folder: Path) -> Path:
     return write_run(folder, 2, 2, steps=100_000, checkpoint_every=3, timeout_s=TIMEOUT_S, log_every=1)
+
+
+def check_records(run_folder: Path, said: str, ranks: set[int], waiting: set[int]) -> None:
+    """The last collectives of these ranks are kept, and those of ranks that wait have not ended."""
+    assert f"; the last collectives of the ranks: {run_folder}/flight/step-*-rank-*.json" in said, said
+    found = {int(path.stem[-5:]): json.loads(path.read_text()) for path in (run_folder / "flight").iterdir()}
+    assert set(found) == ranks
+    for rank, records in found.items():
+        assert records["entries"][0]["profiling_name"].startswith("gloo:")
+        under_way = [entry for entry in records["entries"] if not entry["retired"]]
+        assert bool(under_way) or rank not in waiting, rank
 
 
 def check_what_is_left(run_folder: Path) -> None:
@@ -145,6 +157,7 @@ def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: st
     if how == "computing":
         assert re.search(r"from step \d+, instruction \d+ `FORWARD[^`]*` \(computing", said), said
         assert "waiting for it: rank" in said
+        check_records(tmp_path / "run", said, {0, 1, 2, 3}, {0, 1, 2, 3} - {victim})
         check_what_is_left(tmp_path / "run")
     else:
         assert "`saving a checkpoint` (outside a step" in said

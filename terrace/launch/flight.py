@@ -1,0 +1,104 @@
+"""Torch's flight recorder: the last collectives of every rank, kept in the run folder when a run hangs.
+
+Torch records the collectives that a process issued (group, number within it, sizes, whether it has ended) in a ring in
+memory. NCCL's are in a recorder of their own, Gloo's in a general one, which has no sends and receives. NCCL would
+write its recorder out when it gives up itself; Terrace's watchdog ends a hang before, so it writes the file.
+
+The functions are not part of torch's interface. Where there is a JSON form, that is kept; the other one is a pickle,
+which is kept as it is and never read here.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrace.base.files import write_atomic
+
+FOLDER = "flight"  # in the run folder
+_SIZE, _FORMER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"  # torch reads both
+_JSON = "_json"
+_NUM_RECORDS = 2000  # torch 2.13's own default; some 1 MB as JSON
+LIMIT_S = 5.0  # to write a file; a disk may hang, too
+# The JSON form of one recorder is better than the pickle of the other; a recorder without a record gives way.
+_FUNCTIONS = {
+    "nccl": ("_dump_nccl_trace_json", "_dump_fr_trace_json", "_dump_nccl_trace", "_dump_fr_trace"),
+    "gloo": ("_dump_fr_trace_json", "_dump_fr_trace"),
+}
+
+
+def settings() -> dict[str, str]:
+    """Environment variables that switch the recorder on; none where the user has set its size."""
+    return {} if {_SIZE, _FORMER_SIZE} & os.environ.keys() else {_SIZE: str(_NUM_RECORDS)}
+
+
+@dataclass(frozen=True)
+class FlightRecorder:
+    """The recorder of this process and the folder for its file; `functions` are torch's, in order of preference."""
+
+    folder: Path
+    functions: Sequence[Callable[[], bytes]]
+    is_json: bool
+
+    def words(self) -> str:
+        """Where the files of all ranks are, for the message of a hang; the same on every rank."""
+        return f"; the last collectives of the ranks: {self.folder}/step-*-rank-*.{self._kind}"
+
+    def keep(self, step: int, rank: int) -> str | None:
+        """Write the records of this rank, in a few seconds at most; returns the problem, or None.
+
+        The file of an earlier hang of this rank at this step is replaced.
+        """
+        problem: list[str | None] = [f"not written within {LIMIT_S:g} s"]
+
+        def write() -> None:
+            try:
+                write_atomic(self.folder / f"step-{step:08d}-rank-{rank:05d}.{self._kind}", self._records())
+                problem[:] = [None]
+            except (OSError, RuntimeError) as error:
+                problem[:] = [str(error).split("\n")[0]]
+
+        # Of its own, since the caller ends the process, whatever becomes of the disk.
+        writer = threading.Thread(target=write, name="flight recorder", daemon=True)
+        writer.start()
+        writer.join(LIMIT_S)
+        return problem[0]
+
+    @property
+    def _kind(self) -> str:
+        return "json" if self.is_json else "pickle"
+
+    def _records(self) -> bytes:
+        for function in self.functions:
+            records = function()
+            if not self.is_json or b'"entries"' in records:
+                break
+        return records
+
+
+def flight_recorder(folder: Path) -> tuple[FlightRecorder | None, str]:
+    """The recorder of this process, to be kept in `folder`; or None and the reason, "" where the user switched it off.
+
+    Call it after torch's process group was made.
+    """
+    if _size() <= 0:
+        return None, ""
+    module: Any = torch._C._distributed_c10d
+    there = [name for name in _FUNCTIONS[dist.get_backend()] if hasattr(module, name)]
+    chosen = [name for name in there if name.endswith(_JSON)] or there
+    if not chosen:
+        return None, f"torch {torch.__version__} has no flight recorder: a hang will be told without last collectives"
+    return FlightRecorder(folder, [getattr(module, name) for name in chosen], chosen[0].endswith(_JSON)), ""
+
+
+def _size() -> int:
+    for name in (_SIZE, _FORMER_SIZE):
+        text = os.environ.get(name)
+        if text is not None:
+            return int(text) if text.isdecimal() else 0
+    return 0
