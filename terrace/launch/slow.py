@@ -1,33 +1,57 @@
-"""Slow ranks: a rank that takes longer for its own work than its peers is named while the run goes on.
+"""Slow ranks: a rank that takes longer for its own work than it should is named while the run goes on.
 
-A rank's own time in a step is its reading and computing, without its waits for others: a rank that waits for a slow
-one is not slow. Each rank publishes figures of its last steps in its heartbeats, and rank 0's watchdog compares
+A rank's own time in a step is what it reads and computes, without what it waits for others: a rank that waits for a
+slow one is not slow. Each rank publishes figures of its last steps in its heartbeats, and rank 0's watchdog compares
 them now and then, so no rank waits and no message is added. A slow link shows in no rank's own time.
+
+Ranks of a group do the same work. They are compared with the time that a quarter of the group keeps to, so that three
+slow ranks of four are found; and where hardly any rank is fast, with the same figure of the run's first steps.
 """
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrace.launch.postmortem import Heartbeat
+from terrace.launch.postmortem import Heartbeat, in_words
 
-_LEAST_SHARE = 0.05  # of a step: less is not worth a line
+_LEAST_SHARE = 0.05  # of a step: what costs less is not worth a line
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
+    """A slow rank: its own time, and the time that it is held to, of its fast peers or of the run's first steps."""
+
     rank: int
-    factor: float  # own time over the median peer's
     own_s: float
-    peers_s: float
+    fast_s: float
+    is_history: bool
     place: str
 
-    def words(self, num_steps: int) -> str:
-        return (
-            f"rank {self.rank} is slow: {self.own_s:.3g} s of own work a step where its peers take {self.peers_s:.3g} "
-            f"s, {self.factor:.1f} times as long, in most of its last {num_steps} steps ({self.place})"
+    @property
+    def factor(self) -> float:
+        return self.own_s / self.fast_s
+
+
+def in_lines(found: Sequence[SlowRank], num_steps: int) -> list[str]:
+    """A line for each group of ranks that are slow by the same comparison; `num_steps` are the last ones."""
+    alike: dict[tuple[float, bool], list[SlowRank]] = {}
+    for each in found:
+        alike.setdefault((each.fast_s, each.is_history), []).append(each)
+    lines = []
+    for (fast_s, is_history), slow in alike.items():
+        worst = max(slow, key=lambda each: each.own_s)
+        peers = f"in the run's first steps it took {fast_s:.3g} s" if is_history else f"fast peers take {fast_s:.3g} s"
+        ranks = in_words(each.rank for each in slow)
+        if len(slow) == 1:
+            who, times = f"{ranks} is slow", f"{worst.factor:.1f} times as long"
+        else:
+            who, times = f"{ranks} are slow", f"up to {worst.factor:.1f} times as long (rank {worst.rank})"
+        lines.append(
+            f"{who}: {worst.own_s:.3g} s of own work a step where {peers}, {times}, in most of the last {num_steps} "
+            f"steps ({worst.place})"
         )
+    return lines
 
 
 class OwnTimes:
@@ -47,30 +71,42 @@ class OwnTimes:
         return own_s[len(own_s) // 4], own_s[len(own_s) // 2], statistics.median(step_s for _, step_s in self._times)
 
 
-def slow_ranks(
-    beats: Sequence[Heartbeat], peers: Sequence[Sequence[int]], factor: float, known: Collection[int] = ()
-) -> tuple[SlowRank, ...]:
-    """The slow ranks, by `beats` of all ranks; `peers` are the groups of ranks that do the same work.
+class Comparison:
+    """The slow ranks of a run by the heartbeats of all ranks; `peers` are the groups of ranks that do the same work.
 
-    A rank is slow if it took `factor` times the median of its peers, even in the quicker steps of its last ones: noise,
-    which hits some steps of any rank, names nobody. One that is `known` to be slow stays so until its median falls
-    below half of the excess.
+    A rank is slow if it took `factor` times as long as the fastest quarter of its group takes or took in the run's
+    first steps, even in the quicker steps of its last ones: noise, which hits some steps of any rank, names nobody. A
+    slow rank stays so until its median falls below half of the excess.
     """
-    found = []
-    for group in peers:
-        told = [beats[rank] for rank in group if beats[rank].typical_s]
-        for beat in told if len(told) > 1 else ():
-            peers_s = statistics.median(other.typical_s for other in told if other is not beat)
+
+    def __init__(self, peers: Sequence[Sequence[int]], factor: float) -> None:
+        self._peers, self._factor = tuple(tuple(group) for group in peers), factor
+        self._first_s: dict[tuple[int, ...], float] = {}
+        self._known: frozenset[int] = frozenset()
+
+    def look(self, beats: Sequence[Heartbeat]) -> tuple[SlowRank, ...]:
+        """The ranks that are slow now."""
+        found = [each for group in self._peers for each in self._slow_in(group, beats)]
+        self._known = frozenset(each.rank for each in found)
+        return tuple(found)
+
+    def _slow_in(self, group: tuple[int, ...], beats: Sequence[Heartbeat]) -> list[SlowRank]:
+        told = [beats[rank] for rank in group]
+        if not all(beat.typical_s for beat in told):
+            return []
+        now_s = sorted(beat.typical_s for beat in told)[(len(told) - 1) // 4]
+        first_s = self._first_s.setdefault(group, now_s)
+        # Half of the excess, as for a slow rank: what is slow by history stays so until then.
+        is_history = now_s >= (1 + self._factor) / 2 * first_s
+        fast_s = first_s if is_history else now_s
+        found = []
+        for beat in told:
             # The lower quartile: three quarters of the steps were at least as slow.
-            slow = beat.low_s >= factor * peers_s and beat.low_s - peers_s >= _LEAST_SHARE * beat.step_s
-            if slow or (beat.rank in known and beat.typical_s >= (1 + factor) / 2 * peers_s):
+            slow = beat.low_s >= self._factor * fast_s and beat.low_s - fast_s >= _LEAST_SHARE * beat.step_s
+            if slow or (beat.rank in self._known and beat.typical_s >= (1 + self._factor) / 2 * fast_s):
                 found.append(
                     SlowRank(
-                        rank=beat.rank,
-                        factor=beat.typical_s / peers_s,
-                        own_s=beat.typical_s,
-                        peers_s=peers_s,
-                        place=beat.place,
+                        rank=beat.rank, own_s=beat.typical_s, fast_s=fast_s, is_history=is_history, place=beat.place
                     )
                 )
-    return tuple(found)
+        return found

@@ -28,7 +28,7 @@ from terrace.launch.flight import LIMIT_S, FlightRecorder
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.seal import Seal
-from terrace.launch.slow import OwnTimes, SlowRank, slow_ranks
+from terrace.launch.slow import Comparison, OwnTimes, SlowRank
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
@@ -95,8 +95,8 @@ class Watchdog:
         self._told_to_stop = self._closing = False
         self.slow: tuple[SlowRank, ...] = ()  # by the last look; the thread alone sets it
         self._own_times: OwnTimes | None = None
-        self._peers: tuple[tuple[int, ...], ...] = ()
-        self._slow_factor, self._compared_s = 0.0, time.monotonic()
+        self._comparison: Comparison | None = None
+        self._compared_s = time.monotonic()
         self._compare_s = max(_COMPARE_S, world_size / _MAX_WRITES_PER_S)
         self._published, self._answered, self._answer = threading.Event(), threading.Event(), ""
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -110,8 +110,8 @@ class Watchdog:
 
     def look_for_slow(self, peers: Sequence[Sequence[int]], factor: float, num_steps: int) -> None:
         """Publish figures of `num_steps` steps, and on rank 0 keep `slow` up to date (terrace.launch.slow)."""
-        self._own_times, self._slow_factor = OwnTimes(num_steps), factor
-        self._peers = tuple(tuple(group) for group in peers if len(group) > 1)
+        self._own_times = OwnTimes(num_steps)
+        self._comparison = Comparison(peers, factor)
 
     def stepped(self, own_s: float, step_s: float) -> None:
         """A step has ended; `own_s` are the seconds in which this rank read and computed, without waiting."""
@@ -205,13 +205,12 @@ class Watchdog:
 
     def _compare(self) -> None:
         now_s = time.monotonic()
-        if self._rank != 0 or not self._peers or now_s - self._compared_s < self._compare_s:
+        if self._rank != 0 or self._comparison is None or now_s - self._compared_s < self._compare_s:
             return
         self._compared_s = now_s
         # A store that is gone is reported once it matters, in `_agree`.
         with suppress(RuntimeError):
-            known = [each.rank for each in self.slow]
-            self.slow = slow_ranks(self._heartbeats.read_all(), self._peers, self._slow_factor, known)
+            self.slow = self._comparison.look(self._heartbeats.read_all())
 
     def _sleep(self, duration_s: float) -> None:
         if select.select([self._wake_read], [], [], duration_s)[0]:

@@ -1,5 +1,7 @@
 """Slow ranks of a run, told as they are found (terrace.launch.slow)."""
 
+from terrace.launch.postmortem import in_words
+from terrace.launch.slow import in_lines
 from terrace.launch.watchdog import Watchdog
 from terrace.program.program import Program
 from terrace.runtime.step_sums import StepResult
@@ -21,15 +23,16 @@ class SlowRanks:
 
     @property
     def factors(self) -> dict[str, float]:
-        """Slow rank -> its own time over its peers'; empty but on rank 0."""
+        """Slow rank -> its own time over that of its fast peers, or of the first steps; empty but on rank 0."""
         return {str(each.rank): round(each.factor, 2) for each in self._dog.slow}
 
     def stepped(self, result: StepResult, data_s: float, step_s: float) -> None:
         own_s = data_s + sum(spent for name, spent in result.time_s.items() if not name.startswith("wait "))
         self._dog.stepped(own_s, step_s)
-        slow = {each.rank: each for each in self._dog.slow}
-        for rank in slow.keys() - self._known:
-            self._observer.note(slow[rank].words(self._train.slow_steps))
-        for rank in self._known - slow.keys():
-            self._observer.note(f"rank {rank} is as fast as its peers again")
-        self._known = frozenset(slow)
+        slow = self._dog.slow
+        for line in in_lines([each for each in slow if each.rank not in self._known], self._train.slow_steps):
+            self._observer.note(line)
+        ranks = frozenset(each.rank for each in slow)
+        if again := self._known - ranks:
+            self._observer.note(f"no longer slow: {in_words(again)}")
+        self._known = ranks
