@@ -107,6 +107,8 @@ class Renderers:
             encoding="ascii",
             start_new_session=True,
         )
+        # Waited for as soon as it ends by itself after an idle minute, so that no zombie stays.
+        threading.Thread(target=self._process.wait, name="template process", daemon=True).start()
 
     def _send(self, asked: Mapping[str, Any]) -> None:
         assert self._process is not None
@@ -122,7 +124,12 @@ class Renderers:
     def _answer(self) -> Any:
         assert self._process is not None
         assert self._process.stdout is not None
-        said = self._process.stdout.readline()
+        said = self._process.stdout.readline(template_process.MOST_CHARACTERS + 1)
+        # The process keeps to the limit itself, unless a template has escaped from its sandbox.
+        if len(said) > template_process.MOST_CHARACTERS and not said.endswith("\n"):
+            self._process.kill()
+            self._close()
+            raise TemplateRefusalError(template_process.TOO_LONG)
         if not said.endswith("\n"):
             raise _EndedError
         answer = json.loads(said)

@@ -16,8 +16,13 @@ from typing import Any
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # code points that no text may hold: Unicode keeps them for marks inside a program
 MEMORY_BYTES = 1 << 30  # of addresses: Python and Jinja take some 40 MB, a long conversation a few
+MOST_CHARACTERS = 16 << 20  # of an answer in JSON, ASCII alone: some 4 million tokens of English, 2 million of Chinese
 PROCESSOR_S = 3  # of one conversation, which takes milliseconds
 IDLE_S = 60  # then SIGALRM ends it: its parent may train for weeks
+TOO_LONG = (
+    f"the chat template makes more than {MOST_CHARACTERS >> 20} million characters of one conversation: repair it, or "
+    "shorten the conversation"
+)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under the names that templates and data use
 
 
@@ -182,7 +187,10 @@ def serve(most_s: int) -> None:
         try:
             # Each at once: if the next one ends this process, the parent has those before.
             for made in _answers(renderers, json.loads(line), most_s):
-                print(json.dumps({"made": made}), flush=True)
+                answer = json.dumps({"made": made})
+                if len(answer) > MOST_CHARACTERS:
+                    raise RefusedError(TOO_LONG)
+                print(answer, flush=True)
         except RefusedError as error:
             print(json.dumps({"refused": str(error)}), flush=True)
         except MemoryError:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from terrace.base.errors import DataError
-from terrace.data import template
+from terrace.data import template, template_process
 from terrace.data.chat import ByteEncoder, ChatReader, load_encoder
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.documents import open_documents
@@ -174,6 +175,42 @@ def test_a_template_that_does_not_end_is_refused_after_the_lines_before(monkeypa
     assert quick._process is not None
     os.kill(quick._process.pid, signal.SIGALRM)
     assert spoken(bytes_reader(), {"messages": TALK[1:3]})
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_a_text_without_bounds_is_refused(num_turns: int) -> None:
+    """Refused as one text is, however many conversations were asked for; nothing of the answer is left over."""
+    source = "{{ 'x' * 17000000 if messages[0].content == 'long' else messages[0].content }}"
+    short, long = ([{"role": "user", "content": text}] for text in ("short", "long"))
+    made = ChatTemplate(source)._made([(short, None)] * num_turns + [(long, None)], prompting=False, spans=False)
+    assert [next(made)[0] for _ in range(num_turns)] == ["short"] * num_turns
+    with pytest.raises(TemplateRefusalError, match=r"^the chat template makes more than 16 million characters of one"):
+        next(made)
+    assert ChatTemplate(source).render(short)[0] == "short"
+    assert len(ChatTemplate("{{ 'x' * 16000000 }}").render(short)[0]) == 16_000_000
+
+
+def test_an_answer_that_does_not_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = tmp_path / "endless.py"
+    endless.write_text("while True:\n    print('x' * 65536, end='')\n")
+    monkeypatch.setattr(template_process, "__file__", str(endless))
+    monkeypatch.setattr(template_process, "MOST_CHARACTERS", 1 << 20)
+    asked = Renderers()
+    with pytest.raises(TemplateRefusalError, match="million characters of one conversation"):
+        asked.has_tags("a", "the template", {})
+    assert asked._process is None
+
+
+def test_a_process_that_ended_because_nobody_asked_is_no_zombie() -> None:
+    idle = Renderers()
+    assert not idle.has_tags("a", "the template", {})
+    assert idle._process is not None
+    os.kill(idle._process.pid, signal.SIGALRM)
+    deadline_s = time.monotonic() + 20
+    while Path(f"/proc/{idle._process.pid}").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert not idle.has_tags("b", "the template", {})
 
 
 def test_answers_that_were_not_read_are_not_taken_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
