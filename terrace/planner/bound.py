@@ -27,7 +27,7 @@ Memory. Each state divided by the ranks it is sharded over, one gathered block, 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from terrace.plan.layout import DEVICE
@@ -57,6 +57,15 @@ class _Priced(NamedTuple):
     edge_s: float
 
 
+class Span(NamedTuple):
+    """Bound in seconds of a root with a schedule, and the blocks of its busiest stage, if known."""
+
+    schedule: str
+    chunks: int
+    span_s: float
+    heavy: Runs | None
+
+
 class Bounds:
     """Lower bounds for the candidates of one task; caches the pipelines built for them."""
 
@@ -68,22 +77,19 @@ class Bounds:
         self.works = Works(estimator)
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
-        self._newest: tuple[PartialCandidate, _Priced] | None = None
 
-    def root(self, shape: OpenMesh, micro_batch: int, recompute: int, *, context: bool = True) -> PartialCandidate:
+    def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
         """Bound over all schedules of a shape, with the stages of the lightest possible pipeline.
 
-        For an open shape it is also a bound over its context forms. Without `context` it leaves out the messages of
-        context ranks: lower, and found in less time.
+        For an open shape it is also a bound over its context forms.
         """
-        works, sizes = self.works.of(shape, micro_batch, recompute, context), self.works.sizes(shape)
-        stages, alike = sizes.num_stages, self.split.alike
+        return self.bounded(self.outline(shape, micro_batch, recompute))
+
+    def outline(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
+        """A root without bounds on its seconds."""
+        sizes, alike = self.works.sizes(shape), self.split.alike
+        stages = sizes.num_stages
         micros = self.task.batch // (sizes.data * micro_batch)
-        # No schedule has lighter virtual stages than one with the most chunks.
-        least_s = 0.0 if alike is None else max(1, self.num_inner // (stages * MOST_CHUNKS)) * works.each[alike][0]
-        edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
-        # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
-        ramp_s = (stages - 1) / 2 * (least_s + edge_s)
         all_kept = micro_batch * sizes.all_kept[recompute]
         least_held: tuple[tuple[float, float], ...]
         if stages == 1:
@@ -95,32 +101,74 @@ class Bounds:
         else:
             # Some stage holds the mean of the parameters or more, and some, maybe another, keeps the mean or more.
             least_held = ((sizes.all_numel / stages, 0), (0, all_kept / stages))
-        mean_s, heavy = micros * works.whole_s / stages, self.works.whole if stages == 1 else None
+        heavy = self.works.whole if stages == 1 else None
         # By position: a search makes ten thousand of these.
+        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, 0.0, least_held, False)
+
+    def bounded(self, outline: PartialCandidate, *, context: bool = True) -> PartialCandidate:
+        """The root of an outline; without `context` it leaves out the messages of context ranks: lower, and found in
+        less time.
+        """
+        shape, micro_batch, recompute, _, _, micros, heavy, _, _, least_held, _, _ = outline
+        works, alike = self.works.of(shape, micro_batch, recompute, context), self.split.alike
+        stages = self.works.sizes(shape).num_stages
+        # No schedule has lighter virtual stages than one with the most chunks.
+        least_s = 0.0 if alike is None else max(1, self.num_inner // (stages * MOST_CHUNKS)) * works.each[alike][0]
+        edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
+        # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
+        ramp_s = (stages - 1) / 2 * (least_s + edge_s)
+        mean_s = micros * works.whole_s / stages
         return PartialCandidate(
             shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, mean_s + ramp_s, least_held, False
         )
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
-        """Bound of a root with a schedule; None with more virtual stages than layers, or too many passes.
+        """The core of a root with one schedule; None where `spans` leaves it out."""
+        found = [self.spanning(root, span) for span in self.spans(root, [(schedule, chunks)])]
+        return found[0] if found else None
+
+    def spanning(self, root: PartialCandidate, span: Span) -> PartialCandidate:
+        """The core of a root with a schedule."""
+        schedule, chunks, span_s, heavy = span
+        shape, micro_batch, recompute, _, _, micros, _, mean_s, _, held_least, _, _ = root
+        return PartialCandidate(
+            shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, held_least, schedule == SERIAL
+        )
+
+    def spans(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> list[Span]:
+        """Bounds of a root with each schedule; none with more virtual stages than layers, or too many passes.
 
         An open shape keeps the root's bound if its context forms may split the layers differently.
         """
-        if schedule == SERIAL:
-            return root._replace(schedule=SERIAL, played=True)
-        num_layers, alike, stages = self.num_inner, self.split.alike, self.works.sizes(root.shape).num_stages
-        num_virtual = stages * chunks
-        # The same limits as of splits and of `pipeline`, without the cost of an exception.
-        if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
-            return None
-        works, dearest_layers, logits, edge_s = self._priced(root)
-        trait = traits()[schedule]
+        stages = self.works.sizes(root.shape).num_stages
+        most_chunks = min(self.num_inner // stages, MOST_PASSES // (stages * root.num_micros))
+        known: dict[tuple[bool, bool, bool, int], tuple[float, Runs | None]] = {}
+        found, priced = [], None
+        for schedule, chunks in schedules:
+            if schedule == SERIAL:
+                found.append(Span(SERIAL, 1, root.span_s, root.heavy))
+            # The same limits as of splits and of `pipeline`, without the cost of an exception.
+            elif chunks <= most_chunks:
+                trait = traits()[schedule]
+                # Schedules with equal traits share a bound.
+                key = (trait.split, trait.looped, trait.folded, chunks)
+                if key not in known:
+                    priced = priced or self._priced(root)
+                    known[key] = self._span(root, stages, chunks, trait, priced)
+                found.append(Span(schedule, chunks, *known[key]))
+        return found
+
+    def _span(
+        self, root: PartialCandidate, stages: int, chunks: int, trait: Trait, priced: _Priced
+    ) -> tuple[float, Runs | None]:
+        works, dearest_layers, logits, edge_s = priced
+        num_layers, alike, num_virtual = self.num_inner, self.split.alike, stages * chunks
         if alike is None:
-            return self._core_of_differing(root._replace(schedule=schedule, chunks=chunks), works.each, trait)
+            return self._span_of_differing(root, chunks, works.each, trait, edge_s), root.heavy
         last = last_layers(num_layers, num_virtual, works.logits_layers)
         # The split is monotone in the logits' cost, so equal ends mean that every form between them has this split.
         if dearest_layers is not None and last != last_layers(num_layers, num_virtual, dearest_layers):
-            return root._replace(schedule=schedule, chunks=chunks, heavy=None)
+            return root.span_s, None
         shares = shares_of(num_layers, stages, chunks, last, trait.looped, trait.folded)
         forward_s, backward_s, weight_s = works.each[alike]
         logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
@@ -135,52 +183,30 @@ class Bounds:
             last_s = micros * (shares.last_stage * (forward_s + backward_s) + logits_s)
             busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s), last_s)
         # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
-        hops = stages * chunks - 1 - (0 if trait.looped else chunks - 1)
+        hops = num_virtual - 1 - (0 if trait.looped else chunks - 1)
         before = num_layers - shares.last
         path_s = before * (forward_s + back_s) + 2 * hops * edge_s
         path_s += micros * (shares.last * (forward_s + back_s) + logits_forward_s)
         span_s = max(root.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
-        heavy = None if shares.heavy is None else self.split.equal(*shares.heavy)
-        shape, micro_batch, recompute, _, _, _, _, mean_s, _, held_least, _, _ = root
-        # By position: a search makes ten thousand of these.
-        return PartialCandidate(
-            shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, held_least, False
-        )
+        return span_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
 
     def _priced(self, root: PartialCandidate) -> _Priced:
-        # All schedules of a root come one after the other.
-        if self._newest is None or self._newest[0] is not root:
-            shape, numbers = root.shape, (root.micro_batch, root.recompute)
-            works, in_layers, alike = self.works.of(shape, *numbers), self.split.logits_in_layers, self.split.alike
-            dearest = in_layers(self.works.most(shape, *numbers)) if shape.is_open and alike is not None else None
-            logits = work_of_runs(works.each, self.split.after)
-            edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
-            self._newest = root, _Priced(works, dearest, logits, edge_s)
-        return self._newest[1]
+        shape, numbers = root.shape, (root.micro_batch, root.recompute)
+        works, in_layers, alike = self.works.of(shape, *numbers), self.split.logits_in_layers, self.split.alike
+        dearest = in_layers(self.works.most(shape, *numbers)) if shape.is_open and alike is not None else None
+        logits = work_of_runs(works.each, self.split.after)
+        return _Priced(works, dearest, logits, self.estimator.boundary_s(shape.mesh, root.micro_batch))
 
-    def _core_of_differing(self, core: PartialCandidate, works: Sequence[Work], trait: Trait) -> PartialCandidate:
+    def _span_of_differing(
+        self, root: PartialCandidate, chunks: int, works: Sequence[Work], trait: Trait, edge_s: float
+    ) -> float:
         # The forms of an open shape may split the blocks in different ways.
-        if core.shape.is_open:
-            return core
-        stages = core.shape.mesh.total("pipeline")
-        contents = self.split.contents(self.split.counts(works, stages * core.chunks))
+        if root.shape.is_open:
+            return root.span_s
+        stages = root.shape.mesh.total("pipeline")
+        contents = self.split.contents(self.split.counts(works, stages * chunks))
         virtual = [work_of_runs(works, runs) for runs in contents]
-        edge_s = self.estimator.boundary_s(core.shape.mesh, core.micro_batch)
-        span_s = least_span_s(virtual, stages, core.num_micros, edge_s, trait)
-        return core._replace(span_s=max(core.span_s, span_s))
-
-    def cores(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> Iterator[PartialCandidate]:
-        """Bounds of a root with each schedule; schedules with equal traits share one."""
-        known: dict[tuple[bool, bool, bool, int], PartialCandidate | None] = {}
-        for schedule, chunks in schedules:
-            trait = None if schedule == SERIAL else traits()[schedule]
-            split, folded = (False, False) if trait is None else (trait.split, trait.folded)
-            key = (split, trait is None or trait.looped, folded, chunks)
-            if key not in known:
-                known[key] = self.core(root, schedule, chunks)
-            core = known[key]
-            if core is not None:
-                yield core if core.schedule == schedule else core._replace(schedule=schedule)
+        return max(root.span_s, least_span_s(virtual, stages, root.num_micros, edge_s, trait))
 
     def staged(self, core: PartialCandidate) -> PartialCandidate:
         """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
+from itertools import islice
 
 from terrace.base.errors import PlanError
 from terrace.plan.layout import DEVICE
@@ -73,10 +74,13 @@ class Level(IntEnum):
     PLACED = 4  # a whole candidate
 
 
-Entry = tuple[float, Level, tuple[object, ...], PartialCandidate, Placement, int]
+# Bound, level, tie break, candidate, placement, unit; then the entries that follow this one in ascending order. Each enters
+# the heap when the one before it leaves, since most of a search's entries are never reached.
+Entry = tuple[float, Level, tuple[object, ...], PartialCandidate, Placement, int, "Iterator[Entry]"]
 Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
 
 _NOWHERE = Placement(DEVICE, DEVICE, DEVICE)  # of an entry without placement
+_NONE: Iterator[Entry] = iter(())  # follow an entry that is alone
 
 
 class Search:
@@ -85,21 +89,20 @@ class Search:
         self.bounds = evaluator.bounds
         self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, list[tuple[str, int]]] = {}
-        self._num_played = 0
+        self._num_roots = self._num_played = 0
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
         """The `count` best candidates after at most `limit` evaluations."""
-        heap: list[Entry] = [
-            (root.bound_s, Level.OUTLINE if root.shape.is_open else Level.ROOT, root.key, root, _NOWHERE, 0)
-            for root in self._roots()
-        ]
+        heap = list(self._roots())
         heapq.heapify(heap)
-        num_roots, tried = len(heap), 0
+        tried = 0
         fitting: list[Estimate] = []  # in ascending order of time
         open_window = window(fitting, count)
         while heap and heap[0][0] <= open_window.end_s and tried < limit:
             entry = heapq.heappop(heap)
+            for following in islice(entry[6], 1):
+                heapq.heappush(heap, following)
             # Any other entry is refined, and its parts return to the heap with bounds no lower than its own.
             if entry[1] is not Level.PLACED:
                 for further in self._opened(entry):
@@ -108,7 +111,7 @@ class Search:
             if self._is_worse(entry, open_window):
                 continue
             tried += 1
-            core, placement, unit = entry[3:]
+            core, placement, unit = entry[3:6]
             estimate = attempt(self.evaluator, core.candidate(placement, unit))
             if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.candidate, placement, unit)):
                 # The window shrinks as better candidates are found, and ends the search once no bound lies within it.
@@ -119,7 +122,7 @@ class Search:
         return Found(
             best=tuple(best),
             nearest=nearest,
-            num_roots=num_roots,
+            num_roots=self._num_roots,
             num_played=self._num_played,
             num_evaluated=tried,
             least_s=least_s,
@@ -127,44 +130,49 @@ class Search:
         )
 
     def _is_worse(self, entry: Entry, open_window: Window) -> bool:
-        bound_s, _, _, core, placement, unit = entry
+        bound_s, _, _, core, placement, unit, _ = entry
         # It may still lead a group. A slower one only matters if it is simpler than the worst of its group.
         if bound_s <= open_window.leader_s:
             return False
         return (core.recompute, self.bounds.least_bytes(core, placement, unit)) > open_window.worst
 
-    def _roots(self) -> Iterator[PartialCandidate]:
-        space = self.space
+    def _roots(self) -> Iterator[Entry]:
+        space, bounds = self.space, self.bounds
         for shape in open_meshes(space):
             places = placements(space, shape.mesh)[::-1]  # the one that shards most first
             for micro_batch in micro_batches(space, shape.mesh.total("data")):
                 # Memory grows with the micro-batch, so the first one that fits nowhere ends the shape.
-                # Most are never opened, so the messages of their context ranks need no price.
-                roots = roots_of(space, self.bounds, shape, micro_batch, context=False)
-                fitting = [root for root in roots if self._fits_somewhere(root, places)]
-                yield from fitting
+                outlines = [bounds.outline(shape, micro_batch, again) for again in recomputations(space)]
+                fitting = [outline for outline in outlines if self._fits_somewhere(outline, places)]
                 if not fitting:
                     break
+                self._num_roots += len(fitting)
+                # Recomputation takes longer, so most roots with it never need a bound.
+                yield from islice(self._bounded(fitting), 1)
+
+    def _bounded(self, outlines: Sequence[PartialCandidate]) -> Iterator[Entry]:
+        following = self._bounded(outlines[1:])
+        for outline in outlines[:1]:
+            # Most are never opened, so the messages of their context ranks need no price.
+            root = self.bounds.bounded(outline, context=False)
+            level = Level.OUTLINE if root.shape.is_open else Level.ROOT
+            yield root.bound_s, level, root.key, root, _NOWHERE, 0, following
 
     def _opened(self, entry: Entry) -> Iterator[Entry]:
-        bound_s, level, _, core, _, _ = entry
+        bound_s, level, _, core, _, _, _ = entry
         if level is Level.OUTLINE:
-            root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
-            yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0
+            root = self.bounds.bounded(core)
+            yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
         elif level is Level.ROOT:
-            for open_core in self.bounds.cores(core, self._schedules_of(core.shape.mesh.total("pipeline"))):
-                for further in in_units(self.space, open_core):
-                    # Most entries of a search are made here, and most are never opened.
-                    further_s = further.span_s * SLACK
-                    yield bound_s if bound_s > further_s else further_s, Level.CORE, further.key, further, _NOWHERE, 0
+            yield from islice(self._cores(bound_s, core), 1)
         elif level is Level.CORE and not core.played:
             # The first has the shortest messages: the bound over all placements, before any order is played.
             for excess_s, _, _ in self._placed(core)[:1]:
                 at_least_s = self.bounds.least_s(core, excess_s)
-                yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0
+                yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0, _NONE
         elif core.shape.is_open:
             for further in self._closed(core):
-                yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
+                yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0, _NONE
         else:
             # A schedule may reject these numbers; then there is nothing to open.
             with suppress(PlanError):
@@ -173,9 +181,21 @@ class Search:
                     # The critical path of known orders is far cheaper than playing; a raised bound goes back into the
                     # heap.
                     at_least_s = self.bounds.least_s(chained, self._placed(core)[0][0])
-                    yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, chained, _NOWHERE, 0
+                    yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, chained, _NOWHERE, 0, _NONE
                     return
                 yield from self._all_placed(bound_s, core)
+
+    def _cores(self, bound_s: float, root: PartialCandidate) -> Iterator[Entry]:
+        spans = self.bounds.spans(root, self._schedules_of(root.shape.mesh.total("pipeline")))
+        found = iter(sorted((max(bound_s, span.span_s * SLACK), span) for span in spans))
+
+        def following() -> Iterator[Entry]:
+            for core_s, span in found:
+                for core in in_units(self.space, self.bounds.spanning(root, span)):
+                    yield core_s, Level.CORE, core.key, core, _NOWHERE, 0, entries
+
+        entries = following()
+        return entries
 
     def _all_placed(self, bound_s: float, core: PartialCandidate) -> Iterator[Entry]:
         played = core if core.played else self._played(core)
@@ -184,7 +204,7 @@ class Search:
         for excess_s, placement, unit in self._placed(played):
             if self._fits(played, placement, unit):
                 placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
-                yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
+                yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit, _NONE
 
     def _closed(self, core: PartialCandidate) -> Iterator[PartialCandidate]:
         places = placements(self.space, core.shape.mesh)[::-1]
@@ -244,7 +264,7 @@ class Search:
 def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialCandidate]:
     """Every candidate of a shape, without placement and unit."""
     for micro_batch in micro_batches(space, shape.mesh.total("data")):
-        for root in roots_of(space, bounds, shape, micro_batch):
+        for root in (bounds.root(shape, micro_batch, again) for again in recomputations(space)):
             for schedule, chunks in schedules(space, shape.mesh.total("pipeline")):
                 core = bounds.core(root, schedule, chunks)
                 if core is not None:
@@ -264,12 +284,9 @@ def units_of(space: Space, core: PartialCandidate, placement: Placement) -> tupl
     return (core.unit,) if core.unit else units(space, core.num_micros, placement, pipelined)
 
 
-def roots_of(
-    space: Space, bounds: Bounds, shape: OpenMesh, micro_batch: int, *, context: bool = True
-) -> list[PartialCandidate]:
-    """Roots of a shape and a micro-batch: with and without recomputation, as pins allow."""
-    allowed = (again for again in (0, 1) if space.pins.allows("recompute", again))
-    return [bounds.root(shape, micro_batch, again, context=context) for again in allowed]
+def recomputations(space: Space) -> list[int]:
+    """Without and with recomputation (0 and 1), as pins allow."""
+    return [again for again in (0, 1) if space.pins.allows("recompute", again)]
 
 
 def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
