@@ -32,7 +32,10 @@ class Pass(IntEnum):
     @property
     def finishes(self) -> bool:
         """Whether the gradient of the micro-batch is complete after it."""
-        return self in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
+        return self in _FINISH
+
+
+_FINISH = frozenset((Pass.BACKWARD, Pass.BACKWARD_WEIGHT))
 
 
 class Group(NamedTuple):
@@ -138,7 +141,7 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
         order = stage.traversal(group)
         passed = len(group.micros) * len(order)
         # A backward in halves completes its gradient with the weight half.
-        for place, block in enumerate(order if group.pass_.finishes else ()):
+        for place, block in enumerate(order if group.pass_ in _FINISH else ()):
             here = range(first + place, first + passed, len(order))
             finished[block] += here
             for lender in blocks[block].borrows:

@@ -57,7 +57,7 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self.inner = Inner(task)
         self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
-        self._works: dict[tuple[Mesh, int, int], Work] = {}
+        self._works: dict[tuple[int, ...], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[int, Mesh, int, bool], PassSeconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
@@ -70,17 +70,19 @@ class Estimator:
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
         """Work of one rank on a micro-batch."""
-        key = (mesh.inside, micro_batch, recompute)
+        degrees = mesh.total("tensor"), mesh.total("columns"), mesh.total("ulysses"), mesh.total("ring")
+        key = (*degrees, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
+            tensor, columns, ulysses, ring = degrees
             found = self._works[key] = Work(
                 model=self.task.model,
                 sequence=self.task.sequence,
                 micro_batch=micro_batch,
-                tensor=mesh.total("tensor"),
-                columns=mesh.total("columns"),
-                ulysses=mesh.total("ulysses"),
-                ring=mesh.total("ring"),
+                tensor=tensor,
+                columns=columns,
+                ulysses=ulysses,
+                ring=ring,
                 recompute="full" if recompute else "none",
                 flash=self._flash,
                 compute=self.task.compute,

@@ -4,6 +4,10 @@ The steps of a block do not depend on the tiers of the ranks; the seconds of a m
 steps are cached by degrees and tokens, prices by mapping.
 """
 
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import TensorTraffic
@@ -11,22 +15,26 @@ from terrace.plan.wire import MessageClass
 from terrace.planner.task import Task
 from terrace.program.block_program.attention import attention_moments
 from terrace.program.block_program.regions import tensor_steps
-from terrace.program.block_program.steps import Moment, moments_of
+from terrace.program.block_program.steps import Compute, InBlockMessage, Moment, moments_of
 from terrace.simulate.inside import (
     NO_ROUNDS,
     InBlockPrices,
     PricedMoment,
     Rooms,
     Rounds,
+    added_s,
     attention_bytes,
     exposed,
-    exposed_s,
+    outermost_first,
     rooms_of,
 )
 from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
 
+# Messages of context ranks that hide behind one piece of compute, `times` over: by overlap penalty, how often each is sent
+# and its number in a list of all.
+_Counted = tuple[int, Compute | None, list[tuple[float, list[tuple[int, int]]]]]
 PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and of the recomputation before it
 Passes = tuple[tuple[PricedMoment, ...], ...]  # of a forward, a backward, and a backward that recomputes
 
@@ -43,6 +51,7 @@ class Inner:
         self._priced: dict[tuple[int, Mesh, int], Passes] = {}
         self._prices: dict[Mesh, InBlockPrices] = {}
         self._contexts: dict[tuple[object, ...], PassSeconds] = {}
+        self._counts: dict[tuple[tuple[int, ...], ...], tuple[list[InBlockMessage], list[list[_Counted]]]] = {}
         self._sends: dict[tuple[object, ...], float] = {}
 
     def tensor(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> PassSeconds:
@@ -67,14 +76,29 @@ class Inner:
         if found is None:
             cluster = self.task.cluster
             work = work_in(work, spec, self.task.backend)
-            rounds = core_rounds(cluster.device, work)
-            rooms = self.rooms(0.0, 0.0, 0.0, rounds)
-            bytes_of = attention_bytes(work, *degrees)
-            prices = InBlockPrices(cluster, None, bytes_of, self._sends)
+            messages, passes = self._counted(degrees)
+            prices = InBlockPrices(cluster, None, attention_bytes(work, *degrees), self._sends)
+            seconds = [prices.seconds(message) for message in messages]
+            # Without a ring nothing hides messages.
+            rooms = self.rooms(0.0, 0.0, 0.0, core_rounds(cluster.device, work)) if work.ring > 1 else {}
             forward_s, backward_s = (
-                exposed_s(moments, prices, rooms) for moments in attention_moments(bytes_of.parts, bytes_of.ring)
+                sum(times * added_s(_parts(counts, seconds), behind, rooms) for times, behind, counts in moments)
+                for moments in passes
             )
             found = self._contexts[key] = (forward_s, backward_s, forward_s)
+        return found
+
+    def _counted(self, degrees: tuple[tuple[int, ...], ...]) -> tuple[list[InBlockMessage], list[list[_Counted]]]:
+        """The distinct messages of context ranks, and how a forward and a backward count them, whatever their bytes."""
+        found = self._counts.get(degrees)
+        if found is None:
+            ulysses, ring = degrees
+            prices, numbers = InBlockPrices(self.task.cluster, None, None), dict[InBlockMessage, int]()
+            passes = [
+                [(times, behind, _numbered(prices, messages, numbers)) for _, behind, messages, times in moments]
+                for moments in attention_moments(math.prod(ulysses), ring)
+            ]
+            found = self._counts[degrees] = list(numbers), passes
         return found
 
     def _passes(self, kind: int, mesh: Mesh, num_tokens: int) -> Passes:
@@ -138,6 +162,24 @@ class Inner:
             compute=task.compute,
             master=task.master,
         )
+
+
+def _numbered(
+    prices: InBlockPrices, messages: Sequence[tuple[InBlockMessage, int]], numbers: dict[InBlockMessage, int]
+) -> list[tuple[float, list[tuple[int, int]]]]:
+    # As `InBlockPrices.parts`.
+    alike = groupby(outermost_first(messages), key=lambda counted: prices.penalty(counted[0]))
+    return [
+        (penalty, [(count, numbers.setdefault(message, len(numbers))) for message, count in counted])
+        for penalty, counted in alike
+    ]
+
+
+def _parts(
+    counts: Sequence[tuple[float, Sequence[tuple[int, int]]]], seconds: Sequence[float]
+) -> Iterator[tuple[float, float]]:
+    for penalty, counted in counts:
+        yield sum([count * seconds[number] for count, number in counted]), penalty
 
 
 def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMoment:

@@ -276,15 +276,14 @@ def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instructi
         for edge, micros in reversed(_channel(stages[peer], stage.index)):
             tasks = needed[edge]
             for micro in reversed(micros):
-                latest = min(latest, max(0, tasks[micro] - 1))
+                task = tasks[micro]
+                if task <= latest:
+                    latest = task - 1 if task else 0
                 before[latest].append(Instruction(Op.RECV, edge.block, micro, edge.backward, False, peer))
     return {task: received[::-1] for task, received in before.items()}
 
 
 def _channel(sender: Stage, receiver: int) -> list[tuple[_Edge, Sequence[int]]]:
-    found, edges = [], _edges(sender, _sent)
-    for group in sender.groups:
-        edge = edges[group.pass_, group.chunk]
-        if edge is not None and edge.peer == receiver:
-            found.append((edge._replace(peer=sender.index), group.micros))
-    return found
+    sent = {key: edge for key, edge in _edges(sender, _sent).items() if edge is not None and edge.peer == receiver}
+    edges = {key: edge._replace(peer=sender.index) for key, edge in sent.items()}
+    return [(edges[key], micros) for pass_, chunk, micros in sender.groups if (key := (pass_, chunk)) in edges]

@@ -83,14 +83,17 @@ class InBlockPrices:
         """Seconds of a message, and the share of them by which overlapping compute slows."""
         found = self._known.get(message)
         if found is None:
-            # Tensor messages and exchanges over several tiers have the device's penalty.
-            own_tier = -1 if isinstance(message, TensorMessage) else message.tier
-            device_penalty = self._cluster.device.overlap_penalty
-            penalty = device_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)
-            found = self._known[message] = self._seconds(message), penalty
+            found = self._known[message] = self.seconds(message), self.penalty(message)
         return found
 
-    def _seconds(self, message: InBlockMessage) -> float:
+    def penalty(self, message: InBlockMessage) -> float:
+        """Share of a message's seconds by which overlapping compute slows, whatever its bytes."""
+        # Tensor messages and exchanges over several tiers have the device's penalty.
+        own_tier = -1 if isinstance(message, TensorMessage) else message.tier
+        return self._cluster.device.overlap_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)
+
+    def seconds(self, message: InBlockMessage) -> float:
+        """Seconds of a message over all tiers."""
         attention = self._attention
         if isinstance(message, TensorMessage) or attention is None:
             return sum(self.by_tier(message).values())
@@ -115,7 +118,7 @@ class InBlockPrices:
             return ((count * seconds, penalty),)
         # What a piece hides goes to the messages of the outermost tier first.
         found: list[tuple[float, float]] = []
-        for message, count in sorted(counted, key=_outermost_first):
+        for message, count in outermost_first(counted):
             seconds, penalty = self.price(message)
             if found and found[-1][1] == penalty:
                 found[-1] = (found[-1][0] + count * seconds, penalty)
@@ -124,28 +127,21 @@ class InBlockPrices:
         return tuple(found)
 
 
-def _outermost_first(counted: tuple[InBlockMessage, int]) -> int:
-    message, _ = counted
-    return 0 if isinstance(message, TensorMessage) else -message.tier
+def outermost_first(counted: Sequence[tuple[InBlockMessage, int]]) -> list[tuple[InBlockMessage, int]]:
+    """Messages in the order in which a piece of compute hides them."""
+    return sorted(counted, key=lambda each: 0 if isinstance(each[0], TensorMessage) else -each[0].tier)
 
 
 def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass, float]:
     """Seconds that messages add to compute, by message class."""
     total: dict[MessageClass, float] = defaultdict(float)
     for message_class, behind, parts, times in moments:
-        total[message_class] += times * _added_s(parts, behind, rooms)
+        total[message_class] += times * added_s(parts, behind, rooms)
     return {each: total[each] for each in _CLASSES if each in total}
 
 
-def exposed_s(moments: Iterable[Moment], prices: InBlockPrices, rooms: Rooms) -> float:
-    """Seconds that the messages of `moments`, of one class, add to compute: the sum of `exposed`, in less time."""
-    total_s = 0.0
-    for _, behind, messages, times in moments:
-        total_s += times * _added_s(prices.parts(messages), behind, rooms)
-    return total_s
-
-
-def _added_s(parts: Iterable[tuple[float, float]], behind: Compute | None, rooms: Rooms) -> float:
+def added_s(parts: Iterable[tuple[float, float]], behind: Compute | None, rooms: Rooms) -> float:
+    """Seconds that `parts`, (seconds, penalty) of messages, add to the piece of compute that hides them."""
     left_s, added_s = 0.0 if behind is None else rooms.get(behind, 0.0), 0.0
     for seconds, penalty in parts:
         # Compute hides this part, and is slowed by its penalty; the rest is exposed.
