@@ -81,17 +81,25 @@ class Mesh:
         found = self._groups.get(axes)
         if found is None:
             positions = _positions(axes)
-            found = tuple(math.prod(row[position] for position in positions) for row in self.degrees)
+            found = tuple([math.prod([row[position] for position in positions]) for row in self.degrees])
             self._groups[axes] = found
         return found
 
     @cached_property
     def _totals(self) -> dict[str, int]:
-        return {axis: math.prod(self.group(axis)) for axis in (*ORDER, *_FACTORED)}
+        return {}
 
     def total(self, axis: str) -> int:
         """The degree of an axis over all tiers."""
-        return self._totals[axis]
+        found = self._totals.get(axis)
+        if found is None:
+            found = self._totals[axis] = math.prod(self.group(axis))
+        return found
+
+    @cached_property
+    def inside_degrees(self) -> tuple[int, int, int, int]:
+        """Ranks that share a block on a micro-batch: of the tensor axis, of these columns, Ulysses, and the ring."""
+        return self.total("tensor"), self.total("columns"), self.total("ulysses"), self.total("ring")
 
     def tiers(self, axis: str) -> tuple[int, ...]:
         """The tiers on which the axis has more than one rank."""

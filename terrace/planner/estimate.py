@@ -57,7 +57,7 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self.inner = Inner(task)
         self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
-        self._works: dict[tuple[int, ...], Work] = {}
+        self._works: dict[tuple[tuple[int, ...], int, int], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[int, Mesh, int, bool], PassSeconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
@@ -70,11 +70,10 @@ class Estimator:
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
         """Work of one rank on a micro-batch."""
-        degrees = mesh.total("tensor"), mesh.total("columns"), mesh.total("ulysses"), mesh.total("ring")
-        key = (*degrees, micro_batch, recompute)
+        key = (mesh.inside_degrees, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
-            tensor, columns, ulysses, ring = degrees
+            tensor, columns, ulysses, ring = mesh.inside_degrees
             found = self._works[key] = Work(
                 model=self.task.model,
                 sequence=self.task.sequence,
@@ -154,14 +153,17 @@ class Estimator:
         return self._compute(kind, candidate.mesh, candidate.micro_batch, accumulate)
 
     def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
-        work, device, spec = self.work(mesh, micro_batch), self.task.cluster.device, self.specs[kind]
         # The key has only what kernels depend on, so that many meshes share an entry: only attention sees sequences.
-        size = (mesh.total("ulysses"), mesh.total("context"), micro_batch) if spec.attends else (work.tokens,)
-        key = (kind, mesh.total("tensor"), mesh.total("columns"), accumulate, *size)
+        tensor, columns, ulysses, ring = mesh.inside_degrees
+        spec = self.specs[kind]
+        key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
+        if not spec.attends:
+            key = (kind, tensor, columns, accumulate, self.work(mesh, micro_batch).tokens)
         found = self._kernels.get(key)
         if found is None:
+            device, work = self.task.cluster.device, self.work(mesh, micro_batch)
             found = seconds_of(device, work, spec, accumulate=accumulate)
-            in_chunks = spec.computes is Computes.LOGITS and mesh.total("tensor") == 1
+            in_chunks = spec.computes is Computes.LOGITS and tensor == 1
             found = self._kernels[key] = at_once(found) if in_chunks else found
         return found
 

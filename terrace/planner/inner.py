@@ -24,7 +24,6 @@ from terrace.simulate.inside import (
     Rounds,
     added_s,
     attention_bytes,
-    exposed,
     outermost_first,
     rooms_of,
 )
@@ -60,7 +59,8 @@ class Inner:
             return _NOTHING
         rooms = self.rooms(own.forward_s, own.input_s, own.weight_s)
         forward_s, backward_s, with_forward_s = (
-            exposed(moments, rooms).get(MessageClass.TENSOR, 0.0) for moments in self._passes(kind, mesh, work.tokens)
+            sum([times * added_s(parts, behind, rooms) for _, behind, parts, times in moments])
+            for moments in self._passes(kind, mesh, work.tokens)
         )
         return forward_s, backward_s, with_forward_s - backward_s
 
