@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
-from terrace.planner.candidate import SLACK, PartialCandidate
+from terrace.planner.candidate import SLACK, PartialCandidate, Sizes
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import MessagePrices, Messages
 from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
@@ -87,8 +87,11 @@ class Bounds:
 
     def outline(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
         """A root without bounds on its seconds."""
-        sizes, alike = self.works.sizes(shape), self.split.alike
-        stages = sizes.num_stages
+        return self.outline_of(self.works.sizes(shape), shape, micro_batch, recompute)
+
+    def outline_of(self, sizes: Sizes, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
+        """The same, with the numbers that all roots of the shape share."""
+        stages, alike = sizes.num_stages, self.split.alike
         micros = self.task.batch // (sizes.data * micro_batch)
         all_kept = micro_batch * sizes.all_kept[recompute]
         least_held: tuple[tuple[float, float], ...]
@@ -103,15 +106,15 @@ class Bounds:
             least_held = ((sizes.all_numel / stages, 0), (0, all_kept / stages))
         heavy = self.works.whole if stages == 1 else None
         # By position: a search makes ten thousand of these.
-        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, 0.0, least_held, False)
+        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, 0.0, least_held, sizes)
 
     def bounded(self, outline: PartialCandidate, *, context: bool = True) -> PartialCandidate:
         """The root of an outline; without `context` it leaves out the messages of context ranks: lower, and found in
         less time.
         """
-        shape, micro_batch, recompute, _, _, micros, heavy, _, _, least_held, _, _ = outline
-        works, alike = self.works.of(shape, micro_batch, recompute, context), self.split.alike
-        stages = self.works.sizes(shape).num_stages
+        shape, micro_batch, recompute, _, _, micros, heavy, _, _, least_held, sizes, _, _ = outline
+        works, alike = self.works.of(shape, micro_batch, recompute, micros > 1, context), self.split.alike
+        stages = sizes.num_stages
         # No schedule has lighter virtual stages than one with the most chunks.
         least_s = 0.0 if alike is None else max(1, self.num_inner // (stages * MOST_CHUNKS)) * works.each[alike][0]
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
@@ -119,7 +122,7 @@ class Bounds:
         ramp_s = (stages - 1) / 2 * (least_s + edge_s)
         mean_s = micros * works.whole_s / stages
         return PartialCandidate(
-            shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, mean_s + ramp_s, least_held, False
+            shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, mean_s + ramp_s, least_held, sizes
         )
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
@@ -130,9 +133,10 @@ class Bounds:
     def spanning(self, root: PartialCandidate, span: Span) -> PartialCandidate:
         """The core of a root with a schedule."""
         schedule, chunks, span_s, heavy = span
-        shape, micro_batch, recompute, _, _, micros, _, mean_s, _, held_least, _, _ = root
+        shape, micro_batch, recompute, _, _, micros, _, mean_s, _, least_held, sizes, _, _ = root
+        played = schedule == SERIAL
         return PartialCandidate(
-            shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, held_least, schedule == SERIAL
+            shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, least_held, sizes, played
         )
 
     def spans(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> list[Span]:
@@ -140,7 +144,7 @@ class Bounds:
 
         An open shape keeps the root's bound if its context forms may split the layers differently.
         """
-        stages = self.works.sizes(root.shape).num_stages
+        stages = root.sizes.num_stages
         most_chunks = min(self.num_inner // stages, MOST_PASSES // (stages * root.num_micros))
         known: dict[tuple[bool, bool, bool, int], tuple[float, Runs | None]] = {}
         found, priced = [], None
@@ -191,7 +195,7 @@ class Bounds:
         return span_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
 
     def _priced(self, root: PartialCandidate) -> _Priced:
-        shape, numbers = root.shape, (root.micro_batch, root.recompute)
+        shape, numbers = root.shape, (root.micro_batch, root.recompute, root.num_micros > 1)
         works, in_layers, alike = self.works.of(shape, *numbers), self.split.logits_in_layers, self.split.alike
         dearest = in_layers(self.works.most(shape, *numbers)) if shape.is_open and alike is not None else None
         logits = work_of_runs(works.each, self.split.after)
@@ -212,7 +216,7 @@ class Bounds:
         """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""
         shape, stages = core.shape, core.shape.mesh.total("pipeline")
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
-        works, sizes = self.works.of(shape, core.micro_batch, core.recompute).each, self.works.sizes(shape)
+        works, sizes = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each, core.sizes
         parts = parts_of(self.split.contents(self.split.counts(works, stages * core.chunks)), placement)
         numels, kept = sizes.numels, [core.micro_batch * each for each in sizes.kept[core.recompute]]
         # A set: the inner stages of a deep pipeline are mostly alike.
@@ -287,7 +291,7 @@ class Bounds:
         numels = estimator.own_numels(shape.mesh)
         messages = self.message_prices.messages(shape.mesh.state, numels, placement)
         # An excess must not be overestimated for any form, so the form with the most computing counts.
-        works = self.works.most(shape, core.micro_batch, core.recompute)  # all of it hides messages
+        works = self.works.most(shape, core.micro_batch, core.recompute, core.num_micros > 1)  # all of it hides messages
         held = sum(numels[kind] * count for kind, count in runs)
         update_s = estimator.update_s(shape.mesh.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (
@@ -325,7 +329,7 @@ class Bounds:
         shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
         if alike is None:
             return 0.0
-        works = self.works.of(shape, core.micro_batch, core.recompute).each
+        works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
         num_stages = shape.mesh.total("pipeline")
         counts = self.split.counts(works, num_stages * chunks)
         # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
@@ -372,7 +376,7 @@ class Bounds:
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""
         states = self.estimator.state_bytes(core.shape.mesh.state, placement)
-        gathered = self.works.sizes(core.shape).gathered_bytes if placement.params > DEVICE else 0
+        gathered = core.sizes.gathered_bytes if placement.params > DEVICE else 0
         times = 1 if core.unit else unit
-        least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
+        least = max([numel * states + times * kept for numel, kept in core.stages]) + gathered
         return self.estimator.whole_bytes(least) * SLACK

@@ -10,6 +10,22 @@ from terrace.planner.task import Candidate, Placement
 SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
 
+class Sizes(NamedTuple):
+    """Numbers that all roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
+
+    `gathered_bytes` are those of the block that is at least gathered where parameters are sharded. `kept` and
+    `all_kept`, without and with recomputation: bytes that a block of each kind, and the model, keeps per sequence.
+    """
+
+    num_stages: int
+    data: int
+    numels: tuple[int, ...]
+    all_numel: int
+    gathered_bytes: int
+    kept: tuple[list[int], list[int]]
+    all_kept: tuple[int, int]
+
+
 class PartialCandidate(NamedTuple):
     """A candidate without placement and unit, with the lower bounds of its computing.
 
@@ -28,7 +44,8 @@ class PartialCandidate(NamedTuple):
     mean_s: float
     span_s: float
     stages: tuple[tuple[float, float], ...]
-    played: bool
+    sizes: Sizes
+    played: bool = False
     unit: int = 0  # if the schedule passes chunks in units: its order depends on it, and `stages` count it
 
     @property

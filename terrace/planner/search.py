@@ -139,10 +139,11 @@ class Search:
     def _roots(self) -> Iterator[Entry]:
         space, bounds = self.space, self.bounds
         for shape in open_meshes(space):
+            sizes = bounds.works.sizes(shape)
             places = placements(space, shape.mesh)[::-1]  # the one that shards most first
-            for micro_batch in micro_batches(space, shape.mesh.total("data")):
+            for micro_batch in micro_batches(space, sizes.data):
                 # Memory grows with the micro-batch, so the first one that fits nowhere ends the shape.
-                outlines = [bounds.outline(shape, micro_batch, again) for again in recomputations(space)]
+                outlines = [bounds.outline_of(sizes, shape, micro_batch, again) for again in recomputations(space)]
                 fitting = [outline for outline in outlines if self._fits_somewhere(outline, places)]
                 if not fitting:
                     break

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from terrace.plan.mesh import Mesh
+from terrace.planner.candidate import Sizes
 from terrace.planner.estimate import Estimator
 from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.pipelines import block_work
@@ -21,28 +22,11 @@ class BlockWorks(NamedTuple):
     logits_layers: float
 
 
-class Sizes(NamedTuple):
-    """Numbers that all roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
-
-    `gathered_bytes` are those of the block that is at least gathered where parameters are sharded. `kept` and
-    `all_kept`, without and with recomputation: bytes that a block of each kind, and the model, keeps per sequence.
-    """
-
-    num_stages: int
-    data: int
-    numels: tuple[int, ...]
-    all_numel: int
-    gathered_bytes: int
-    kept: tuple[list[int], list[int]]
-    all_kept: tuple[int, int]
-
-
 class Works:
     """Seconds and bytes of the blocks of one task, by shape; each is found once."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.specs, self.split = estimator, estimator.specs, estimator.split
-        self._batch = estimator.task.batch
         (self.whole,) = self.split.whole().chunks
         self._space = Space(task=estimator.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
@@ -50,9 +34,13 @@ class Works:
         self._block_works: dict[tuple[Mesh, bool, int, int, bool, bool], BlockWorks] = {}
         self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
 
-    def of(self, shape: OpenMesh, micro_batch: int, recompute: int, context: bool = True) -> BlockWorks:
-        """Least seconds of the blocks; without `context`, less the messages of context ranks."""
-        accumulate = self.sizes(shape).data * micro_batch < self._batch
+    def of(
+        self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool, context: bool = True
+    ) -> BlockWorks:
+        """Least seconds of the blocks; without `context`, less the messages of context ranks.
+
+        `accumulate`: a step adds up the gradients of several micro-batches.
+        """
         key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate, context)
         found = self._block_works.get(key)
         if found is None:
@@ -82,12 +70,11 @@ class Works:
             )
         return found
 
-    def most(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
+    def most(self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool) -> list[Work]:
         """Most seconds of each kind of block: all that may hide messages."""
-        works = self.of(shape, micro_batch, recompute).each
+        works = self.of(shape, micro_batch, recompute, accumulate).each
         if not shape.is_open:
             return works
-        accumulate = self.sizes(shape).data * micro_batch < self._batch
         key = (shape.mesh.inside, micro_batch, recompute, accumulate)
         found = self._most_layer.get(key)
         if found is None:
