@@ -290,8 +290,9 @@ class Bounds:
         shape, estimator = core.shape, self.estimator
         numels = estimator.own_numels(shape.mesh)
         messages = self.message_prices.messages(shape.mesh.state, numels, placement)
-        # An excess must not be overestimated for any form, so the form with the most computing counts.
-        works = self.works.most(shape, core.micro_batch, core.recompute, core.num_micros > 1)  # all of it hides messages
+        # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
+        # messages.
+        works = self.works.most(shape, core.micro_batch, core.recompute, core.num_micros > 1)
         held = sum(numels[kind] * count for kind, count in runs)
         update_s = estimator.update_s(shape.mesh.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (

@@ -74,8 +74,8 @@ class Level(IntEnum):
     PLACED = 4  # a whole candidate
 
 
-# Bound, level, tie break, candidate, placement, unit; then the entries that follow this one in ascending order. Each enters
-# the heap when the one before it leaves, since most of a search's entries are never reached.
+# Bound, level, tie break, candidate, placement, unit; then the entries that follow this one in ascending order. Each
+# enters the heap when the one before it leaves, since most of a search's entries are never reached.
 Entry = tuple[float, Level, tuple[object, ...], PartialCandidate, Placement, int, "Iterator[Entry]"]
 Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
 
