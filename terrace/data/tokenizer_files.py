@@ -32,6 +32,9 @@ def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, 
     config["add_bos_token"] = bool(here.begin)
     if here.begin:
         config["bos_token"] = tokenizer.name(here.begin[-1])
+    else:
+        # Some classes of transformers have a bos_token of their own where the key is missing.
+        config.setdefault("bos_token", None)
     if here.end is not None:
         config["eos_token"] = tokenizer.name(here.end)
         for name in tables.keys() - {CONFIG_FILE}:

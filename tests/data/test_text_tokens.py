@@ -212,6 +212,22 @@ def test_carried_files_declare_what_the_run_put(
         assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == of_run.text_tokens.end
 
 
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPTNeoXTokenizerFast", "PreTrainedTokenizerFast"])
+def test_an_export_has_no_bos_token_that_the_run_did_not_know(folder: Path, tmp_path: Path, kind: str) -> None:
+    """GPT-2's class has <|endoftext|> where the key is missing: lm-eval would put that before a text."""
+    transformers = pytest.importorskip("transformers")
+    put(folder, "tokenizer_config.json", tokenizer_class=kind, bos_token=None)
+    of_run = load_tokenizer(folder, "auto", "<s>")
+    assert isinstance(of_run, FileTokenizer)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (tmp_path / "out").mkdir()
+    for name, content in {**files, **agreeing(files, of_run)}.items():
+        (tmp_path / "out" / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    prefix = theirs.eos_token_id if theirs.bos_token_id is None else theirs.bos_token_id
+    assert prefix == of_run.text_tokens.context == load_tokenizer(tmp_path / "out").text_tokens.context
+
+
 def test_checkpoints_of_earlier_versions_are_told_apart(folder: Path) -> None:
     """They put nothing before a text and guessed its end."""
     before = load_tokenizer(folder, False, "<|endoftext|>")
