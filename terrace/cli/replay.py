@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
         "replay",
         help="repeat a step of a run, block by block",
         description="Load the newest whole checkpoint of a run before a step, or its initial values, train on to it "
-        "with the same data, and run it without its update: print the loss and the gradient norm of each rank, "
+        "with the same data, and run it: print the loss and the gradient norm of the step, and of each rank, "
         "micro-batch and block, and the first result that is inf or nan. The run folder is only read.",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     begin = "its initial values" if job.resume is None else job.resume.name
     print(f"step {options.step} of {options.folder}, from {begin}", flush=True)
     with sigterm_raises():
-        rows, first = launch_local(config.cluster.world_size, replay_rank, (job, options.step))
+        found = launch_local(config.cluster.world_size, replay_rank, (job, options.step))
     names = [spec.name for spec in config.blocks()]
     table = new_table(
         f"Step {options.step}, block by block",
@@ -78,13 +78,26 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         left=("block", "not finite"),
         rows=(
             (str(rank), str(micro), names[block], _figure(loss), _figure(norm), bad)
-            for rank, micro, block, loss, norm, bad in rows
+            for rank, micro, block, loss, norm, bad in found.rows
         ),
     )
     Terminal().print(table)
     print("Gradient norms are of a block's parameters, from one micro-batch alone, before the division by labels.")
-    print(f"first: {first}" if first else "All results are finite.")
+    print(f"step {options.step}: {_figures(found.loss, found.grad_norm)}{_recorded(options.folder, options.step)}")
+    print(f"first: {found.first}" if found.first else "All results are finite.")
     return 0
+
+
+def _figures(loss: float, norm: float) -> str:
+    return f"loss {_figure(loss)}, gradient norm {_figure(norm)}"
+
+
+def _recorded(folder: Path, step: int) -> str:
+    from terrace.train.metrics import read_metrics
+
+    path = folder / "metrics.jsonl"
+    found = [each for each in read_metrics(path) if each.step == step] if path.is_file() else []
+    return f"; in the run {_figures(found[-1].loss, found[-1].grad_norm)}" if found else ""
 
 
 def _figure(value: float | None) -> str:

@@ -1,5 +1,7 @@
 """A step of a run again, on the ranks of the run: its state from a checkpoint, its data, and every block looked at."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from terrace.base.errors import TrainingError
@@ -7,6 +9,8 @@ from terrace.launch.stop import StopSignal
 from terrace.launch.watchdog import watch
 from terrace.launch.world import World
 from terrace.model.decoder import IGNORE_INDEX
+from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError, words
 from terrace.train.job import RunJob
 from terrace.train.loop import RankOfRun
@@ -16,8 +20,20 @@ from terrace.train.schedule import learning_rate
 Row = tuple[int, int, int, float | None, float, str]  # rank, micro-batch, block, loss per label, gradient norm, words
 
 
-def replay_rank(world: World, job: RunJob, number: int) -> tuple[list[Row], str]:
-    """The rows of step `number` (from 1) of all ranks, and its first result with inf or nan, "" if there is none.
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A step again: rows of all ranks, the first result with inf or nan ("" if there is none), and the step's own
+    loss and gradient norm.
+    """
+
+    rows: list[Row]
+    first: str
+    loss: float
+    grad_norm: float
+
+
+def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
+    """Step `number` (from 1) once more.
 
     Top-level, so that a child process can import it. Raises `TrainingError` if a step before it is not finite.
     """
@@ -49,6 +65,16 @@ def replay_rank(world: World, job: RunJob, number: int) -> tuple[list[Row], str]
         ]
         told = engine.comm.exchange([own, examination.first])
         first = min((found for _, found in told if found is not None), default=None)
+        loss, grad_norm = _figures(engine, micros, learning_rate(rank.step, job.run.train, job.run.optimizer))
         engine.close()
     rows: list[Row] = [tuple(row) for rows_there, _ in told for row in rows_there]
-    return rows, "" if first is None else words(first)
+    return Replayed(rows=rows, first="" if first is None else words(first), loss=loss, grad_norm=grad_norm)
+
+
+def _figures(engine: Engine, micros: list[Batch], lr: float) -> tuple[float, float]:
+    # The whole step, with an update that nobody keeps: its sums over all ranks are those of the run.
+    try:
+        result = engine.step(micros, lr)
+    except NonFiniteError as error:
+        return (math.nan, math.nan) if error.result is None else (error.result.loss, error.result.grad_norm)
+    return result.loss, result.grad_norm

@@ -322,6 +322,9 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     assert contents_of(tmp_path / "run") == before, "replay only reads the run folder"
     well = terrace("replay", "run", "--step", "1", cwd=tmp_path)
     assert "All results are finite." in well.stdout, well.stderr
+    figures = next(line for line in well.stdout.splitlines() if line.startswith("step 1: loss "))
+    now, then = (re.findall(r"[\d.]+", part) for part in figures.removeprefix("step 1: ").split("; in the run "))
+    assert now == then == [f"{losses(tmp_path / 'run')[0]:.6g}", now[1]]
     assert "from its initial values" in well.stdout
     over = terrace("replay", "run", "--step", "41", cwd=tmp_path)
     assert "--step 41: the run has steps 1 to 40" in one_line(over.stderr)
