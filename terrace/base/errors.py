@@ -53,10 +53,10 @@ class HangError(TerraceError):
     """A step that stopped; the message names the rank that stopped it."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known word, or the list of known words."""
+def did_you_mean(word: str, known: Iterable[str], where: str = "") -> str:
+    """`; did you mean 'x'?` for the nearest known word, or the list of known words; `where` goes before the nearest."""
     choices = sorted(known)
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if near:
-        return f"; did you mean {near[0]!r}?"
+        return f"; did you mean {where + near[0]!r}?"
     return f"; known: {', '.join(choices)}" if choices else ""

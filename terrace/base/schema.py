@@ -6,6 +6,7 @@ option can be silently ignored. Nothing is coerced except an integer where a flo
 
 import dataclasses
 import json
+import re
 import tomllib
 import types
 import typing
@@ -17,6 +18,7 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import read_bounded
 
 T = TypeVar("T")
+_PYTHON_BOOLS = ("True", "False")  # which TOML writes in lower case
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -36,10 +38,20 @@ def read_table(path: Path) -> dict[str, Any]:
         table = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
+        raise ConfigError(f"{path} is not valid {kind}: {error}{_python_word(text, error)}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} must hold a table of keys, not a {type(table).__name__}")
     return table
+
+
+def _python_word(text: str, error: Exception) -> str:
+    """Hint for True, False or None, as Python writes them, on the line that the `error` names."""
+    at = re.search(r"\bline (\d+)", str(error))
+    line = text.splitlines()[int(at[1]) - 1 :][:1] if at else []
+    found = re.search(r"\b(True|False|None)\b", "".join(line))
+    if found is None:
+        return ""
+    return ": leave out a key without a value" if found[1] == "None" else f": write {found[1].lower()}, not {found[1]}"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -61,9 +73,12 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(cls) if _is_key(field)}  # type: ignore[arg-type]
     for key in table:
         if key not in fields:
-            raise ConfigError(f"unknown key {where}.{key}{did_you_mean(str(key), fields)}")
+            raise ConfigError(f"unknown key {where}.{key}{did_you_mean(str(key), fields, f'{where}.')}")
     # Conversion checks types; ranges are checked by the dataclass itself.
     values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in table.items()}
+    for key, value in values.items():
+        if value == "" and not _may_be_empty(fields[key]):
+            raise ConfigError(f"{where}.{key} is empty: give it a value, or leave it out")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
@@ -86,6 +101,13 @@ def dump(value: Any) -> Any:
 def _is_key(field: "dataclasses.Field[Any]") -> bool:
     # Some fields are set by programs alone.
     return field.init and bool(field.metadata.get("key", True))
+
+
+def _may_be_empty(field: "dataclasses.Field[Any]") -> bool:
+    # An empty path would be the working folder. Where empty text means something, it is the default or marked.
+    if field.default is dataclasses.MISSING:
+        return field.name not in ("name", "path")
+    return bool(field.default == "" or field.metadata.get("empty"))
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,6 +194,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 def _convert_union(hint: Any, value: Any, where: str) -> Any:
     choices = [choice for choice in get_args(hint) if choice is not type(None)]
+    if bool in choices and value in _PYTHON_BOOLS:
+        return _convert_scalar(bool, value, where)
     if value is None and len(choices) < len(get_args(hint)):
         return None
     # If no alternative fits, the error of the last one is shown.
@@ -194,7 +218,8 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
         except OverflowError as error:
             raise ConfigError(f"{where} is too large for a number") from error
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where} = {value!r} must be of type {hint.__name__}")
+        fix = f": write {value.lower()}" if hint is bool and value in _PYTHON_BOOLS else ""
+        raise ConfigError(f"{where} = {value!r} must be of type {hint.__name__}{fix}")
     return value
 
 

@@ -30,6 +30,7 @@ _COMMANDS = (
     "rehearse",
 )
 _FORMER = {"explain": "simulate"}  # the module of a command under its former name
+_MAY_BE_EMPTY = ("prompt",)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
 
@@ -79,6 +80,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        # An empty name, as of an unset variable of a shell, would be the working folder.
+        if not arg_string and action.dest not in _MAY_BE_EMPTY and action.nargs != argparse.PARSER:
+            option = action.option_strings[-1] if action.option_strings else action.metavar
+            raise ConfigError(f"{option} is empty: give it a value{', or leave it out' * bool(action.option_strings)}")
+        return super()._get_value(action, arg_string)
 
 
 def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:

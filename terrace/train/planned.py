@@ -55,7 +55,7 @@ def read_planned(plan: Any) -> Planned | None:
         raise ConfigError(f"{plan}: {TASK} = {table!r} must be a table of {', '.join(_KEYS)}")
     for key in table:
         if key not in _KEYS:
-            raise ConfigError(f"{plan}: unknown key {TASK}.{key}{did_you_mean(str(key), _KEYS)}")
+            raise ConfigError(f"{plan}: unknown key {TASK}.{key}{did_you_mean(str(key), _KEYS, f'{TASK}.')}")
     for key in _KEYS:
         if key not in table:
             raise ConfigError(f"{plan}: {TASK}.{key} is missing: give it, or leave the whole [{TASK}] table out")

@@ -110,9 +110,12 @@ def test_none_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"cuont": 1}, "unknown key outer.cuont; did you mean 'count'?"),
-        ({"inner": {"name": "x", "sise": 1}}, "unknown key outer.inner.sise; did you mean 'size'?"),
-        ({"items": [{"name": "x"}, {"nam": "y"}]}, "unknown key outer.items[1].nam; did you mean 'name'?"),
+        ({"cuont": 1}, "unknown key outer.cuont; did you mean 'outer.count'?"),
+        ({"inner": {"name": "x", "sise": 1}}, "unknown key outer.inner.sise; did you mean 'outer.inner.size'?"),
+        (
+            {"items": [{"name": "x"}, {"nam": "y"}]},
+            "unknown key outer.items[1].nam; did you mean 'outer.items[1].name'?",
+        ),
         ({"tables": {"x": {"zzz": 1}}}, "unknown key outer.tables.x.zzz; known: name, size"),
         ({"inner": {}}, "outer.inner.name is missing"),
         ({"ratio": "1.5"}, "outer.ratio = '1.5' must be of type float"),
@@ -203,7 +206,7 @@ def test_override_adds_to_a_mapping() -> None:
     [
         ("tiers.nod.size", "4", "unknown name 'nod' in tiers; did you mean 'node'?"),
         ("tiers.node", "4", "tiers.node must be a table, not 4"),
-        ("tiers.node.sise", "4", "unknown key cluster.tiers[1].sise; did you mean 'size'?"),
+        ("tiers.node.sise", "4", "unknown key cluster.tiers[1].sise; did you mean 'cluster.tiers[1].size'?"),
         ("tiers.node.size", "four", "cluster.tiers[1].size = 'four' must be of type int"),
         ("device", "4", "cluster.device must be a table, not 4"),
         ("name.x", "4", "cluster.name = {'x': 4} must be of type str"),

@@ -79,7 +79,7 @@ def resumable(here: Here, trained: Path) -> Path:
         (("--cluster", "dgx-h10"), "no cluster preset or file 'dgx-h10'; did you mean 'dgx-h100'?"),
         (("--model", "nowhere"), "cannot read nowhere: No such file or directory"),
         (("--cluster.tiers.sytem.size", "2"), "unknown name 'sytem' in tiers; known: node, package"),
-        (("--train.stepz", "5"), "unknown key train.stepz; did you mean 'steps'?"),
+        (("--train.stepz", "5"), "unknown key train.stepz; did you mean 'train.steps'?"),
         (("--train.steps", "x"), "train.steps = 'x' must be of type int"),
         (("--train.steps",), "--train.steps needs a value: write --train.steps VALUE"),
         (("--plan",), "argument --plan: expected one argument; see terrace train --help"),

@@ -9,6 +9,7 @@ import pytest
 
 import terrace.cli.main
 import terrace.launch.watchdog
+from terrace.base.errors import ConfigError
 from terrace.cli.main import _parser, main
 from terrace.train.config import resolve
 
@@ -34,6 +35,19 @@ def test_an_option_is_explained_with_its_default(prog: str, action: argparse.Act
         default = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
         said = (action.help % {"default": action.default}).partition("default: ")[2]
         assert said.startswith((default, repr(default))), f"{prog} {action.dest}: {action.help}"
+
+
+def test_no_option_takes_an_empty_value() -> None:
+    """An empty name of a folder would be the working folder."""
+    checked = 0
+    for parser in _parsers(_parser()):
+        for action in parser._actions:
+            if action.nargs in (0, argparse.PARSER, argparse.REMAINDER) or action.dest == "prompt":
+                continue
+            with pytest.raises(ConfigError, match=r"^\S+ is empty: give it a value"):
+                parser._get_value(action, "")
+            checked += 1
+    assert checked > 60
 
 
 @pytest.mark.parametrize("command", ["train", "explain", "simulate"])

@@ -100,7 +100,7 @@ def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Planning, comman
         ("task = 3", "task = 3 must be a table"),
         ('[task]\nbatch = 8\nsequence = 8\nmodel = "m.json"', "task.cluster is missing"),
         ('[task]\nbatch = 0\nsequence = 8\nmodel = "m.json"\ncluster = "lab"', "task.batch = 0"),
-        ("[task]\nbatches = 8", "did you mean 'batch'"),
+        ("[task]\nbatches = 8", "did you mean 'task.batch'"),
         ('[task]\nbatch = 8\nsequence = 8\nmodel = 1\ncluster = "lab"', "task.model = 1"),
         ('[task]\nbatch = 8\nsequence = 8\nmodel = "m.json"\ncluster = "lab"', "cannot read"),
     ],

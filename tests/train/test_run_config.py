@@ -90,10 +90,17 @@ def test_a_written_run_reads_back_equal(family: str, cluster: str, tmp_path: Pat
 
 BAD = [
     (ConfigError, ("--trian.steps", "5"), "unknown section 'trian'; did you mean 'train'?"),
-    (ConfigError, ("--train.stepz", "5"), "unknown key train.stepz; did you mean 'steps'?"),
+    (ConfigError, ("--train.stepz", "5"), "unknown key train.stepz; did you mean 'train.steps'?"),
     (ConfigError, ("--train.steps", "x"), "train.steps = 'x' must be of type int"),
     (ConfigError, ("--train.steps", "2.5"), "train.steps = 2.5 must be of type int"),
     (ConfigError, ("--train.steps", "true"), "train.steps = True must be of type int"),
+    (ConfigError, ("--train.compile", "True"), "train.compile = 'True' must be of type bool: write true"),
+    (ConfigError, ("--data.bos", "True"), "data.bos = 'True' must be of type bool: write true"),
+    (ConfigError, ("--data.path", ""), "data.path is empty: give it a value, or leave it out"),
+    (ConfigError, ("--data.tokenizer", ""), "data.tokenizer is empty"),
+    (ConfigError, ("--data.cache", ""), "data.cache is empty"),
+    (ConfigError, ("--plan.schedule", ""), "plan.schedule is empty"),
+    (ConfigError, ("--cluster.name", ""), "cluster.name is empty"),
     (ConfigError, ("--train.steps", "0"), "train.steps = 0 must be at least 1"),
     (ConfigError, ("--train.seed", "-1"), "train.seed = -1 must be at least 0"),
     (ConfigError, ("--train.keep_checkpoints", "0"), "train.keep_checkpoints = 0 must be at least 1"),
@@ -111,7 +118,7 @@ BAD = [
     (ConfigError, ("5",), "unknown argument '5'"),
     (ConfigError, ("--plan.preset", "5"), "plan.preset = 5 must be the name of a preset"),
     (PlanError, ("--plan.preset", "zero4"), "no plan preset 'zero4'; did you mean 'zero"),
-    (ConfigError, ("--plan.parms", "node"), "unknown key plan.parms; did you mean 'params'?"),
+    (ConfigError, ("--plan.parms", "node"), "unknown key plan.parms; did you mean 'plan.params'?"),
     (ConfigError, ("--plan.compute", "fp8"), "plan.compute = 'fp8' is not one of its values"),
     (PlanError, ("--plan.params", "nod"), "did you mean 'node'?"),
     (PlanError, ("--plan.params", "system"), "'system' lies outside grads = 'node'"),
@@ -170,6 +177,8 @@ def test_unknown_names_and_bad_files_are_refused(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("train = 5", "train = 5 must be a table of keys"),
+        ('model = ""', "model is empty: name a file, or leave it out"),
+        ("data.bos = True", "is not valid TOML: Invalid value (at line 1, column 12): write true, not True"),
         ('data = "text.txt"', "data = 'text.txt' must be a table of keys"),
         ("cluster = 5", "cluster = 5 must be a table of keys"),
         ("[cluster]\nname = 'x'", "cluster.tiers must be a list of tiers"),
@@ -181,7 +190,7 @@ def test_unknown_names_and_bad_files_are_refused(tmp_path: Path) -> None:
 def test_bad_sections_of_a_file_are_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     assert said in refused(ConfigError, config=tmp_path / "run.toml")
-    if text.startswith("data"):
+    if text.startswith("data = "):
         assert given(config=tmp_path / "run.toml", data="other.txt").data.path == "other.txt"
 
 
