@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 
 from terrace.base.errors import PlanError, TerraceError
+from terrace.base.words import counted
 from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
@@ -29,7 +30,7 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
         return [Finding(level="blocks", about="plan", words=str(error))]
     ranks = run.cluster.world_size
     # The programs were built and verified: no rule is broken.
-    words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {ranks} ranks and this model"
+    words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {counted(ranks, 'rank')} and this model"
     return [
         Finding(level="fine", about="plan", words=words),
         _memory(run),
@@ -65,7 +66,8 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     # Local ranks share this machine's memory.
     together = ranks * sum(fullest_stage(job, run.blocks(), run.train.sequence)[1].values())
-    words = f"{ranks} local ranks on {machine.num_cores} cores need about {quantity(together, 'B')} together"
+    places = f"{counted(ranks, 'local rank')} on {counted(machine.num_cores, 'core')}"
+    words = f"{places} need about {quantity(together, 'B')} together"
     if together > machine.free_memory_bytes:
         words += f", and {quantity(machine.free_memory_bytes, 'B')} are free"
         yield Finding(level="note", about="ranks", words=words, fix="take fewer ranks or a smaller model here")

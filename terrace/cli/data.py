@@ -8,6 +8,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.schema import merge
+from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import flags, parse_overrides, take_word
 from terrace.cli.output import Terminal
@@ -97,17 +98,20 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.picture is not None:  # before any output, so that a write error is not lost below tables
         write_file("--picture", options.picture, lengths_svg(bins, f"lengths of documents of {name}"))
     console = Terminal()
-    print(f"{name}: {len(lengths):,} documents, {sum(lengths):,} tokens, the longest {max(lengths):,}\n")
+    print(
+        f"{name}: {counted(len(lengths), 'document', ',')}, {counted(sum(lengths), 'token', ',')}, the longest "
+        f"{max(lengths):,}\n"
+    )
     console.print(histogram_table(bins))
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(cluster.tiers))
     print(
-        f"\n{num_sequences} sequences x {options.sequence} tokens on cluster {cluster.name}, {tiers}: "
-        f"{cluster.world_size} ranks that attend together in {compute}\n"
-        f"a batch of them: {len(batch):,} documents, the longest {max(batch):,} tokens\n"
+        f"\n{counted(num_sequences, 'sequence')} x {counted(options.sequence, 'token')} on cluster {cluster.name}, "
+        f"{tiers}: {counted(cluster.world_size, 'rank')} that attend together in {compute}\n"
+        f"a batch of them: {counted(len(batch), 'document', ',')}, the longest {counted(max(batch), 'token', ',')}\n"
     )
     console.print(policies_table(costs, [tier.name for tier in cluster.tiers]))
     num_cut = sum(length > options.sequence for length in lengths)
-    cut = f"; {num_cut:,} documents are longer than a sequence and were cut" * bool(num_cut)
+    cut = f"; cut, since longer than a sequence: {counted(num_cut, 'document', ',')}" * bool(num_cut)
     print(f"bytes are sums over all ranks{cut}")
     if options.picture is not None:
         print(f"wrote {options.picture}")
@@ -165,7 +169,7 @@ def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[i
     num_documents = num_sequences * sequence * len(pieces) // sum(pieces)
     if num_documents > _MOST_DOCUMENTS:
         raise ConfigError(
-            f"{num_sequences} sequences x {sequence} tokens are about {num_documents:,} of these documents, and up to "
-            f"{_MOST_DOCUMENTS:,} are assigned together: lower --batch or --sequence"
+            f"{counted(num_sequences, 'sequence')} x {counted(sequence, 'token')} are about {num_documents:,} of these "
+            f"documents, and up to {_MOST_DOCUMENTS:,} are assigned together: lower --batch or --sequence"
         )
     return batches(num_sequences * sequence, 1, pieces)[0]

@@ -1,5 +1,6 @@
 """A summary of the data before a run: sources, shares, epochs, padding, documents left out."""
 
+from terrace.base.words import counted
 from terrace.data.batches import Batches, Source, SourceUse
 from terrace.train.job import RunJob
 
@@ -12,7 +13,7 @@ def data_words(job: RunJob) -> str:
     whole = [words for use in uses for words in _packed_words(use, train.sequence)]
     # A single source needs no shares and epochs.
     if len(uses) == 1:
-        held = f"; {uses[0].num_holdout_samples} sequences held out" if uses[0].num_holdout_samples else ""
+        held = f"; {counted(uses[0].num_holdout_samples, 'sequence')} held out" if uses[0].num_holdout_samples else ""
         return "\n".join([f"{count} of {job.sources[0].name}{held}", *whole])
     total = sum(source.weight for source in job.sources)
     lines = [_source_words(source, use, total) for source, use in zip(job.sources, uses, strict=True)]
@@ -23,7 +24,7 @@ def _source_words(source: Source, use: SourceUse, total: float) -> str:
     held = f", {use.num_holdout_samples} held out" if use.num_holdout_samples else ""
     return (
         f"  {use.name}: {source.weight / total:.1%} of the sequences, {_tokens(source.tokens.num_tokens)} in "
-        f"{use.num_samples} sequences, {use.epochs:.2f} epochs{held}"
+        f"{counted(use.num_samples, 'sequence')}, {use.epochs:.2f} epochs{held}"
     )
 
 
@@ -38,8 +39,9 @@ def _packed_words(use: SourceUse, sequence: int) -> list[str]:
     if tally.num_untrained:
         fates.append(f"{tally.num_untrained} left out without a token to train on")
     return [
-        f"  {use.name}: {tally.num_documents} documents packed whole into {tally.num_sequences} sequences, "
-        f"{tally.waste(sequence):.1%} of them padding" + "".join(f"; {fate}" for fate in fates)
+        f"  {use.name}: {counted(tally.num_documents, 'document')} packed whole into "
+        f"{counted(tally.num_sequences, 'sequence')}, {tally.waste(sequence):.1%} of them padding"
+        + "".join(f"; {fate}" for fate in fates)
     ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError, TerraceError
+from terrace.base.words import counted
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
 from terrace.cli.output import Terminal
 from terrace.probe.findings import Finding, findings
@@ -135,7 +136,7 @@ def _link_finding(link: "MeasuredTier") -> Finding:
 
 def _show(machine: Machine, found: Sequence[Finding]) -> None:
     console = Terminal()
-    print(f"{machine.system}, {machine.num_cores} cores")
+    print(f"{machine.system}, {counted(machine.num_cores, 'core')}")
     if machine.variables:
         print("set: " + ", ".join(f"{name}={value}" for name, value in machine.variables.items()))
     print()
@@ -149,4 +150,4 @@ def _show(machine: Machine, found: Sequence[Finding]) -> None:
     blocking = [each.about for each in found if each.level == "blocks"]
     notes = sum(each.level == "note" for each in found)
     verdict = f"blocked by {', '.join(blocking)}" if blocking else "nothing blocks"
-    print(f"\n{verdict}" + (f"; {notes} note{'s' * (notes > 1)} above" if notes else ""))
+    print(f"\n{verdict}" + (f"; {counted(notes, 'note')} above" if notes else ""))

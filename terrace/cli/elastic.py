@@ -12,6 +12,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.train.config import RunConfig, parse_run, parse_sections
@@ -51,12 +52,12 @@ def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str
         fitted = parse_run(sections)
     except (PlanError, ConfigError) as error:
         raise PlanError(
-            f"{num_ranks} ranks were started where cluster {run.cluster.name!r} has {run.cluster.world_size}; with "
-            f"{', '.join(words)} the plan does not fit: {error}"
+            f"cluster {run.cluster.name!r} has {counted(run.cluster.world_size, 'rank')}, and {num_ranks} "
+            f"{'was' if num_ranks == 1 else 'were'} started; with {', '.join(words)} the plan does not fit: {error}"
         ) from error
     if fitted.plan.micro_batch != run.plan.micro_batch:
         words.append(f"plan.micro_batch {run.plan.micro_batch} -> {fitted.plan.micro_batch}")
-    return fitted, f"{num_ranks} ranks in place of {run.cluster.world_size}: {', '.join(words)}"
+    return fitted, f"{counted(num_ranks, 'rank')} in place of {run.cluster.world_size}: {', '.join(words)}"
 
 
 def _micro_batch(run: RunConfig) -> int:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError
+from terrace.base.words import counted
 from terrace.cli.generate import add_model_options, load_model_of
 from terrace.cli.output import raw_stream
 
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"loss           {found.loss:.4f} nats per token")
     print(f"perplexity     {found.perplexity:.3f} per token")
     print(f"bits per byte  {found.bits_per_byte:.4f}")
-    print("of             " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    print("of             " + ", ".join(counted(count, name.removesuffix("s"), ",") for name, count in counts.items()))
     return 0
 
 
@@ -89,7 +90,7 @@ def _progress() -> "Callable[[Evaluation], None]":
             # Every token would flood the terminal: one line per second.
             last[0] = time.monotonic()
             print(
-                f"\r{found.num_tokens:,} tokens, loss {found.loss:.4f}",
+                f"\r{counted(found.num_tokens, 'token', ',')}, loss {found.loss:.4f}",
                 end="\033[K\r",
                 file=raw_stream(sys.stderr),
                 flush=True,

@@ -12,6 +12,7 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
+from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.output import Terminal
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words
@@ -130,10 +131,11 @@ def _remedy(task: Task, tips: Advice) -> str:
 def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
     if not pinned:
         return (
-            f"{task.batch} sequences of {task.sequence} tokens and {task.model.num_layers} layers do not divide over "
-            f"{task.cluster.world_size} ranks by the {_axes(axes)}: use another --batch or another --nodes"
+            f"{counted(task.batch, 'sequence')} of {counted(task.sequence, 'token')} and "
+            f"{counted(task.model.num_layers, 'layer')} do not divide over "
+            f"{counted(task.cluster.world_size, 'rank')} by the {_axes(axes)}: use another --batch or another --nodes"
         )
-    words = f"no plan with the {_axes(axes)} satisfies {' and '.join(pinned)} with {task.batch} sequences"
+    words = f"no plan with the {_axes(axes)} satisfies {' and '.join(pinned)} with {counted(task.batch, 'sequence')}"
     for name in AXES:
         # A pin on an axis that is not searched contradicts --axes; say so instead of blaming the batch.
         if name not in axes and pins.ranges.get(name, (1, 1))[0] > 1:
@@ -152,7 +154,7 @@ def _sizes_that_divide(task: Task) -> str:
 
 
 def _how(found: Found) -> str:
-    words = f"{found.num_evaluated} plans simulated of {found.num_roots} shapes and micro-batches"
+    words = f"{counted(found.num_evaluated, 'plan')} simulated of {found.num_roots} shapes and micro-batches"
     if found.proved:
         return f"{words}; no other of the space ranks above these (less than {TIE:.1%} apart is equally fast)"
     return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
@@ -163,8 +165,8 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     refused = runs_today(task, best.candidate)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
     head = (
-        f"# Found by terrace plan for {task.batch} sequences of {task.sequence} tokens a step on cluster "
-        f"{name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
+        f"# Found by terrace plan for {counted(task.batch, 'sequence')} of {counted(task.sequence, 'token')} a step on "
+        f"cluster {name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
         f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
     plan = plan_of(task, best.candidate)

@@ -15,6 +15,7 @@ import tomli_w
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump
+from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal
@@ -87,7 +88,7 @@ def check_out(path: Path, force: bool) -> None:
 
 
 def _show(probed: Probed, path: Path) -> None:
-    title = f"cluster {probed.cluster.name}, probed with {probed.cluster.world_size} ranks at once"
+    title = f"cluster {probed.cluster.name}, probed with {counted(probed.cluster.world_size, 'rank')} at once"
     table = new_table(title, ("constant", "before", "now", "mark", "fit error"), left=("constant", "mark"))
     for column in table.columns[:3]:
         column.no_wrap = True

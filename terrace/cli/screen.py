@@ -11,6 +11,7 @@ from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.base.words import counted
 from terrace.cli import views
 from terrace.cli.checks import slow_warning
 from terrace.cli.data_words import data_words
@@ -32,12 +33,11 @@ from terrace.train.prediction import utilisation_of
 
 def show_plan(job: RunJob) -> None:
     """Print the plan and its predicted cost, before any process is started."""
-    run, blocks, num_micros = job.run, job.run.blocks(), job.run.num_micros()
+    run, blocks = job.run, job.run.blocks()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
     print(
-        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {len(blocks)} blocks; {data_words(job)}\n"
-        f"{run.train.steps} steps of {run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} "
-        f"micro-batches of {run.plan.micro_batch} per rank\n"
+        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {counted(len(blocks), 'block')}; "
+        f"{data_words(job)}\n{counted(run.train.steps, 'step')} of {views.step_words(run)}\n"
     )
     if job.resume is None and start_words(run):
         print(f"{start_words(run)}\n")

@@ -8,6 +8,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import merge
+from terrace.base.words import counted
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.options import parse_overrides
 from terrace.cluster.cluster import Cluster
@@ -90,8 +91,9 @@ def task_words(task: Task) -> str:
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     return (
-        f"{task.model.family} decoder of {size} parameters, {task.batch} sequences x {task.sequence} tokens "
-        f"a step, in {task.compute}\ncluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
+        f"{task.model.family} decoder of {size} parameters, {counted(task.batch, 'sequence')} x "
+        f"{counted(task.sequence, 'token')} a step, in {task.compute}\n"
+        f"cluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
         f"{task.cluster.device.name}"
     )
 

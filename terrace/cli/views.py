@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from terrace.base.errors import ConfigError
+from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.output import Terminal
 from terrace.cli.programs import checked_programs, kept_activations
@@ -93,12 +94,8 @@ class StepView:
     @property
     def subtitle(self) -> str:
         """Model and batch in one line."""
-        run, micros = self.run, self.run.num_micros()
-        return (
-            f"{run.model.family} decoder, {quantity(num_params(run.model), ' parameters')}; a step of "
-            f"{run.train.batch} sequences x {run.train.sequence} tokens, {micros} "
-            f"micro-batch{'es' if micros > 1 else ''} of {run.plan.micro_batch} per rank"
-        )
+        size = quantity(num_params(self.run.model), " parameters")
+        return f"{self.run.model.family} decoder, {size}; a step of {step_words(self.run)}"
 
     @cached_property
     def advice(self) -> str:
@@ -130,6 +127,14 @@ class StepView:
             raise ConfigError(f"--csv {path}: the plan has no pipeline axis, so there is no order; leave --csv out")
         write_file("--csv", path, to_csv(self.orders))
         return f"wrote {path}: the order of {self.orders.num_stages} stages"
+
+
+def step_words(run: RunConfig) -> str:
+    """Batch and micro-batches of a step."""
+    return (
+        f"{counted(run.train.batch, 'sequence')} x {counted(run.train.sequence, 'token')}, "
+        f"{counted(run.num_micros(), 'micro-batch')} of {run.plan.micro_batch} per rank"
+    )
 
 
 def show_plan(view: StepView) -> None:
@@ -241,8 +246,7 @@ def show_advice(view: StepView) -> None:
 def show_program(view: StepView) -> None:
     program, num_micros = view.programs[view.stage], view.run.num_micros()
     whose = f"every rank of stage {view.stage}" if view.is_pipelined else "every rank"
-    plural = "es" if num_micros > 1 else ""
-    view.console.print(f"program of {whose}, {num_micros} micro-batch{plural}:", style="bold")
+    view.console.print(f"program of {whose}, {counted(num_micros, 'micro-batch')}:", style="bold")
     print(program_text(program, max_lines=view.lines))
     print(f"\nverified: {len(program.instructions)} instructions keep every rule of the instruction set")
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
+from terrace.base.words import counted
 from terrace.data.documents import Documents
 from terrace.data.packing import Packing
 
@@ -42,8 +43,8 @@ class Windows:
     def __init__(self, documents: Documents, sequence: int, *, separate: bool) -> None:
         if len(documents.ids) < sequence + 1:
             raise DataError(
-                f"{documents.name} has {len(documents.ids)} tokens, but one sample of sequence {sequence} takes "
-                f"{sequence + 1}; give more data or set sequence to at most {max(1, len(documents.ids) - 1)}"
+                f"{documents.name} has {counted(len(documents.ids), 'token')}, but one sample of sequence {sequence} "
+                f"takes {sequence + 1}; give more data or set sequence to at most {max(1, len(documents.ids) - 1)}"
             )
         # Neighbouring windows share one token, so n windows need n * sequence + 1 tokens.
         self.num_samples = (len(documents.ids) - 1) // sequence

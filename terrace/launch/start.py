@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError
+from terrace.base.words import counted
 from terrace.launch import flight
 from terrace.launch.machines import Facts, boot_id, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
@@ -131,7 +132,7 @@ def join(
     store = PrefixStore(f"terrace/{met.life}", shared)
     _agree_on_backend(store, met.seal, met.rank, backend, why)
     if met.rank == 0:
-        say(f"{place.world_size} ranks under {place.launcher}, backend {backend}: {why}")
+        say(f"{counted(place.world_size, 'rank')} under {place.launcher}, backend {backend}: {why}")
         for line in (met.map, *met.notes) if len(set(met.machines)) > 1 else met.notes:
             say(line)
     os.environ.update(flight.settings())
@@ -198,7 +199,7 @@ def launch_local(
     """
     _start_forkserver(target.__module__)
     backend, why = _local_backend(world_size)
-    say(f"{world_size} local processes, backend {backend}: {why}")
+    say(f"{counted(world_size, 'local process')}, backend {backend}: {why}")
     with ProcessPool(world_size, grace_s=grace_s) as pool, passed_on(pool.ask_to_stop) if stoppable else nullcontext():
         return pool.call(world_size, target, args, None, backend)[0]
 
@@ -245,7 +246,7 @@ def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, 
     if local_rank >= num_devices:
         raise ConfigError(
             f"local rank {local_rank} has no device, this machine has {num_devices}: start at most "
-            f"{num_devices} ranks here, and set LOCAL_RANK"
+            f"{counted(num_devices, 'rank')} here, and set LOCAL_RANK"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -255,7 +256,9 @@ def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, 
 def _local_backend(world_size: int) -> tuple[str, str]:
     why_not = _why_no_nccl()
     if not why_not and torch.cuda.device_count() < world_size:
-        why_not = f"{world_size} ranks want a CUDA device each, and this machine has {torch.cuda.device_count()}"
+        why_not = (
+            f"{counted(world_size, 'rank')}, and this machine has {counted(torch.cuda.device_count(), 'CUDA device')}"
+        )
     return ("gloo", why_not) if why_not else ("nccl", f"rank 0 uses {torch.cuda.get_device_name(0)}")
 
 

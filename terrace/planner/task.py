@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from terrace.base.errors import ModelError, PlanError
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
@@ -56,8 +57,8 @@ class Task:
             )
         if self.cluster.world_size > _MOST:
             raise PlanError(
-                f"cluster {self.cluster.name!r} has {self.cluster.world_size} ranks: plans are searched up to "
-                f"{_MOST:,}; make its tiers smaller"
+                f"cluster {self.cluster.name!r} has {counted(self.cluster.world_size, 'rank')}: plans are searched up "
+                f"to {_MOST:,}; make its tiers smaller"
             )
         peaks = self.cluster.device.peak_flops_per_s
         # Checked here, since a missing peak would surface only deep in a search.

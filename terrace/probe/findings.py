@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from terrace.base.words import counted
 from terrace.probe.machine import NEEDED, PACKAGES, Machine
 
 Level = Literal["fine", "absent", "note", "blocks"]
@@ -104,7 +105,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
         yield Finding(level="note", about="memory", words=words, fix="end other programs")
     else:
         words = f"{machine.free_memory_bytes / 1e9:.1f} of {machine.memory_bytes / 1e9:.1f} GB free: room for about "
-        yield Finding(level="fine", about="memory", words=f"{words}{ranks} small local rank{'s' * (ranks > 1)}")
+        yield Finding(level="fine", about="memory", words=f"{words}{counted(ranks, 'small local rank')}")
     words = f"{machine.free_disk_bytes / 1e9:.1f} GB free here"
     if machine.free_disk_bytes < _LITTLE_DISK_BYTES:
         yield Finding(level="note", about="disk", words=words, fix="name a --folder on another disk")

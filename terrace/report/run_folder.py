@@ -18,6 +18,7 @@ from typing import Any
 from terrace.base.errors import TerraceError
 from terrace.base.fitting import numbers
 from terrace.base.schema import read_table
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
@@ -136,8 +137,9 @@ def _read(folder: Path, missing: list[str]) -> _Left:
 
 def _subtitle(run: RunConfig) -> str:
     return (
-        f"{run.model.family} decoder of {quantity(num_params(run.model), ' parameters')}; a step of {run.train.batch} "
-        f"sequences x {run.train.sequence} tokens; {plan_title(run.cluster, run.plan)}"
+        f"{run.model.family} decoder of {quantity(num_params(run.model), ' parameters')}; a step of "
+        f"{counted(run.train.batch, 'sequence')} x {counted(run.train.sequence, 'token')}; "
+        f"{plan_title(run.cluster, run.plan)}"
     )
 
 
@@ -147,7 +149,7 @@ def _status(left: _Left) -> str:
     done = left.records[-1].step if left.records else 0
     wanted = f" of {left.run.train.steps}" if left.run is not None else ""
     if last.event == "finished":
-        return f"Finished after {done} steps, with a loss of {last.final_loss:.4g}."
+        return f"Finished after {counted(done, 'step')}, with a loss of {last.final_loss:.4g}."
     if last.event == "stopped":
         return f"Stopped after step {done}{wanted}: {last.why or 'no reason recorded'}."
     when = _when(left.records[-1].time) if left.records and left.records[-1].time else ""
@@ -175,7 +177,7 @@ def _notes(left: _Left) -> list[str]:
     for rank in sorted({rank for rank, _ in slow}):
         factors = [factor for each, factor in slow if each == rank]
         notes.append(
-            f"Rank {rank} was slow in {len(factors)} of {len(left.steady)} steps: its own work took "
+            f"Rank {rank} was slow in {len(factors)} of {counted(len(left.steady), 'step')}: its own work took "
             f"{statistics.median(factors):.1f} times its peers'."
         )
     if left.run is not None and left.run.plan.balance == "cost":
@@ -196,7 +198,7 @@ def _figures(left: _Left, num_starts: int) -> list[tuple[str, str]]:
         if values:
             figures.append((f"{100 * statistics.fmean(values):.1f} %", name.upper()))
     figures.append((seconds(_mean(steady, attrgetter("step_s"))), "a step"))
-    figures.append((f"{records[-1].step:,}", "steps"))
+    figures.append((f"{records[-1].step:,}", "step" if records[-1].step == 1 else "steps"))
     if num_starts > 1:
         figures.append((str(num_starts), "starts"))
     return figures
@@ -306,7 +308,7 @@ def _event_row(event: RunEvent) -> tuple[str, str, str]:
     name, when = event.event, "-" if event.time is None else _when(event.time) or "-"
     if name == "started":
         what = f"resumed after step {event.first_step}" if event.first_step else "started"
-        return when, what, f"plan {event.plan} on {event.cluster}, {event.ranks} ranks"
+        return when, what, f"plan {event.plan} on {event.cluster}, {counted(event.ranks, 'rank')}"
     if name == "saved":
         return when, f"saved after step {event.step}", event.folder
     if name == "finished":

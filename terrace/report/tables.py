@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
@@ -54,7 +55,7 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
 
 def plan_title(cluster: Cluster, plan: Plan) -> str:
     """Title of a plan's table."""
-    return f"plan {plan.name} on cluster {cluster.name}: {cluster.world_size} ranks"
+    return f"plan {plan.name} on cluster {cluster.name}: {counted(cluster.world_size, 'rank')}"
 
 
 def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]:

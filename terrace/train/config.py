@@ -18,6 +18,7 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge, read_table
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
@@ -67,7 +68,7 @@ class TrainConfig:
     slow_steps: int = 20  # by its last steps
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
-    prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
+    prompt: str | None = field(default=None, metadata={"empty": True})  # if absent, the beginning of the data
     metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
     profile: str | int | None = None  # steps to trace, such as "10-12"
     profile_torch: bool = False  # with torch's own profiler, too
@@ -118,8 +119,8 @@ class TrainConfig:
         longest = self.steps - self.warmup_steps
         if (self.decay_steps if whole else self.decay_steps * self.steps) > longest:
             raise ConfigError(
-                f"train.decay_steps = {self.decay_steps} is longer than the {longest} steps after the warm-up, "
-                f"train.steps - train.warmup_steps: use at most {max(0, longest)}"
+                f"train.decay_steps = {self.decay_steps} is longer than the {counted(longest, 'step')} after the "
+                f"warm-up, train.steps - train.warmup_steps: use at most {max(0, longest)}"
             )
 
 
@@ -236,6 +237,8 @@ def section(name: str, value: Any) -> Any:
     """Table of a section that may be given by name or path; the `[task]` of a plan's file is left out."""
     if not isinstance(value, str) or name not in _WHOLE:
         return value
+    if not value:
+        raise ConfigError(f"{name} is empty: name a file, or leave it out")
     if name == "cluster":
         return cluster_table(value)
     if name == "model":

@@ -13,6 +13,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import read_table
+from terrace.base.words import counted
 from terrace.model.config import num_params
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import Mesh
@@ -34,8 +35,8 @@ def _warmup_steps(run: RunConfig) -> str:
     if run.train.warmup_steps <= run.train.steps:
         return ""
     return (
-        f"the run ends after {run.train.steps} steps, below the peak rate: use at most {run.train.steps}, or raise "
-        "train.steps"
+        f"the run ends after {counted(run.train.steps, 'step')}, below the peak rate: use at most {run.train.steps}, "
+        "or raise train.steps"
     )
 
 
@@ -64,7 +65,7 @@ def _unit(run: RunConfig) -> str:
     num_micros = run.num_micros()
     if run.plan.unit <= num_micros:
         return ""
-    return f"a rank has {num_micros} micro-batches in a step: use at most {num_micros}"
+    return f"a rank has {counted(num_micros, 'micro-batch')} in a step: use at most {num_micros}"
 
 
 def _freeze(run: RunConfig) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.launch.machines import boot_id, check_tiers
@@ -75,7 +76,7 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, ma
     if found.world_size != world_size:
         sizes = " x ".join(str(tier.size) for tier in found.tiers)
         raise ConfigError(
-            f"cluster {found.name!r} has {sizes} = {found.world_size} ranks, but {world_size} "
+            f"cluster {found.name!r} has {sizes} = {counted(found.world_size, 'rank')}, but {world_size} "
             f"{'run' if world_size > 1 else 'runs'}: start {found.world_size} (torchrun --nproc-per-node "
             f'{found.world_size}), change the sizes of its tiers, or write cluster="local" for whatever runs here'
         )

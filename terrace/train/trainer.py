@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, TerraceError, TrainingError
 from terrace.base.schema import load
+from terrace.base.words import counted
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
@@ -326,17 +327,17 @@ class Trainer:
             below = num // unit * unit
             near = f"{below} or {below + unit}" if below else str(unit)
             raise ConfigError(
-                f"a batch of {num} samples does not divide into {num_ranks} data ranks x {num_micros} micro-batches = "
-                f"{unit}: give {near}, or another num_micros"
+                f"a batch of {counted(num, 'sample')} does not divide into {counted(num_ranks, 'data rank')} x "
+                f"{counted(num_micros, 'micro-batch')} = {unit}: give {near}, or another num_micros"
             )
         size = num // unit
         spreads = is_context_parallel(self.engine.program.mesh, self.plan)
         if (spreads or self.engine.program.stage.num_stages > 1) and size != self.plan.micro_batch:
             does = "a context axis spreads the tokens" if spreads else "stages exchange activations"
             raise ConfigError(
-                f"a micro-batch of {size} samples: {does} of plan.micro_batch = "
+                f"a micro-batch of {counted(size, 'sample')}: {does} of plan.micro_batch = "
                 f'{self.plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
-                f"{unit * self.plan.micro_batch} samples"
+                f"{counted(unit * self.plan.micro_batch, 'sample')}"
             )
         # A whole batch is cut by data rank; a local one is this rank's already.
         first = 0 if self._local_batches else layout.data_place(self.rank) * num_micros * size

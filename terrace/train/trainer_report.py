@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from terrace.base.words import counted
 from terrace.program.report import StepReport
 
 
@@ -20,7 +21,7 @@ class TrainerReport:
 
     def __str__(self) -> str:
         none: Mapping[Any, float] = {}
-        rows = [f"{f'mean of {self.num_steps} steps':28}{'predicted':>14}{'measured':>14}"]
+        rows = [f"{'mean of ' + counted(self.num_steps, 'step'):28}{'predicted':>14}{'measured':>14}"]
         for title, name, unit in (
             ("time", "time_s", "s"),
             ("sent", "sent_bytes", "B"),

@@ -68,7 +68,7 @@ def test_a_corpus_in_any_form_has_the_lengths_of_its_documents(
     assert "5 documents, 221 tokens, the longest 101" in text
     assert "4 sequences x 64 tokens on cluster local, 2 system x 1 node x 2 package: 4 ranks" in text
     assert "attend together in fp32\n" in text
-    assert "2 documents are longer than a sequence and were cut" in text
+    assert "cut, since longer than a sequence: 2 documents" in text
 
 
 def test_what_policies_cost_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
