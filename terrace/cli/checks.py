@@ -1,10 +1,11 @@
 """Checks of a run before it starts: all of them for `terrace doctor`, one as a warning of `terrace train`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted
+from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
@@ -58,14 +59,11 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     if launched or len(machine.gpus) >= ranks:
         return
     if run.cluster.device.backend == "cuda":
-        words = f"{ranks} ranks want a CUDA device each; this machine has {len(machine.gpus)}, so here they use its CPU"
-        yield Finding(
-            level="note", about="ranks", words=words, fix="start them with torchrun on the cluster's machines"
-        )
+        words = f"one CUDA device each for {counted(ranks, 'rank')}; this machine has {len(machine.gpus)}"
+        fix = f"on the cluster's machines: {torchrun(run.cluster, 'train ...')}"
+        yield Finding(level="note", about="ranks", words=words, fix=fix)
         return
-    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
-    # Local ranks share this machine's memory.
-    together = ranks * sum(fullest_stage(job, run.blocks(), run.train.sequence)[1].values())
+    together = _local_bytes(run)
     places = f"{counted(ranks, 'local rank')} on {counted(machine.num_cores, 'core')}"
     words = f"{places} need about {quantity(together, 'B')} together"
     if together > machine.free_memory_bytes:
@@ -73,6 +71,45 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding(level="note", about="ranks", words=words, fix="take fewer ranks or a smaller model here")
     else:
         yield Finding(level="fine", about="ranks", words=words)
+
+
+def _local_bytes(run: RunConfig) -> int:
+    # Local ranks share this machine's memory.
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    rank_bytes = sum(fullest_stage(job, run.blocks(), run.train.sequence, "cpu")[1].values())
+    return run.cluster.world_size * rank_bytes
+
+
+def check_devices_here(run: RunConfig, num_devices: int) -> None:
+    """Raise `PlanError` for a run on CUDA devices that this machine has not."""
+    ranks = run.cluster.world_size
+    if run.cluster.device.backend == "cuda" and num_devices < ranks:
+        raise PlanError(
+            f"cluster {run.cluster.name!r} has {counted(ranks, 'rank')} with a CUDA device each, and this machine has "
+            f"{counted(num_devices, 'CUDA device')}: start it on the cluster, as {torchrun(run.cluster, 'train ...')} "
+            "(or srun terrace train ...); to try it on this machine's CPU, add --cluster.device.backend cpu"
+        )
+
+
+def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes: int) -> None:
+    """Raise `PlanError` for local ranks that this machine's memory cannot hold.
+
+    `device_bytes`: the memory of each CUDA device; with fewer of these than ranks, the ranks share `memory_bytes`.
+    """
+    ranks = run.cluster.world_size
+    if len(device_bytes) >= ranks:
+        job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+        needed = sum(fullest_stage(job, run.blocks(), run.train.sequence, "cuda")[1].values())
+        have, words = min(device_bytes), "a rank needs about"
+    else:
+        needed, have, words = _local_bytes(run), memory_bytes, f"{counted(ranks, 'local rank')} need about"
+    if needed > have:
+        place = "a CUDA device here" if len(device_bytes) >= ranks else "this machine"
+        raise PlanError(
+            f"{words} {quantity(needed, 'B')}, and {place} has {quantity(have, 'B')}: take a smaller model, batch or "
+            f"cluster, or start it on the machines of a cluster, as {torchrun(run.cluster, 'train ...')} (or srun "
+            "terrace train ...); terrace doctor with the same options says more"
+        )
 
 
 def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:

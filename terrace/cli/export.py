@@ -79,7 +79,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
     # A run on bytes has no tokenizer file; say so, since generating elsewhere needs one.
     if "tokenizer.json" not in written:
-        print(f"no tokenizer: the run was trained on {config.data.tokenizer}")
+        print(
+            f"no tokenizer: the run was trained on {config.data.tokenizer}; generate and eval take the folder with "
+            f"--tokenizer {config.data.tokenizer}"
+        )
     print(f"wrote {options.path}, the model after step {checkpoint.step} in {dtype}: {', '.join(written)}")
     return 0
 

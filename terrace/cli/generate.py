@@ -10,8 +10,6 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
 from terrace.cli.output import raw_stream
 
-_PROMPT = "def "
-
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -26,7 +24,7 @@ def add_parser(commands: Any) -> None:
         metavar="TEXT",
         action="append",
         help="text to continue, in which special tokens count as such; may be given several times, and all are "
-        f"continued at once (default: {_PROMPT!r})",
+        'continued at once; "" lets the model begin',
     )
     parser.add_argument(
         "--chat",
@@ -94,22 +92,22 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             )
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} must be above 0 and at most 1, which keeps all")
+    if not options.prompt:
+        about = "what the user says" if options.chat else 'the text to continue, or "" to let the model begin'
+        raise ConfigError(f"--prompt TEXT is missing: give {about}")
     # After the options are checked: importing torch takes seconds.
     from terrace.train.generate import chat_prompt, generate_texts
     from terrace.train.sampling import Sampling
 
-    if options.chat and not options.prompt:
-        raise ConfigError("--chat needs a --prompt: what the user says")
-    prompts = options.prompt or [_PROMPT]
     # A prompt from a shell may hold bytes that are no text.
-    for prompt in prompts:
+    for prompt in options.prompt:
         check_text("--prompt", prompt)
     model = load_model_of(options)
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
-    asked = [chat_prompt(model, prompt) if options.chat else prompt for prompt in prompts]
+    asked = [chat_prompt(model, prompt) if options.chat else prompt for prompt in options.prompt]
     texts = generate_texts(model, asked, options.tokens, sampling)
     if not options.chat:
-        texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+        texts = [prompt + text for prompt, text in zip(options.prompt, texts, strict=True)]
     # A terminal gets control characters spelled out; a file gets the text as it is.
     print("\n\n".join(texts), file=sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout))
     return 0

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
+from terrace.cli.launching import torchrun
 from terrace.cluster.cluster import Cluster
 from terrace.launch.machines import check_tiers
 from terrace.launch.world import World
@@ -24,7 +25,8 @@ def check_local(cluster: Cluster) -> None:
     if cluster.world_size > _MAX_LOCAL_RANKS:
         raise ConfigError(
             f"cluster {cluster.name!r} has {cluster.world_size} ranks, and one machine starts at most "
-            f"{_MAX_LOCAL_RANKS} as local processes: use torchrun or srun, or resize a tier, for example "
+            f"{_MAX_LOCAL_RANKS} as local processes: start it on the cluster, as {torchrun(cluster, 'train ...')} (or "
+            "srun terrace train ...), or resize a tier, for example "
             f"--cluster.tiers.{cluster.tiers[-1].name}.size 1"
         )
 

@@ -83,7 +83,9 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         # An empty name, as of an unset variable of a shell, would be the working folder.
-        if not arg_string and action.dest not in _MAY_BE_EMPTY and action.nargs != argparse.PARSER:
+        # Defaults come this way, too.
+        wanted = arg_string or action.default == "" or action.dest in _MAY_BE_EMPTY or action.nargs == argparse.PARSER
+        if not wanted:
             option = action.option_strings[-1] if action.option_strings else action.metavar
             raise ConfigError(f"{option} is empty: give it a value{', or leave it out' * bool(action.option_strings)}")
         return super()._get_value(action, arg_string)

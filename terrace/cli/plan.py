@@ -14,8 +14,10 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.words import counted
 from terrace.cli.files import write_file
+from terrace.cli.launching import num_machines, torchrun
 from terrace.cli.output import Terminal
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words
+from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.plan.plan import AXES
 from terrace.planner.explain import preset_verdicts, reasons
@@ -78,7 +80,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"{figures_words(task, best)}\n")
     console.print(split_table(best.time_s, "seconds of a step", "s"))
     capacity = task.cluster.device.memory_bytes
-    title = f"memory of a device at its peak, of its {quantity(capacity, 'B')}"
+    title = (
+        f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
+    )
     console.print(split_table(best.memory_bytes, title, "B", capacity))
     sent, tiers = best.sent_bytes, [tier.name for tier in task.cluster.tiers]
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
@@ -177,7 +181,18 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     look = f"to look at its step: terrace simulate {options.output}"
     if refused is not None:
         return f"wrote {options.output}, to be looked at: it cannot be trained, since {refused}\n{look}"
-    return f"wrote {options.output}\nto train: terrace train --plan {options.output}\n{look}"
+    return f"wrote {options.output}\n{_to_train(task.cluster, options.output)}\n{look}"
+
+
+def _to_train(cluster: Cluster, path: Path) -> str:
+    if cluster.device.backend == "cpu" or cluster.world_size == 1:
+        return f"to train: terrace train --plan {path}"
+    nodes = num_machines(cluster)
+    if nodes == 1:
+        return f"to train, on a machine with {cluster.world_size} devices: terrace train --plan {path}"
+    command = f"train --plan {path} --folder SHARED_FOLDER/run"
+    each = f"to train, on each of the {nodes} machines: {torchrun(cluster, command)}"
+    return f"{each}\n  or, under Slurm: srun terrace {command}"
 
 
 def _axes(names: Sequence[str]) -> str:

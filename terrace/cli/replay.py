@@ -38,11 +38,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
     from terrace.checkpoint.layout import complete, step_of
     from terrace.checkpoint.reading import newest_whole
+    from terrace.cli.checks import check_memory_here
     from terrace.cli.joined import check_local
     from terrace.cli.prepare import check_same_run
     from terrace.data.prepared import prepare_sources
     from terrace.data.tokenizer import load_tokenizer
-    from terrace.launch.start import launch_local, world_size
+    from terrace.launch.start import launch_local, local_devices, world_size
+    from terrace.probe.machine import memory_bytes
     from terrace.report.tables import new_table
     from terrace.train.job import RunJob
     from terrace.train.prediction import resolved_run
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if world_size() is not None:
         raise ConfigError("terrace replay starts its ranks itself: run it without a launcher")
     check_local(config.cluster)
+    check_memory_here(config, local_devices(), memory_bytes())
     # A step from before every checkpoint that is left is reached from the initial values: the run's file says them.
     there = any(step_of(path) < options.step for path in complete(options.folder / "checkpoints"))
     checkpoint = newest_whole(options.folder, before=options.step)[0] if there else None

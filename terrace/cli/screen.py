@@ -24,7 +24,7 @@ from terrace.program.report import StepReport, plain
 from terrace.report.inside import ASSIGNED
 from terrace.report.plot import loss_svg
 from terrace.report.stage_tables import stage_comparison_table
-from terrace.report.tables import comparison_tables, quantity, seconds, stage_band_words
+from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
@@ -104,7 +104,11 @@ class Screen:
             self._console.print(table)
         if outcome.stages:
             self._console.print(stage_comparison_table(outcome.stages))
-        print(f"{stage_band_words(outcome.stages or [(outcome.predicted, outcome.measured)])}\n")
+        pairs = outcome.stages or [(outcome.predicted, outcome.measured)]
+        print(f"{stage_band_words(pairs)}\n")
+        miss = largest_miss(pairs)
+        if miss:
+            print(f"{miss}; {self._to_do()}\n")
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")
@@ -120,6 +124,16 @@ class Screen:
         checkpoint = os.path.relpath(outcome.checkpoint, folder)
         print(f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {checkpoint}")
         self._judge(outcome)
+
+    def _to_do(self) -> str:
+        # Constants are measured at the start of a run, in a moment, or by the probe that wrote the cluster's file.
+        page = f"terrace report {self._job.folder} draws a step of both"
+        if self._job.run.cluster.is_measured:
+            return f"the cluster's file was probed: if the machine was busy then or now, probe again; {page}"
+        return (
+            "if the machine was busy at the start or has other jobs, run again; terrace probe measures longer than a "
+            f"start does, for --cluster FILE; {page}"
+        )
 
     def _write_files(self, outcome: Outcome) -> None:
         folder, run = self._job.folder, self._job.run

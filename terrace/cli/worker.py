@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, TrainingError
+from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.from_memory import check_partners, chosen, offer, placed
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
@@ -19,9 +20,10 @@ from terrace.cli.screen import Screen, show_plan
 from terrace.data.batches import Source
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import load_tokenizer
-from terrace.launch.start import is_restarted, join, launch_local, pace, world_size
+from terrace.launch.start import is_restarted, join, launch_local, local_devices, pace, world_size
 from terrace.launch.stop import Stop
 from terrace.launch.world import World
+from terrace.probe.machine import memory_bytes
 from terrace.simulate.peer_copies import one_machine
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
@@ -53,6 +55,9 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
     if config.train.peer_copies:
         raise ConfigError(one_machine(()))
     check_local(config.cluster)
+    devices = local_devices()
+    check_devices_here(config, len(devices))
+    check_memory_here(config, devices, memory_bytes())
     try:
         job = prepare(config, folder, resume, going_on)
     except CompleteError as complete:

@@ -262,6 +262,13 @@ def _local_backend(world_size: int) -> tuple[str, str]:
     return ("gloo", why_not) if why_not else ("nccl", f"rank 0 uses {torch.cuda.get_device_name(0)}")
 
 
+def local_devices() -> list[int]:
+    """Memory, in bytes, of each CUDA device that a local rank can have."""
+    if _why_no_nccl():
+        return []
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+
+
 def _why_no_nccl() -> str:
     if not torch.cuda.is_available():
         return "this machine has no usable CUDA device"

@@ -78,7 +78,7 @@ def look(folder: Path) -> Machine:
         python=sys.version_info[:3],
         system=f"{platform.system()} {platform.release()} on {platform.machine()}",
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=min(page * os.sysconf("SC_PHYS_PAGES"), _group_limit()),
+        memory_bytes=memory_bytes(),
         free_memory_bytes=_free_memory(page),
         free_disk_bytes=shutil.disk_usage(folder).free,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
@@ -90,6 +90,11 @@ def look(folder: Path) -> Machine:
         packages=packages,
         **(_torch() if packages["torch"] else {}),
     )
+
+
+def memory_bytes() -> int:
+    """Memory of the machine, or the limit of the control group where that is lower."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
 
 
 def _torch() -> dict[str, Any]:

@@ -308,7 +308,8 @@ def _event_row(event: RunEvent) -> tuple[str, str, str]:
     name, when = event.event, "-" if event.time is None else _when(event.time) or "-"
     if name == "started":
         what = f"resumed after step {event.first_step}" if event.first_step else "started"
-        return when, what, f"plan {event.plan} on {event.cluster}, {counted(event.ranks, 'rank')}"
+        ranks = "" if event.ranks is None else f", {counted(event.ranks, 'rank')}"
+        return when, what, f"plan {event.plan} on {event.cluster}{ranks}"
     if name == "saved":
         return when, f"saved after step {event.step}", event.folder
     if name == "finished":

@@ -95,7 +95,7 @@ def run_page(view: RunView) -> str:
         section("Where the time of a step goes", _time_table(view.time_s)),
         "<div class=columns>",
         column("Bytes rank 0 sends in a step", _amounts_table(view.sent_bytes, "tier")),
-        column("Model state on rank 0 at its peak", _memory(view)),
+        column("Model state on rank 0, each category at its own peak", _memory(view)),
         "</div>",
         "" if view.plan is None else plan_html(*view.plan),
         "<div class=columns>",

@@ -21,6 +21,7 @@ STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
 # Largest relative error of a prediction; bytes must be equal.
 STEP_BAND, MEMORY_BAND = 0.20, 0.10
+_STATE_TITLE = "model state of one rank, each category at its own peak"
 
 
 def quantity(value: float, unit: str) -> str:
@@ -122,9 +123,9 @@ def bytes_words(size: float | None) -> str:
 
 
 def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
-    """Model state of one rank at its peak, by category."""
+    """Model state of one rank, every category at its own peak."""
     return new_table(
-        f"model state of one rank at its peak, without activations (the device has {quantity(capacity_bytes, 'B')})",
+        f"{_STATE_TITLE}; no activations (the device has {quantity(capacity_bytes, 'B')})",
         ("category", "predicted"),
         left=("category",),
         rows=[(category, quantity(size, "B")) for category, size in predicted.items() if size],
@@ -147,7 +148,7 @@ def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table
     """Predicted and measured bytes (which must be equal), memory and time."""
     return [
         _compare_bytes(predicted, measured),
-        _compare("model state of one rank at its peak", "total", predicted.memory_bytes, measured.memory_bytes, _size),
+        _compare(_STATE_TITLE, "total", predicted.memory_bytes, measured.memory_bytes, _size),
         _compare("seconds of a step (mean)", "step", predicted.time_s, measured.time_s, seconds),
     ]
 
@@ -187,6 +188,28 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
         ]
         sentences.append(f"bytes DIFFERENT on stage {', '.join(differ)}" if differ else "bytes equal on every stage")
     return (";\n" if len(stages) > 1 else "; ").join(sentences)
+
+
+def largest_miss(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
+    """The category that is missed most, of the stages' (predicted, measured) steps, where a step time lies outside its
+    band; "" where none does.
+    """
+    told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
+    outside = [
+        (predicted, found)
+        for predicted, found in told
+        if predicted.step_s > 0 and found.step_s > 0 and abs(predicted.step_s - found.step_s) > STEP_BAND * found.step_s
+    ]
+    if not outside:
+        return ""
+    misses = [
+        (abs(expected - spent), name, expected, spent)
+        for predicted, found in outside
+        for name in {**predicted.time_s, **found.time_s}
+        for expected, spent in [(predicted.time_s.get(name, 0.0), found.time_s.get(name, 0.0))]
+    ]
+    _, name, expected, spent = max(misses)
+    return f"most is missed of {name!r}: {seconds(expected)} predicted, {seconds(spent)} measured"
 
 
 def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:

@@ -133,7 +133,10 @@ def _of_run(
 
 def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str) -> Trained:
     if tokenizer is None and not (folder / TOKENIZER).is_file():
-        raise CheckpointError(f"{folder} has no {TOKENIZER}: name one with --tokenizer")
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER}: name one with --tokenizer PATH, or --tokenizer {BYTES} if the model was "
+            f"trained on {BYTES}"
+        )
     path = tokenizer or str(folder / TOKENIZER)
     own = load_tokenizer(path)
     weights = Pretrained(folder, load_model(str(folder), training=False))

@@ -42,7 +42,7 @@ def test_tables_and_prints_spell_it_out(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("simulate", "--config", EVIL),
         ("train", EVIL),
-        ("generate", EVIL),
+        ("generate", EVIL, "--prompt", "a"),
         ("report", EVIL),
         ("plan", "--model", EVIL, "--cluster", "local", "--batch", "8", "--seq", "8"),
         (EVIL,),

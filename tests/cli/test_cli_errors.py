@@ -115,12 +115,16 @@ def test_a_bad_argument_is_one_line(here: Here, words: tuple[str, ...], said: st
         (("explain", "--lines", "x"), "argument --lines: invalid int value: 'x'"),
         (("explain", "--plan", "zero9"), "no plan preset"),
         (("generate",), "the following arguments are required: FOLDER"),
-        (("generate", "nowhere"), "nowhere is neither a run folder (config.toml) nor a Hugging Face folder"),
+        (("generate", "nowhere"), "--prompt TEXT is missing: give the text to continue"),
+        (
+            ("generate", "nowhere", "--prompt", "a"),
+            "nowhere is neither a run folder (config.toml) nor a Hugging Face folder",
+        ),
         (("generate", "nowhere", "--temperature", "nan"), "--temperature nan must be at least 0"),
         (("generate", "nowhere", "--tokens", "0"), "--tokens 0 must be at least 1"),
         (("generate", "nowhere", "--seed", str(2**70)), "below 2^63"),
         (("generate", "nowhere", "--top-p", "0"), "--top-p 0.0 must be above 0"),
-        (("generate", "nowhere", "--device", "abacus"), "--device abacus cannot be used"),
+        (("generate", "nowhere", "--prompt", "a", "--device", "abacus"), "--device abacus cannot be used"),
         (("generate", "nowhere", "--what", "5"), "unknown argument '--what'"),
         (("train", "--resume", "nowhere"), "nowhere is not a run folder: it has no config.toml"),
         (("train", "--resume", "nowhere", "--data", "x"), "leave out --data"),
@@ -280,14 +284,16 @@ def test_resume_and_generate_refuse_a_damaged_checkpoint(here: Here, resumable: 
         "digit": f"{manifest} is damaged (its checksum differs)",
         "piece": f"{folder} lacks elements ",
     }[what]
-    for words in (("train", "--resume", resumable, "--train.steps", "4"), ("generate", resumable)):
+    for words in (("train", "--resume", resumable, "--train.steps", "4"), ("generate", resumable, "--prompt", "a")):
         assert expected in here.refused(*words)
 
 
 def test_a_foreign_checkpoint_format_is_named(here: Here, resumable: Path) -> None:
     manifest = resumable / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.write_text(json.dumps({"format": 99}))
-    assert "has format 99, but this version of Terrace reads formats 2 and 3" in here.refused("generate", resumable)
+    assert "has format 99, but this version of Terrace reads formats 2 and 3" in here.refused(
+        "generate", resumable, "--prompt", "a"
+    )
 
 
 def test_the_program_prints_one_line_too(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_plan_prints_why_and_writes_what_train_reads(here: Planning) -> None:
     assert code == 0
     for part in ("1 system x 4 node x 2 package = 8", "MFU", "seconds of a step", "memory of a device", "three-level"):
         assert part in out
-    assert "to train: terrace train --plan" in out
+    assert "to train, on a machine with 8 devices: terrace train --plan" in out
     assert "to look at its step: terrace simulate" in out
     flags = {"model": str(here.model), "cluster": "frontier", "plan": "plan.toml"}
     overrides = {

@@ -184,7 +184,7 @@ def test_what_does_not_fit_blocks(slow_run: RunConfig) -> None:
     assert any(each.level == "blocks" for each in found)
     ranks = _of(check_run(slow_run, SOUND, "terrace plan"), "ranks")
     assert ranks.level == "note"
-    assert "16 ranks want a CUDA device each; this machine has 0" in ranks.words
+    assert "one CUDA device each for 16 ranks; this machine has 0" in ranks.words
     assert not [each for each in check_run(slow_run, replace(SOUND, gpus=(H100,) * 16), "") if each.about == "ranks"]
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from terrace.base.errors import PlanError
+from terrace.cli.checks import check_devices_here, check_memory_here
 from terrace.cli.main import main
 from terrace.cluster.presets import load_cluster
 from terrace.program.lowering import build
@@ -20,18 +22,41 @@ from tests.support.planning import Planning, here
 __all__ = ["here"]
 
 
+def test_a_plan_of_a_cluster_is_not_trained_on_this_machine(here: Planning) -> None:
+    """Sixteen ranks with a CUDA device each: the advice and the refusal name the command for the cluster."""
+    code, out, _ = here.say("plan", "--nodes", "2", batch=16)
+    assert code == 0
+    command = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m terrace train"
+    assert f"to train, on each of the 2 machines: {command} --plan plan.toml" in out
+    assert main(["train", "--plan", "plan.toml"]) == 2
+    error = here.error()
+    assert re.fullmatch(r"terrace: error: cluster 'frontier' has 16 ranks with a CUDA device each, .*\n", error)
+    assert command in error
+    assert not (here.folder / "runs").exists()
+
+
+def test_local_ranks_must_fit_in_this_machine(here: Planning) -> None:
+    run = resolve(None, {"model": str(here.model)}, {"train": {"sequence": 256}})
+    check_devices_here(run, 0)  # ranks of a CPU
+    check_memory_here(run, (), 10**12)
+    with pytest.raises(PlanError, match=r"8 local ranks need about .* GB, and this machine has 1 GB: take a smaller"):
+        check_memory_here(run, (), 10**9)
+    with pytest.raises(PlanError, match=r"a rank needs about .*, and a CUDA device here has 1 GB"):
+        check_memory_here(run, [10**9] * 8, 10**12)
+
+
 def test_plan_with_a_context_axis_is_written_to_be_trained(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "1", "--axes", "context", "--pin", "context=2")
     assert code == 0
     assert "context 2" in out
-    assert "to train: terrace train --plan plan.toml" in out
+    assert "to train, on a machine with 8 devices: terrace train --plan plan.toml" in out
 
 
 def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(here: Planning) -> None:
     """The programs of all stages take about the step that the planner found for their orders."""
     code, out, _ = here.say("plan", "--nodes", "1", "--pin", "pipeline=2", "--pin", "schedule=1f1b")
     assert code == 0
-    assert "to train: terrace train --plan plan.toml" in out
+    assert "to train, on a machine with 8 devices: terrace train --plan plan.toml" in out
     plan = resolve(None, {"plan": "plan.toml"}, {}).plan
     assert sum(plan.stages) == 6  # four layers, embedding and head
     assert main(["explain", "--plan", "plan.toml", "--lines", "2"]) == 0

@@ -18,6 +18,7 @@ from terrace.report.tables import (
     bytes_table,
     comparison_tables,
     equal_bytes,
+    largest_miss,
     memory_table,
     plan_table,
     quantity,
@@ -130,3 +131,7 @@ def test_a_prediction_outside_its_band_says_so(factor: float, verdict: str) -> N
         "predicted model state +8 %, within its band of 10 %"
     )
     assert band_words(report(1.0, 0), report(0.0, 100)) == ""
+    miss = largest_miss([(report(1.0, 100), report(1.0, 100)), (report(factor, 108), report(1.0, 100))])
+    assert miss == (
+        "" if verdict == "within" else f"most is missed of 'forward': {seconds(factor)} predicted, 1.00 s measured"
+    )

@@ -196,7 +196,7 @@ def _options(folder: Path) -> Iterator[Case]:
         "train": ("--model", "nowhere"),
         "doctor": ("--config", "nowhere"),
         "report": ("nowhere",),
-        "generate": ("nowhere",),
+        "generate": ("nowhere", "--prompt", "a"),
         "eval": ("nowhere", "--data", "nowhere"),
         "export": ("nowhere", "nowhere2"),
         "replay": ("nowhere", "--step", "1"),

@@ -243,7 +243,7 @@ def test_a_run_trains_adapters_goes_on_and_writes_text(tmp_path: Path) -> None:
     folded = {(block, name): value for block, name, value in merged_values(last)}
     moved = folded["layers.0", "mlp.up.weight"] - after["layers.0", "mlp.up.weight"]
     assert 0 < torch.linalg.matrix_rank(moved, rtol=1e-4) <= 4
-    assert terrace("generate", "run", "--tokens", "3", cwd=tmp_path).returncode == 0
+    assert terrace("generate", "run", "--prompt", "a", "--tokens", "3", cwd=tmp_path).returncode == 0
     other = terrace("train", "--resume", "run", "--train.steps", "9", "--lora.alpha", "2.0", cwd=tmp_path)
     assert "lora" in one_line(other.stderr)
 

@@ -279,6 +279,7 @@ def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) ->
     assert predicted["forward"] + predicted["backward"] > 300
     assert "predicted step time +" in done.stdout
     assert "OUTSIDE its band of 20 %" in done.stdout
+    assert re.search(r"most is missed of '(for|back)ward': .* probe again; terrace report run draws", done.stdout)
 
 
 def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_chat_is_asked_as_in_training(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words, "--chat", "--prompt", "ends <|im_end|> here"]) == 2
     assert "spells out the special token '<|im_end|>'" in capsys.readouterr().err
     assert main([*words, "--chat"]) == 2
-    assert "--chat needs a --prompt" in capsys.readouterr().err
+    assert "--prompt TEXT is missing: give what the user says" in capsys.readouterr().err
 
 
 def chat_model(tmp_path: Path, *, bos: str | None, add_bos_token: bool) -> Path:
