@@ -65,12 +65,16 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"terrace: error: {str(error.filename)[:80]}...: {error.strerror}; name another file", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("terrace: interrupted; saved checkpoints are complete", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _ended(Terminated("SIGINT"))
     except Terminated as ended:
-        print(f"terrace: ended by {str(ended) or 'SIGTERM'}; saved checkpoints are complete", file=sys.stderr)
-        return EXIT_TERMINATED
+        return _ended(ended)
     return code
+
+
+def _ended(ended: Terminated) -> int:
+    by_hand = ended.name == "SIGINT"
+    print(f"terrace: {'interrupted' if by_hand else f'ended by {ended.name}'}; {ended.words}", file=sys.stderr)
+    return EXIT_INTERRUPTED if by_hand else EXIT_TERMINATED
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,7 +22,14 @@ _PLAIN_WIDTH = 120  # of a file or a pipe, which have no width
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived, or the signal in the message. Not an `Exception`: no handler on the way out may swallow it."""
+    """A stop signal arrived; `words` say what is saved.
+
+    Not an `Exception`: no handler on the way out may swallow it.
+    """
+
+    def __init__(self, name: str = "SIGTERM", words: str = "saved checkpoints are complete") -> None:
+        super().__init__(name, words)
+        self.name, self.words = name, words
 
 
 class Terminal(Console):

@@ -65,8 +65,9 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
         return
     show_plan(job)
     with sigterm_raises():
-        # The parent only waits: a signal here is passed on to the ranks, which end after the same step.
-        _end(launch_local(config.cluster.world_size, run_rank, (job,), stoppable=True))
+        # The parent only waits: a signal here is passed on to the ranks, which end after the same step, or at once
+        # before the first one.
+        _end(launch_local(config.cluster.world_size, run_rank, (job,), stoppable=True), job)
 
 
 def run_rank(world: World, job: RunJob) -> str | None:
@@ -126,14 +127,12 @@ def _run_joined(world: World, job: RunJob, changes: str) -> None:
     dist.destroy_process_group()
     if signal_name is not None and world.rank != 0:
         sys.exit(128 + signal.SIGINT if signal_name == "SIGINT" else 128 + signal.SIGTERM)  # rank 0 says why
-    _end(signal_name)
+    _end(signal_name, job)
 
 
-def _end(signal_name: str | None) -> None:
-    if signal_name == "SIGINT":
-        raise KeyboardInterrupt
+def _end(signal_name: str | None, job: RunJob) -> None:
     if signal_name is not None:
-        raise Terminated(signal_name)
+        raise Terminated(signal_name, job.again())
 
 
 def _sources_here(job: RunJob) -> tuple[Source, ...]:

@@ -31,7 +31,7 @@ from terrace.launch.process_pool import ProcessPool
 from terrace.launch.rendezvous import host_store, meet, open_store
 from terrace.launch.seal import Seal, user_secret
 from terrace.launch.socket_folder import use_socket_folder
-from terrace.launch.stop import SIGNALS, handled, passed_on
+from terrace.launch.stop import SIGNALS, StoppedEarly, handled, passed_on
 from terrace.launch.world import World
 
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
@@ -195,13 +195,20 @@ def launch_local(
     `RuntimeError` with the traceback of the first failure. Time is not limited: only a watchdog in `target` ends a
     stall. Children end with the parent, however it ends, and see the environment of the first launch. If `target` is
     `stoppable`, the first SIGTERM, SIGUSR1 or Ctrl-C asks it to end in order (terrace.launch.stop); the second has its
-    previous effect.
+    previous effect. Before `target` has begun (`terrace.launch.stop.begin_steps`) the first one ends the ranks, and its
+    name is returned.
     """
     _start_forkserver(target.__module__)
     backend, why = _local_backend(world_size)
     say(f"{counted(world_size, 'local process')}, backend {backend}: {why}")
-    with ProcessPool(world_size, grace_s=grace_s) as pool, passed_on(pool.ask_to_stop) if stoppable else nullcontext():
-        return pool.call(world_size, target, args, None, backend)[0]
+    try:
+        with (
+            ProcessPool(world_size, grace_s=grace_s) as pool,
+            passed_on(pool.ask_to_stop) if stoppable else nullcontext(),
+        ):
+            return pool.call(world_size, target, args, None, backend)[0]
+    except StoppedEarly as early:
+        return str(early)
 
 
 def _place() -> _Place | None:

@@ -6,6 +6,8 @@ it enters step k + 1, and no rank ends a step before all have entered it, since 
 So all ranks read the key in time and stop after the same step.
 
 In a large world ranks read it only every few steps, to limit the load on the store.
+
+Before the first step (reading a checkpoint, measuring) nothing would be lost, so a request ends the ranks at once.
 """
 
 import json
@@ -32,7 +34,7 @@ SIGNALS = tuple(
 # A launcher passes on a signal that the ranks got as well, when it was sent to all processes of a job.
 _SAME_S = 2.0
 _LOOKS_A_STEP = 512  # ranks that may ask the store in one step: a guess
-_REQUESTED, _AGREED = "stop/asked", "stop/agreed"
+_REQUESTED, _AGREED, _BEGUN = "stop/asked", "stop/agreed", "stop/begun"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,10 @@ class Stop:
     step: int
     why: Literal["signal", "failed"]
     text: str
+
+
+class StoppedEarly(BaseException):
+    """A signal, named in the message, came before the first step. Raised by its handler."""
 
 
 class StopSignal:
@@ -104,8 +110,18 @@ def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
+def begin_steps(world: World) -> None:
+    """From now on a stop is voted on; rank 0 calls this before its first step."""
+    world.store.set(_BEGUN, "")
+
+
 def ask(store: Any, seal: Seal, name: str) -> None:
-    """Ask the ranks of the world of `store` to stop, from another process."""
+    """Ask the ranks of the world of `store` to stop, from another process.
+
+    Raises `StoppedEarly` if they have not begun: then the caller ends them.
+    """
+    if not store.check([_BEGUN]):
+        raise StoppedEarly(name)
     store.set(_REQUESTED, seal.close(_REQUESTED, name))
 
 

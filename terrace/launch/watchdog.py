@@ -29,6 +29,7 @@ from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.seal import Seal
 from terrace.launch.slow import Comparison, OwnTimes, SlowRank
+from terrace.launch.stop import SIGNALS
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
@@ -52,9 +53,9 @@ class Watchdog:
     `store` must be a name space that no earlier watchdog used: a verdict in it is final. Heartbeats come every
     `interval_s`, more often with a short `timeout_s` (eight per timeout), less often in a large world (at most 2000
     writes per second in all). `on_hang` gets the message instead of stderr. `catch_sigterm` delays SIGTERM until the
-    message is out, and needs the main thread. With `stops`, other code handles SIGTERM and ends the run in order: the
-    watchdog then acts on it only if a rank is missing. `recorder` has the last collectives of this rank, which are kept
-    when the run hangs.
+    message is out, and needs the main thread. With `stops`, words for the user, other code handles stop signals once
+    it has called `begin`: the watchdog then acts on SIGTERM only if a rank is missing; before, a signal ends the rank
+    with these words. `recorder` has the last collectives of this rank, which are kept when the run hangs.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class Watchdog:
         interval_s: float = 0.5,
         on_hang: Callable[[str], None] | None = None,
         catch_sigterm: bool = False,
-        stops: bool = False,
+        stops: str = "",
         seal: Seal,
         store_rank: int | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
         self._interval_s = max(min(interval_s, timeout_s / 8), world_size / _MAX_WRITES_PER_S)
+        # More often before the first step, where a stop is not voted on: two looks decide, and the user waits for them.
+        self._early_s = max(self._interval_s / 2, world_size / _MAX_WRITES_PER_S)
+        self._begun = not stops
         # Two readings must be far enough apart for every living rank to have published in between.
         self._window_s = _WINDOW_INTERVALS * self._interval_s
         if self._window_s > timeout_s / 2:
@@ -92,7 +96,7 @@ class Watchdog:
         # Set once the rank is leaving.
         self._state: State | None = None
         self._reason, self._host = "", f"host {socket.gethostname()}, pid {os.getpid()}"
-        self._told_to_stop = self._closing = False
+        self._told_to_stop, self._closing = "", False  # the name of the signal
         self.slow: tuple[SlowRank, ...] = ()  # by the last look; the thread alone sets it
         self._own_times: OwnTimes | None = None
         self._comparison: Comparison | None = None
@@ -118,6 +122,10 @@ class Watchdog:
         if self._own_times is not None:
             self._own_times.add(own_s, step_s)
             self._figures = self._own_times.figures()
+
+    def begin(self) -> None:
+        """The first step begins: stop signals are for the main thread from now on."""
+        self._begun = True
 
     def idle(self, what: str = "between steps") -> None:
         """Mark the main thread as outside a step: no timeout runs until the next `at`."""
@@ -201,7 +209,11 @@ class Watchdog:
             if cause is not None:
                 self._act(cause)
             self._compare()
-            self._sleep(self._interval_s)
+            self._sleep(self._beat_s)
+
+    @property
+    def _beat_s(self) -> float:
+        return self._interval_s if self._begun else self._early_s
 
     def _compare(self) -> None:
         now_s = time.monotonic()
@@ -214,7 +226,10 @@ class Watchdog:
 
     def _sleep(self, duration_s: float) -> None:
         if select.select([self._wake_read], [], [], duration_s)[0]:
-            self._told_to_stop |= signal.SIGTERM in os.read(self._wake_read, 4096)
+            told = os.read(self._wake_read, 4096)
+            for number in (signal.SIGTERM,) if self._begun else SIGNALS:
+                if number in told:
+                    self._told_to_stop = signal.Signals(number).name
 
     def _beat(self) -> None:
         place, now_s = self._place, time.monotonic()
@@ -255,8 +270,8 @@ class Watchdog:
 
     def _cause(self) -> _Cause | None:
         if self._told_to_stop and self._state in (None, "dragged"):
-            stands_still = self._stops and self._state is None and self._still_s >= self._timeout_s - self._window_s
-            return "stalled" if stands_still else "stopped"
+            in_order = self._stops and self._begun and self._state is None
+            return "stalled" if in_order and self._still_s >= self._timeout_s - self._window_s else "stopped"
         if self._state is not None:
             return "error" if self._state == "dragged" and not self._answered.is_set() else None
         if self._place is not self._seen or self._place[3] is None:
@@ -288,7 +303,7 @@ class Watchdog:
 
     def _agree(self, cause: _Cause) -> str | None:
         place = self._place
-        patient = cause == "stopped" and self._stops and self._state is None
+        patient = cause == "stopped" and self._stops and self._begun and self._state is None
         for attempt in range(_ATTEMPTS):
             verdict = self._heartbeats.verdict()
             if verdict is not None:
@@ -314,14 +329,17 @@ class Watchdog:
 
     def _look(self, cause: _Cause) -> str:
         before, start_s = self._heartbeats.read_all(), time.monotonic()
-        while time.monotonic() < start_s + self._window_s:
-            self._sleep(self._interval_s)
+        window_s = _WINDOW_INTERVALS * self._beat_s if cause == "stopped" else self._window_s
+        while time.monotonic() < start_s + window_s:
+            self._sleep(self._beat_s)
             self._beat()
         verdict = diagnose(before, self._heartbeats.read_all(), time.monotonic() - start_s)
         # All ranks are alive, so the stop was meant for the whole run.
         if cause == "stopped" and verdict.rule in ("behind", "nobody"):
-            where = self._describe(self._place, None).where()
-            return f"stop rank {self._rank} was told to stop (SIGTERM) at {where}; no rank was missing"
+            told = f"rank {self._rank} was told to stop ({self._told_to_stop})"
+            if not self._begun:
+                return f"stop {told} before its first step; {self._stops}"
+            return f"stop {told} at {self._describe(self._place, None).where()}; no rank was missing"
         # After an error of a rank's own, the last collectives tell nothing.
         return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept()}"
 
@@ -359,12 +377,12 @@ def watch(
     *,
     timeout_s: float,
     interval_s: float = 0.5,
-    stops: bool = False,
+    stops: str = "",
     recorder: FlightRecorder | None = None,
 ) -> Watchdog:
     """Watchdog of `world`, with the message delivery of its launcher.
 
-    With `stops`, the main thread ends the run in order after SIGTERM.
+    With `stops`, words for the user, the main thread ends the run in order after SIGTERM.
     """
     return Watchdog(
         PrefixStore("step", world.store),

@@ -1,11 +1,13 @@
 """The input of every rank of `terrace train`."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from terrace.checkpoint.layout import latest
 from terrace.data.batches import Source
 from terrace.train.config import RunConfig
 
@@ -33,6 +35,16 @@ class RunJob(JobInputs):
     """A run with its inputs."""
 
     run: RunConfig
+
+    def again(self) -> str:
+        """Words on what is saved, with the command that goes on with the run."""
+        folder = shlex.quote(str(self.folder))
+        if latest(self.folder) is not None:
+            return f"saved checkpoints are complete; to go on: terrace train --resume {folder}"
+        return (
+            "nothing was saved yet; to begin again: terrace train --config "
+            f"{shlex.quote(str(self.folder / 'config.toml'))} --folder {folder} --resume auto"
+        )
 
 
 def device_of() -> torch.device:

@@ -28,7 +28,7 @@ from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
 from terrace.launch import flight
 from terrace.launch.start import pace
-from terrace.launch.stop import SIGNALS, Stop, StopSignal, Vote
+from terrace.launch.stop import SIGNALS, Stop, StopSignal, Vote, begin_steps
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
 from terrace.model.config import num_params, to_table
@@ -78,7 +78,7 @@ def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
     # Local ranks leave signals to the process that started them, which passes a stop on through the store.
     with (
         StopSignal(SIGNALS if world.supervised else SIGNALS[:1]) as stop_signal,
-        watch(world, timeout_s=job.run.train.timeout_s, stops=True, recorder=flights) as dog,
+        watch(world, timeout_s=job.run.train.timeout_s, stops=job.again(), recorder=flights) as dog,
         dog.guard(),
         holding,
         following as followed,
@@ -217,6 +217,9 @@ class RankOfRun:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
+        self.dog.begin()
+        if self.world.rank == 0:
+            begin_steps(self.world)
         beside = "is written beside the steps" if train.background_save else "is waited for"
         # Checkpoints are copied to main memory first, which the user must have room for.
         staged_mb = self.saver.staging_bytes / 1e6

@@ -13,14 +13,30 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
 
+from terrace.base.errors import HangError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
+from terrace.cli.prepare import prepare
 from terrace.launch.seal import Seal
-from terrace.launch.start import LocalPool
-from terrace.launch.stop import Stop, StopSignal, Vote, ask
+from terrace.launch.start import LocalPool, launch_local
+from terrace.launch.stop import Stop, StopSignal, Vote, ask, begin_steps
 from terrace.launch.watchdog import Watchdog
 from terrace.launch.world import World
-from tests.support.tiny_runs import all_gone, descendants, environment, metrics, wait_for_step, write_run
+from terrace.train import calibrate
+from terrace.train.config import resolve
+from terrace.train.job import RunJob
+from terrace.train.loop import train
+from terrace.train.metrics import Silent
+from tests.support.tiny_runs import (
+    all_gone,
+    descendants,
+    environment,
+    is_alive,
+    metrics,
+    terrace,
+    wait_for_step,
+    write_run,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -34,6 +50,7 @@ def wish(name: str | None) -> StopSignal:
 def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int | None, every: int) -> list[Stop | None]:
     """Threads as ranks, which meet in every step; each wish is (after how many steps, what): how each rank ended."""
     store, seal, barrier = HashStore(), Seal.fresh(), threading.Barrier(world_size)
+    begin_steps(World(0, world_size, 0, world_size, store, seal=seal))
     found: list[Stop | None] = [None] * world_size
 
     def rank_of(rank: int) -> None:
@@ -182,7 +199,10 @@ def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path
     assert process.returncode != 0
     assert said.count("resuming after step ") == 1
     assert said.count("2 ranks in place of 4: node 2 -> 1") == 2
-    assert errors.count("terrace: ended by SIGTERM; saved checkpoints are complete") == 1
+    assert (
+        errors.count("terrace: ended by SIGTERM; saved checkpoints are complete; to go on: terrace train --resume run")
+        == 1
+    )
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     newest = latest(run)
@@ -202,15 +222,79 @@ def watched(world: World, stopped_s: float) -> str:
             timeout_s=20.0,
             interval_s=0.2,
             catch_sigterm=True,
-            stops=True,
+            stops="nothing was saved yet",
             seal=world.seal,
         ) as dog,
     ):
+        dog.begin()
         dog.at(1, 2, "a long kernel")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(stopped_s)
         assert stop_signal.name == "SIGTERM"
     return "in order"
+
+
+def told_early(world: World) -> None:
+    """A rank that is told to stop while it measures."""
+    with (
+        StopSignal(),
+        Watchdog(
+            world.store,
+            world.rank,
+            2,
+            timeout_s=20.0,
+            on_hang=world.on_hang,
+            catch_sigterm=True,
+            stops="nothing was saved yet",
+            seal=world.seal,
+        ) as dog,
+    ):
+        dog.at(0, 0, "MEASURE node", (0, 1))
+        if world.rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60.0)
+
+
+def test_before_the_first_step_a_rank_that_is_told_to_stop_ends_all(pool: LocalPool) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(HangError, match=r"^rank 1 was told to stop \(SIGTERM\) before its first step; nothing"):
+        pool.run(2, told_early)
+    assert time.monotonic() - begin_s < 15.0
+
+
+def measuring(world: World, job: RunJob, folder: Path) -> None:
+    """One rank of a run whose measurement takes long."""
+
+    def last(*_: object) -> float:
+        (folder / f"{os.getpid()}.pid").touch()
+        time.sleep(100.0)
+        return 0.0
+
+    calibrate._skew_s = last  # type: ignore[assignment]
+    train(world, job, Silent())
+
+
+def test_the_first_signal_ends_a_run_that_measures(tmp_path: Path) -> None:
+    job = prepare(resolve(str(write_run(tmp_path, 2)), {}, {}), tmp_path / "run", None)
+    struck_s = list[float]()
+
+    def strike() -> None:
+        while len(list(tmp_path.glob("*.pid"))) < 2:
+            time.sleep(0.02)
+        struck_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=strike, daemon=True).start()
+    assert launch_local(2, measuring, (job, tmp_path), stoppable=True) == "SIGTERM"
+    assert time.monotonic() - struck_s[0] < 5.0  # 1 s, on a machine that is free
+    assert not [path for path in tmp_path.glob("*.pid") if is_alive(int(path.stem))]
+    run = tmp_path / "run"
+    command = f"terrace train --config {run}/config.toml --folder {run} --resume auto"
+    assert job.again() == f"nothing was saved yet; to begin again: {command}"
+    done = terrace(*command.split()[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert job.again() == f"saved checkpoints are complete; to go on: terrace train --resume {run}"
 
 
 def test_a_watchdog_lets_a_run_that_is_told_to_stop_do_so(pool: LocalPool) -> None:

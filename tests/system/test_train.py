@@ -350,7 +350,7 @@ def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said:
             os.kill(pid, signal.Signals[how.split()[0]])
         _, errors = process.communicate(timeout=120)
         assert process.returncode == code
-        assert errors == f"terrace: {said}; saved checkpoints are complete\n"
+        assert errors == f"terrace: {said}; saved checkpoints are complete; to go on: terrace train --resume run\n"
         assert all_gone(family)
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1].step
     assert last >= 5
