@@ -1,10 +1,10 @@
 """Checkpoint files in the memory of machines (/dev/shm), which outlives the processes of a run.
 
     /dev/shm/terrace-1000-5ad8c23cc2f59a10/     of one user, run and host; mode 0700
-        5f1d20aa.0/  5f1d20aa.1/                slots of a life of the run, written in turn
+        00000003.0/  00000003.1/                slots of a life of the run, its third, written in turn
             rank-00003.safetensors              a rank's part, as on disk
             rank-00003.json                     its list: the manifest of a checkpoint with this file alone
-        5f1d20aa.step-00000012/                 a checkpoint that a later life goes on from: all lists in one manifest
+        00000002.step-00000012/                 a checkpoint that a later life goes on from: all lists in one manifest
 
 A file without its list does not count, so a list is removed before its file is overwritten and written after it.
 """
@@ -32,7 +32,7 @@ from terrace.checkpoint.reading import Checkpoint
 
 ROOT = Path("/dev/shm")
 MANIFEST = "manifest.json"
-_ID = ".memory"  # in the run folder: the id that a copied or a new folder of the same name does not have
+_ID = ".memory"  # in the run folder: an id that a new folder of the same name does not have, and the newest life
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _LIFE = re.compile(r"[0-9a-f]{8}")
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
@@ -41,15 +41,23 @@ _NUM_READERS = 8
 
 def run_id(run_folder: Path) -> str:
     """Id by which a run finds its memory folders: empty for a run that never had one."""
+    return _id_and_life(run_folder)[0]
+
+
+def new_life(run_folder: Path) -> tuple[str, str]:
+    """A run's id, and the name of a new life of it, behind all earlier ones in order. Raises `OSError`."""
+    run, life = _id_and_life(run_folder)
+    run, life = run or uuid.uuid4().hex, f"{int(life or '0', 16) + 1:08x}"
+    write_atomic(run_folder / _ID, f"{run} {life}")
+    return run, life
+
+
+def _id_and_life(run_folder: Path) -> tuple[str, str]:
     try:
-        return (run_folder / _ID).read_text(encoding="ascii")
+        run, life = (run_folder / _ID).read_text(encoding="ascii").split()
     except (OSError, ValueError):
-        return ""
-
-
-def make_id(run_folder: Path) -> None:
-    """Give a run the id of its memory folders. Raises `OSError`."""
-    write_atomic(run_folder / _ID, uuid.uuid4().hex)
+        return "", ""
+    return (run, life) if _LIFE.fullmatch(life) else ("", "")
 
 
 def memory_folder(run: str, run_folder: Path, host: str) -> Path:
@@ -136,10 +144,13 @@ def held(folder: Path) -> Held:
 
 
 def newest(texts: Iterable[str], folder: Path) -> Checkpoint | None:
-    """The newest step of which hosts' manifests together have all boxes, as a checkpoint in `folder`; None without."""
-    copies: dict[tuple[int, str], dict[str, Any]] = {}
+    """The newest copy of which hosts' manifests together have all boxes, as a checkpoint in `folder`; None without.
+
+    A step of a later life is newer than any of an earlier one, which a host that was away may still hold.
+    """
+    copies: dict[tuple[str, int], dict[str, Any]] = {}
     for part in map(decode, texts):
-        _add(copies.setdefault((part["step"], part["life"]), {**part, "files": {}}), part)
+        _add(copies.setdefault((part["life"], part["step"]), {**part, "files": {}}), part)
     for _, manifest in sorted(copies.items(), key=lambda copy: copy[0], reverse=True):
         # A copy that a loss cut short lacks boxes; the one before it is whole.
         with suppress(CheckpointError):

@@ -9,7 +9,6 @@ all have ended the one before: of two slots, one is whole on every machine. Mess
 
 import json
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,12 +27,11 @@ from terrace.checkpoint.memory import (
     ROOT,
     MemoryFile,
     clear,
-    make_id,
     make_private,
     mapped_file,
     memory_folder,
+    new_life,
     present,
-    run_id,
     write_list,
 )
 from terrace.checkpoint.parts import parts_of, slices_of
@@ -64,7 +62,6 @@ class PeerCopies:
     ) -> None:
         """Take the memory. Raises `ConfigError` on every rank where a machine has too little."""
         self._engine, self._world, self._partners, self._facts = engine, world, partners, facts
-        self._life = str(engine.comm.exchange(uuid.uuid4().hex[:8])[0])
         self._group = _group(partners.members(world.rank), timeout)
         self._snapshot = snapshot_of(engine.state)
         self._keeper, self._kept = partners.keeper(world.rank), partners.kept(world.rank)
@@ -76,7 +73,8 @@ class PeerCopies:
         self.num_copies, self._is_alone = 0, False
         self._is_first = world.hosts.index(world.hosts[world.rank]) == world.rank
         self._slots: list[dict[int, MemoryFile]] = []
-        self.folder = memory_folder(self._agree_on_id(run_folder), run_folder, world.hosts[world.rank])
+        run, self._life = self._agree_on_life(run_folder)
+        self.folder = memory_folder(run, run_folder, world.hosts[world.rank])
         self._say(attempt(self._clear_slots) if self._is_first else None)
         self._spare = list[Path]()
         self._say(attempt(self._take_memory))
@@ -144,14 +142,17 @@ class PeerCopies:
         if self._is_first:
             clear(self.folder)
 
-    def _agree_on_id(self, run_folder: Path) -> str:
-        problem = None
-        if self._world.rank == 0 and not run_id(run_folder):
-            problem = attempt(lambda: make_id(run_folder))
-        found, problem = self._engine.comm.exchange([run_id(run_folder), problem])[0]
-        if problem is not None:
+    def _agree_on_life(self, run_folder: Path) -> tuple[str, str]:
+        made, problem = ("", ""), ""
+        if self._world.rank == 0:
+            try:
+                made = new_life(run_folder)
+            except OSError as error:
+                problem = error.strerror or str(error)
+        run, life, problem = self._engine.comm.exchange([*made, problem])[0]
+        if problem:
             raise CheckpointError(f"cannot write the id of the copies in memory into {run_folder}: {problem}")
-        return str(found)
+        return str(run), str(life)
 
     def _clear_slots(self) -> None:
         # Those of earlier lives: their files have been brought together in a folder of a step, or are of no use.

@@ -11,7 +11,7 @@ import pytest
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.checkpoint import memory
 from terrace.checkpoint.layout import checkpoint_bytes, decode, encode
-from terrace.checkpoint.memory import MemoryFile, held, memory_folder, newest, place, write_list
+from terrace.checkpoint.memory import MemoryFile, held, memory_folder, new_life, newest, place, write_list
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
 from terrace.cli import prepare
@@ -24,7 +24,7 @@ from terrace.train.config import TrainConfig, parse_run, resolve_table
 from tests.support.checkpoints import make, train
 from tests.support.tiny_runs import write_run
 
-LIFE = "5f1d20aa"
+LIFE, LATER = "0000000a", "00000010"
 ALONE = World(0, 1, 0, 1, None)  # type: ignore[arg-type]  # no store: nobody to meet
 
 
@@ -115,6 +115,38 @@ def test_the_newest_whole_copy_is_an_ordinary_checkpoint(two_hosts: list[Path]) 
     # Placed again, as after a start that did not get further.
     assert place(held(two_hosts[0]), found.text) == folder
     Checkpoint(folder).verify()
+
+
+def test_a_later_life_is_newer_than_any_earlier_one(two_hosts: list[Path]) -> None:
+    """At the same step, where only its bytes are wanted, and behind a step of a host that was away."""
+    earlier, later = two_hosts
+    for path in sorted(later.glob("*")):
+        path.rename(later / path.name.replace(LIFE, LATER))
+    for path in later.glob("*/rank-*.json"):
+        path.write_text(encode({**decode(path.read_text()), "life": LATER}))
+
+    def chosen() -> tuple[str, int]:
+        found = newest([copy for folder in two_hosts for copy in held(folder).copies], earlier)
+        assert found is not None
+        return decode(found.text)["life"], found.step
+
+    assert chosen() == (LATER, 2)
+    for path in later.glob(f"{LATER}.2/*"):
+        path.unlink()
+    assert chosen() == (LATER, 1)
+    for path in later.glob(f"{LATER}.1/*.safetensors"):
+        path.write_bytes(b"")
+    assert chosen() == (LIFE, 2)
+
+
+def test_lives_of_a_run_are_in_order(tmp_path: Path) -> None:
+    found = [new_life(tmp_path) for _ in range(20)]
+    assert len({run for run, _ in found}) == 1
+    assert [life for _, life in found] == sorted({life for _, life in found})
+    assert memory.run_id(tmp_path) == found[0][0]
+    (tmp_path / ".memory").write_text("cut")
+    assert memory.run_id(tmp_path) == ""
+    assert new_life(tmp_path)[0] not in (found[0][0], "")
 
 
 def test_damaged_files_are_named_and_not_believed(two_hosts: list[Path]) -> None:

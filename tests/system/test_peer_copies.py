@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from terrace.base.errors import ConfigError, HangError
+from terrace.base.errors import ConfigError, HangError, TrainingError
 from terrace.checkpoint import peer_copies
 from terrace.checkpoint.memory import ROOT, MemoryFile, memory_folder, run_id
 from terrace.checkpoint.reading import Checkpoint
@@ -176,6 +176,16 @@ def test_copies_count_in_a_run_that_makes_no_more(pool: LocalPool, whole: Path, 
     results = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)
     assert {first for first, *_ in results} <= {LOST_AFTER, LOST_AFTER - 1}
     assert_same(run, whole)
+    assert left() == before
+
+
+@pytest.mark.nightly
+def test_a_run_that_fails_in_training_gives_its_memory_back(pool: LocalPool, tmp_path: Path) -> None:
+    before = left()
+    table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1, warmup_steps=0)
+    table["optimizer"] |= {"lr": 1e30, "clip": 0.0}
+    with pytest.raises(TrainingError, match="The run cannot go on"):
+        pool.run(4, rank_of, table, tmp_path / "run", HOSTS, "", timeout_s=LIMIT_S)
     assert left() == before
 
 
