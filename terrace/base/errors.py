@@ -8,6 +8,8 @@ traceback.
 import difflib
 from collections.abc import Iterable
 
+_LEAST_BEGINNING = 3  # letters that say which word was meant
+
 
 class TerraceError(Exception):
     """Base of every error a user can act on."""
@@ -56,7 +58,8 @@ class HangError(TerraceError):
 def did_you_mean(word: str, known: Iterable[str], where: str = "") -> str:
     """`; did you mean 'x'?` for the nearest known word, or the list of known words; `where` goes before the nearest."""
     choices = sorted(known)
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    begun = [each for each in choices if len(word) >= _LEAST_BEGINNING and each.startswith(word)]
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6) or begun
     if near:
         return f"; did you mean {where + near[0]!r}?"
     return f"; known: {', '.join(choices)}" if choices else ""

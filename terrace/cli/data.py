@@ -123,7 +123,7 @@ def _described(
 ) -> tuple[ModelConfig, Cluster, Mapping[str, Any]]:
     from terrace.train.config import resolve_table
 
-    overrides = parse_overrides(rest)
+    overrides = parse_overrides(rest, of_run=False)
     for section, value in overrides.items():
         if section not in ("data", "cluster") or not isinstance(value, Mapping):
             raise ConfigError(f"--{section}: only keys of the data and of the cluster can be set; see --help")

@@ -10,7 +10,7 @@ from terrace.base.schema import check_text, merge, parse_override
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.plan.presets import PRESETS
-from terrace.train.config import RunConfig, parse_run, resolve_table
+from terrace.train.config import RunConfig, parse_run, resolve_table, sections_with
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.planned import TASK, read_planned
 
@@ -81,15 +81,18 @@ def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
 
 def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
     """Cluster `name` with the dotted overrides in `rest`; `instead` says where other keys belong."""
-    overrides = parse_overrides(rest)
+    overrides = parse_overrides(rest, of_run=False)
     for section in overrides:
         if section != "cluster":
             raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
     return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
 
 
-def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
-    """Nested tables from `--a.b VALUE` and `--a.b=VALUE`. Raises `ConfigError` for any other word."""
+def parse_overrides(rest: Sequence[str], *, of_run: bool = True) -> dict[str, Any]:
+    """Nested tables from `--a.b VALUE` and `--a.b=VALUE`. Raises `ConfigError` for any other word.
+
+    `of_run`: all sections of a run can be set, so that an error may suggest one.
+    """
     table: dict[str, Any] = {}
     words = list(rest)
     while words:
@@ -99,7 +102,15 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
             # The likely slip: a plan without its flag.
             if not word.startswith("-") and (word.endswith(".toml") or word in PRESETS):
                 raise ConfigError(f"unknown argument {word!r}: a plan is given as --plan {word}; see --help")
-            raise ConfigError(f"unknown argument {word!r}: keys are set as --section.key VALUE; see --help")
+            meant = (
+                [f"--{section}.{name}" for section in sections_with(name)] if of_run and word.startswith("--") else []
+            )
+            hint = (
+                f"; did you mean {' or '.join(meant)}?"
+                if meant
+                else ": keys are set as --section.key VALUE; see --help"
+            )
+            raise ConfigError(f"unknown argument {word!r}{hint}")
         if not equals:
             if not words or words[0].startswith("--"):
                 raise ConfigError(f"--{name} needs a value: write --{name} VALUE")

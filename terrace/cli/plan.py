@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import tomli_w
@@ -178,19 +179,20 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
     write_file("--output", options.output, head + tomli_w.dumps(table))
-    look = f"to look at its step: terrace simulate {options.output}"
+    look = f"to look at its step: terrace simulate {quote(str(options.output))}"
     if refused is not None:
         return f"wrote {options.output}, to be looked at: it cannot be trained, since {refused}\n{look}"
     return f"wrote {options.output}\n{_to_train(task.cluster, options.output)}\n{look}"
 
 
 def _to_train(cluster: Cluster, path: Path) -> str:
+    command = f"train --plan {quote(str(path))}"
     if cluster.device.backend == "cpu" or cluster.world_size == 1:
-        return f"to train: terrace train --plan {path}"
+        return f"to train: terrace {command}"
     nodes = num_machines(cluster)
     if nodes == 1:
-        return f"to train, on a machine with {cluster.world_size} devices: terrace train --plan {path}"
-    command = f"train --plan {path} --folder SHARED_FOLDER/run"
+        return f"to train, on a machine with {cluster.world_size} devices: terrace {command}"
+    command += " --folder SHARED_FOLDER/run"
     each = f"to train, on each of the {nodes} machines: {torchrun(cluster, command)}"
     return f"{each}\n  or, under Slurm: srun terrace {command}"
 

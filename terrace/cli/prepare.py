@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -249,7 +250,9 @@ def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
                 raise ConfigError(f"--folder {folder} is a file: name a new folder") from None
         except OSError as error:
             raise _unusable(candidate, error) from error
-    raise ConfigError(f"--folder {folder} is not empty: name a new folder, or resume with --resume {folder}")
+    raise ConfigError(
+        f"--folder {folder} is not empty: name a new folder, or resume with --resume {quote(str(folder))}"
+    )
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from terrace.base.errors import TrainingError
@@ -116,18 +117,24 @@ class Screen:
         with _written_in(folder):
             self._write_files(outcome)
         if outcome.sample is None:
-            print(f"the model is large: terrace generate {folder} samples from it\n")
+            print(f"the model is large: terrace generate {quote(str(folder))} --prompt TEXT samples from it\n")
         else:
             self._console.print("the model continues the prompt", style="bold underline")
             print(f"{outcome.sample}\n")
         # The path is shown below the run folder, which the line already names.
         checkpoint = os.path.relpath(outcome.checkpoint, folder)
-        print(f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {checkpoint}")
+        print(
+            f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {checkpoint}\n"
+            f"as a page: {self._page()}"
+        )
         self._judge(outcome)
+
+    def _page(self) -> str:
+        return f"terrace report {quote(str(self._job.folder))}"
 
     def _to_do(self) -> str:
         # Constants are measured at the start of a run, in a moment, or by the probe that wrote the cluster's file.
-        page = f"terrace report {self._job.folder} draws a step of both"
+        page = f"{self._page()} draws a step of both"
         if self._job.run.cluster.is_measured:
             return f"the cluster's file was probed: if the machine was busy then or now, probe again; {page}"
         return (

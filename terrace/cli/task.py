@@ -50,7 +50,7 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
             )
         # All of it is replaced by options.
         planned = Planned(model={}, cluster={}, train={"batch": 1, "sequence": 1})
-    overrides = parse_overrides(rest)
+    overrides = parse_overrides(rest, of_run=False)
     for section in overrides:
         if section != "cluster":
             raise ConfigError(

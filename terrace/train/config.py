@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import tomli_w
 
@@ -39,6 +39,7 @@ from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
+_KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +203,8 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     for name in ("model", "cluster", "plan", "train"):
         if name not in table:
             raise ConfigError(f"section [{name}] is missing")
+    for name, value in table.items():
+        _check_places(name, value)
     cluster = parse_cluster(dict(table["cluster"]))
     optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
     return RunConfig(
@@ -213,6 +216,20 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         optimizer=optimizer,
         lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
     )
+
+
+def sections_with(key: str) -> list[str]:
+    """Sections of a run that have a key of this name."""
+    hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if name in _KEYED} | {"lora": LoraConfig}
+    return [name for name, hint in hints.items() if any(item.name == key for item in fields(hint))]
+
+
+def _check_places(name: str, table: Mapping[str, Any]) -> None:
+    # A learning rate is easily put into [train].
+    for key in table if name in _KEYED else ():
+        found = sections_with(str(key))
+        if found and name not in found:
+            raise ConfigError(f"unknown key {name}.{key}; did you mean '{found[0]}.{key}'?")
 
 
 def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig) -> Plan:
@@ -242,6 +259,11 @@ def section(name: str, value: Any) -> Any:
     if name == "cluster":
         return cluster_table(value)
     if name == "model":
+        if not os.path.exists(value):
+            raise ConfigError(
+                f"cannot read {value}: No such file or directory; --model takes a folder or a config.json, so download "
+                "a model of the Hub first (hf download NAME --local-dir FOLDER)"
+            )
         return read_table(Path(value, "config.json") if os.path.isdir(value) else Path(value))
     if value in PRESETS:
         return {"preset": value}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -280,7 +281,7 @@ class RankOfRun:
                 number = self.step + 1
                 raise TrainingError(
                     f"step {number} has {problem}. The run cannot go on; to see the step block by block: "
-                    f"terrace replay {self.job.folder} --step {number}"
+                    f"terrace replay {quote(str(self.job.folder))} --step {number}"
                 ) from problem
             _check_rounding(result, self.step, self.run.train.error_budget)
         if not result.num_tokens:

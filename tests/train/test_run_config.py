@@ -114,7 +114,10 @@ BAD = [
     (ConfigError, ("--train.steps",), "--train.steps needs a value"),
     (ConfigError, ("--train.steps", "--train.batch", "8"), "--train.steps needs a value"),
     (ConfigError, ("--train..steps", "5"), "has an empty key"),
-    (ConfigError, ("--steps", "5"), "unknown argument '--steps'"),
+    (ConfigError, ("--steps", "5"), "unknown argument '--steps'; did you mean --train.steps?"),
+    (ConfigError, ("--what", "5"), "unknown argument '--what': keys are set as --section.key VALUE"),
+    (ConfigError, ("--train.lr", "5"), "unknown key train.lr; did you mean 'optimizer.lr'?"),
+    (ConfigError, ("--train.seq", "5"), "unknown key train.seq; did you mean 'train.sequence'?"),
     (ConfigError, ("5",), "unknown argument '5'"),
     (ConfigError, ("--plan.preset", "5"), "plan.preset = 5 must be the name of a preset"),
     (PlanError, ("--plan.preset", "zero4"), "no plan preset 'zero4'; did you mean 'zero"),
@@ -168,6 +171,7 @@ def test_unknown_names_and_bad_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is not valid TOML"):
             resolve(None, {name: str(tmp_path / "bad.toml")}, {})
     assert "cannot read" in refused(ConfigError, model=str(tmp_path))
+    assert "download a model of the Hub first" in refused(ConfigError, model="gpt2")
     assert "cannot read" in refused(ConfigError, config=tmp_path / "absent.toml")
     (tmp_path / "latin.toml").write_bytes(b'prompt = "\xe9"')
     assert "is not UTF-8 text" in refused(ConfigError, config=tmp_path / "latin.toml")
