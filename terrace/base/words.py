@@ -6,6 +6,11 @@ def counted(number: int, noun: str, spec: str = "") -> str:
     return f"{number:{spec}} {noun if number == 1 else plural(noun)}"
 
 
+def were(number: int, noun: str) -> str:
+    """`1 rank was`, `2 ranks were`."""
+    return f"{counted(number, noun)} {'was' if number == 1 else 'were'}"
+
+
 def plural(noun: str) -> str:
     """Regular plural of a noun."""
     if noun.endswith(("s", "x", "ch", "sh")):

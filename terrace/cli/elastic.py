@@ -12,7 +12,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
-from terrace.base.words import counted
+from terrace.base.words import counted, were
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.train.config import RunConfig, parse_run, parse_sections
@@ -52,8 +52,8 @@ def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str
         fitted = parse_run(sections)
     except (PlanError, ConfigError) as error:
         raise PlanError(
-            f"cluster {run.cluster.name!r} has {counted(run.cluster.world_size, 'rank')}, and {num_ranks} "
-            f"{'was' if num_ranks == 1 else 'were'} started; with {', '.join(words)} the plan does not fit: {error}"
+            f"{were(num_ranks, 'rank')} started where cluster {run.cluster.name!r} has {run.cluster.world_size}; with "
+            f"{', '.join(words)} the plan does not fit: {error}"
         ) from error
     if fitted.plan.micro_batch != run.plan.micro_batch:
         words.append(f"plan.micro_batch {run.plan.micro_batch} -> {fitted.plan.micro_batch}")

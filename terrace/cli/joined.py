@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from terrace.base.errors import ConfigError
-from terrace.base.words import counted
+from terrace.base.words import were
 from terrace.cli.launching import torchrun
 from terrace.cluster.cluster import Cluster
 from terrace.launch.machines import check_tiers
@@ -35,7 +35,7 @@ def check_world(world: World, cluster: Cluster) -> None:
     """Raise `ConfigError` unless the launcher's ranks are the cluster's, in number and on their machines."""
     if world.world_size != cluster.world_size:
         raise ConfigError(
-            f"started: {counted(world.world_size, 'rank')}, but cluster {cluster.name!r} has "
+            f"{were(world.world_size, 'rank')} started, but cluster {cluster.name!r} has "
             f"{cluster.world_size}: start {cluster.world_size}, or resize a tier, for example "
             f"--cluster.tiers.{cluster.tiers[-1].name}.size N"
         )

@@ -31,6 +31,8 @@ from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 from terrace.train.prediction import utilisation_of
 
+_WARM_STEPS = 10  # a run of fewer says little about a steady step
+
 
 def show_plan(job: RunJob) -> None:
     """Print the plan and its predicted cost, before any process is started."""
@@ -109,7 +111,7 @@ class Screen:
         print(f"{stage_band_words(pairs)}\n")
         miss = largest_miss(pairs)
         if miss:
-            print(f"{miss}; {self._to_do()}\n")
+            print(f"{miss}; {self._to_do(outcome.num_steps)}\n")
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")
@@ -132,9 +134,11 @@ class Screen:
     def _page(self) -> str:
         return f"terrace report {quote(str(self._job.folder))}"
 
-    def _to_do(self) -> str:
+    def _to_do(self, num_steps: int) -> str:
         # Constants are measured at the start of a run, in a moment, or by the probe that wrote the cluster's file.
         page = f"{self._page()} draws a step of both"
+        if num_steps < _WARM_STEPS:
+            return f"the first steps take longer: judge by at least {_WARM_STEPS}; {page}"
         if self._job.run.cluster.is_measured:
             return f"the cluster's file was probed: if the machine was busy then or now, probe again; {page}"
         return (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from terrace.base.words import counted
+from terrace.base.words import counted, were
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,4 @@ from terrace.base.words import counted
 )
 def test_counted(number: int, noun: str, spec: str, said: str) -> None:
     assert counted(number, noun, spec) == said
+    assert were(number, noun).endswith(" was" if number == 1 else "s were")

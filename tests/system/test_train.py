@@ -45,7 +45,7 @@ def test_a_run_says_what_it_does(trained: tuple[Path, str]) -> None:
     _, said = trained
     for words in (
         "llama decoder, 0.01 M parameters in 4 blocks",
-        "12 steps of 8 sequences x 16 tokens; 2 micro-batches of 1 per rank",
+        "12 steps of 8 sequences x 16 tokens, 2 micro-batches of 1 per rank",
         "plan three-level on cluster test: 4 ranks",
         "bytes one rank sends in a step",
         "measured on this machine",
@@ -266,7 +266,7 @@ def test_an_error_budget_that_is_exceeded_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, plan="zero3", steps=2)
+    write_run(tmp_path, 2, plan="zero3", steps=10)
     cluster = tmp_path / "cluster.toml"
     table = tomllib.loads(cluster.read_text())
     table["device"] |= {"source": "a probe", "marks": {"kernels.gemm": "fitted"}}
