@@ -4,7 +4,7 @@ A phase's figure is the memory at its worst moment, not the sum of all peaks:
 
 - forward: a block runs forward while all that earlier blocks and other micro-batches keep is alive;
 - backward: a block runs backward (or is recomputed first), with gradients of activations and parameters;
-- update: model state only.
+- update: model state only, under Muon with the whole matrices of two layers.
 
 The categories are the model state's (terrace.simulate.states) and
 
@@ -103,12 +103,13 @@ def footprint(
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
     stream = work.tokens * work.model.hidden_size * FORMATS[plan.compute].element_bytes
     if num_stages > 1:  # one message on its way out and one coming in, in each direction
-        steady["buffers"] += 4 * stream // work.stream_cut
+        steady["buffers"] += 4 * stream // work.tensor  # a rank sends its part of an activation
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * mask_bytes(work, backend)
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
     pending = states.gradients[stage.order[0]] if num_micros > plan.unit else 0
-    candidates = [steady] if phase in (None, "update") else []
+    updating = steady | {"buffers": steady["buffers"] + states.updating}
+    candidates = [updating] if phase in (None, "update") else []
     for moment in _moments(work, kinds, held, plan.recompute, backend, in_flight, num_stages > 1):
         if phase in (None, moment.phase):
             running = {

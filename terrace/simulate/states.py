@@ -7,7 +7,8 @@ all tiers inside):
     params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
 
 A window of blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the gradients of two
-neighbours, and with either the matrix that a tied head borrows. `terrace.plan.memory` counts the same by walking
+neighbours, and with either the matrix that a tied head borrows. During the update Muon has the whole matrices of two
+layers. `terrace.plan.memory` counts the same by walking
 through the visits; for plans that use only the data axis both give the same bytes.
 
 Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
@@ -21,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from terrace.cluster.cluster import Cluster
@@ -172,6 +173,13 @@ def gathered_numels(stage: StageBlocks, prefetch: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16384)
+def orthogonal_numels(stage: StageBlocks) -> tuple[int, ...]:
+    """Elements of every layer whose matrices Muon updates whole, in order."""
+    layers = (kind for index, kind in enumerate(stage.order) if index not in stage.ends)
+    return tuple(stage.sizes[kind] for kind in layers if stage.vectors[kind] < stage.sizes[kind])
+
+
+@lru_cache(maxsize=16384)
 def gradient_numels(stage: StageBlocks, again: bool) -> tuple[int, ...]:
     """The most gradients that are whole at once in the backward of a block of each kind.
 
@@ -191,11 +199,15 @@ def gradient_numels(stage: StageBlocks, again: bool) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of model state: `steady` by category for the whole step, whole parameters and gradients by kind."""
+    """Bytes of model state: `steady` by category for the whole step, whole parameters and gradients by kind.
+
+    `updating` are the buffers that an update takes in place of those of a tie, on top of `steady`.
+    """
 
     steady: dict[str, int]
     gathered: tuple[int, ...]
     gradients: tuple[int, ...]
+    updating: int = 0
 
 
 def model_states(
@@ -217,6 +229,9 @@ def model_states(
     together = shared(TENSOR) if len(stage.flats) > 1 and shared is not None else layout  # names the lanes
     lanes: dict[int, int] = {}
     tie = 0
+    # Muon refuses a tensor axis, so its matrices are in one buffer a layer. A whole optimizer state needs no gather.
+    gathers_matrices = plan.update == "muon" and layout.span(layout.optimizer) > 1
+    matrices = orthogonal_numels(stage) if gathers_matrices else ()
     for flats in stage.flats:
         axes, sizes = flats.axes, flats.sizes
         assert not axes or shared is not None, "a stage with shared buffers needs their layouts"
@@ -234,7 +249,9 @@ def model_states(
         # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
         tie = max(tie, flats.tied // here.span(here.grads) * master)
         alone = replace(stage, flats=(flats,))
-        messages, feedback = _messages(together, here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
+        messages, feedback = _messages(
+            together, here, wires, plan.compute, plan.master, plan.prefetch, alone, again, max(matrices, default=0)
+        )
         steady["feedback"] += feedback
         for lane, size in messages:
             lanes[lane] = max(lanes.get(lane, 0), size)
@@ -245,6 +262,8 @@ def model_states(
         steady=steady,
         gathered=tuple(numel * item for numel in gathered),
         gradients=tuple(numel * item for numel in gradients),
+        # A layer is gathered while the one before it is updated.
+        updating=max(0, max(map(sum, pairwise((*matrices, 0))), default=0) * item - tie),
     )
 
 
@@ -269,25 +288,29 @@ def _messages(
     prefetch: int,
     stage: StageBlocks,
     again: bool,
+    matrices: int,
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     table = {message: dict(row) for message, row in wires}
     # Only formats and dtypes matter here, so plans that differ in placement share a cache entry.
     plan = Plan(params="device", grads="device", optimizer="device", wire=table, compute=compute, master=master)
-    cases: list[tuple[MessageClass, int | None]] = [
-        (message, None) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)
+    largest = stage.flats[0].largest
+    cases: list[tuple[MessageClass, int | None, int]] = [
+        (message, None, largest) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)
     ]
     if layout.num_islands > 1:
-        cases.append((MessageClass.OUTER, None))
+        cases.append((MessageClass.OUTER, None, largest))
+    if matrices:
+        cases.append((MessageClass.ORTHOGONALISE, None, matrices))
     if layout.params != DEVICE:
-        cases.append((MessageClass.GATHER, layout.params))
+        cases.append((MessageClass.GATHER, layout.params, largest))
         if 2 * len(stage.order) - 1 > max(1, prefetch):  # else every block stays for the whole step
-            cases.append((MessageClass.GATHER_BACKWARD, layout.params_backward))
+            cases.append((MessageClass.GATHER_BACKWARD, layout.params_backward, largest))
             # A borrower far from its lender gathers it for a second forward.
             lends_late = any(borrower - lender > max(1, prefetch) for borrower, lender in stage.lent)
-            cases += [(MessageClass.GATHER, layout.params_backward)] if again or lends_late else []
+            cases += [(MessageClass.GATHER, layout.params_backward, largest)] if again or lends_late else []
     lanes: dict[int, int] = {}
-    for message, source in cases:
-        reduction, gathering = block_hops(layout, plan, message, stage.flats[0].largest, source)
+    for message, source, numel in cases:
+        reduction, gathering = block_hops(layout, plan, message, numel, source)
         lane = message_lane(together, message, source)
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
         lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))

@@ -11,6 +11,7 @@ from terrace.base.errors import TerraceError
 from terrace.cli.views import StepView
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
+from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
 from terrace.planner.evaluate import step_of as task_step
@@ -20,10 +21,11 @@ from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names
 from terrace.program.verify_ranks import verify_stages
+from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate as play_one
-from terrace.simulate.footprint import work_of
+from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.stages import simulate_stages
 from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig, TrainConfig
@@ -81,6 +83,7 @@ def plans(draw: st.DrawFn, cluster: Cluster, model: ModelConfig) -> Plan:
         sequence_parallel=draw(st.booleans()),
         tensor_chunks=draw(st.sampled_from([1, 1, 2])),
         schedule=f"{name}{number}" if pipelined else None,
+        update=draw(st.sampled_from(["adamw", "adamw", "lion", "muon"])),
     )
     return plan
 
@@ -93,7 +96,8 @@ def runs(draw: st.DrawFn) -> RunConfig:
     run = RunConfig(
         model=model,
         cluster=cluster,
-        plan=draw(plans(cluster, model)),
+        plan=(plan := draw(plans(cluster, model))),
+        optimizer=OptimizerConfig(name=plan.update),
         train=TrainConfig(steps=1, batch=draw(st.sampled_from([24, 48, 384])), sequence=SEQUENCE),
     )
     try:
@@ -150,7 +154,19 @@ def check_memory(run: RunConfig, programs: Sequence[Program]) -> None:
         assert account.get(category, 0) == held.get(category, 0), category
     # Activations on their way between stages: one out and one in, in each direction.
     between_stages = 4 * programs[stage].edge_bytes if len(programs) > 1 else 0
-    assert account["buffers"] == held["buffers"] + between_stages
+    updating = footprint(
+        run.cluster,
+        run.plan,
+        Kinds.of(run.blocks()),
+        SEQUENCE,
+        run.num_micros(),
+        held=programs[stage].stage.own,
+        phase="update",
+    )
+    assert updating["buffers"] == held["buffers"] + between_stages
+    # Muon's whole matrices are there during the update alone.
+    assert account["buffers"] <= updating["buffers"]
+    assert account["buffers"] == updating["buffers"] or run.plan.update == "muon"
     # Peaks of the step in the program; in the account those of its fullest moment.
     assert account.get("gathered", 0) <= held["gathered"]
     assert account.get("grads_full", 0) <= held["grads_full"]

@@ -29,6 +29,7 @@ from terrace.runtime.muon import newton_schulz
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
+from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
 from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
@@ -159,6 +160,9 @@ def test_state_and_buffers_are_what_the_formula_says(pool: LocalPool, name: str,
     found = pool.run(4, measured_state, (2, 2), plan, "llama tied", optimizer, timeout_s=60.0)
     assert max(each["optimizer"] for each in found) == said["optimizer"]
     assert all(each["buffers"] == said["buffers"] for each in found)
+    # Muon's whole matrices included, in the account of plan, scale and doctor too.
+    account = footprint(cluster, plan, Kinds.of(MODELS["llama tied"].declared), SEQUENCE, 1, phase="update")
+    assert account["buffers"] == said["buffers"]
     adamw = model_state_bytes(cluster, replace(plan, update="adamw"), blocks, 1)
     assert said["optimizer"] < adamw["optimizer"]
 

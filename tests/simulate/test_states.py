@@ -42,7 +42,8 @@ def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec],
     layout = state_layout(cluster_of(*sizes), plan)
     stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree)
     states = model_states(layout, plan, stage, num_micros)
-    return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)}
+    updating = {"buffers": states.steady["buffers"] + states.updating}
+    return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)} | updating
 
 
 @settings(max_examples=80, deadline=None)
@@ -51,7 +52,7 @@ def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
     """On the data axis alone, for any placement, wire formats, prefetch, unit, tied or not, padded or not."""
     sizes = data.draw(st.sampled_from(SIZES))
     cluster = cluster_of(*sizes)
-    plan = data.draw(plans(cluster))
+    plan = replace(data.draw(plans(cluster)), update=data.draw(st.sampled_from(("adamw", "muon"))))
     model = replace(
         LLAMA,
         num_layers=data.draw(st.integers(1, 6)),
