@@ -38,6 +38,7 @@ CHAOS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
 chaos: setup
 	$(CHAOS) $(ARGS)
 	$(CHAOS).disks
+	$(CHAOS).damage
 
 soak: setup
 	$(CHAOS).soak $(ARGS)

@@ -12,6 +12,8 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from terrace.base.sealed import KEY, is_intact_json
+
 T = TypeVar("T")
 
 # Sums, ratios and pictures of numbers up to here stay finite; no figure of a run comes near.
@@ -21,13 +23,19 @@ MaybeNaN = Annotated[float, "NaN and infinities fit, too"]
 
 
 def parse_table(text: str) -> dict[str, Any]:
-    """A JSON text whose top level is a table; raises `ValueError` for any other."""
+    """A JSON text whose top level is a table, without its checksum.
+
+    Raises `ValueError` for any other text, or if the checksum differs.
+    """
+    if not is_intact_json(text):
+        raise ValueError("its checksum differs")
     try:
         table = json.loads(text)
     except RecursionError as error:
         raise ValueError("brackets are nested too deeply") from error
     if not isinstance(table, dict):
         raise ValueError("not a table")
+    table.pop(KEY, None)
     return table
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import read_bounded
+from terrace.base.sealed import is_intact_toml, warn_changed
 
 T = TypeVar("T")
 _PYTHON_BOOLS = ("True", "False")  # which TOML writes in lower case
@@ -24,7 +25,8 @@ _PYTHON_BOOLS = ("True", "False")  # which TOML writes in lower case
 def read_table(path: Path) -> dict[str, Any]:
     """Read a TOML (`.toml`) or JSON (`.json`) file whose top level is a table.
 
-    Raises `ConfigError` for a missing, unreadable or malformed file.
+    Raises `ConfigError` for a missing, unreadable or malformed file. Warns of a TOML file that is not as Terrace wrote
+    it.
     """
     try:
         text = read_bounded(path).decode("utf-8-sig")  # some editors begin a file with a mark
@@ -41,6 +43,8 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid {kind}: {error}{_python_word(text, error)}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} must hold a table of keys, not a {type(table).__name__}")
+    if path.suffix != ".json" and not is_intact_toml(text):
+        warn_changed(path, "if you edited it, delete its first line")
     return table
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import BYTES, SOURCE
+from terrace.train.folder import BYTES, SOURCE, check_source
 
 _SHARD_BYTES = 5_000_000_000  # default file size in transformers
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
@@ -68,6 +68,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"wrote {options.path}, the adapters after step {checkpoint.step}: {', '.join(written)}")
         return 0
     source = options.folder / SOURCE
+    check_source(options.folder)
     dtype = options.dtype or config.plan.compute
     written = export(
         checkpoint,

@@ -6,12 +6,15 @@ Exit codes are listed in docs/training.md.
 import argparse
 import errno
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
+from terrace.base.sealed import ChangedFile
 from terrace.cli.output import Terminated, drop_stdout, printable_output
 
 _COMMANDS = (
@@ -36,8 +39,26 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    with printable_output():
+    with printable_output(), _changed_files_said():
         return _run(arguments)
+
+
+@contextmanager
+def _changed_files_said() -> Iterator[None]:
+    # A line for each file, however often it is read.
+    said, show = set[str](), warnings.showwarning
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, ChangedFile):
+            show(message, category, *where, **more)
+        elif str(message) not in said:
+            said.add(str(message))
+            print(f"terrace: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ChangedFile)
+        warnings.showwarning = shown
+        yield
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -13,6 +13,7 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
+from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.launching import num_machines, torchrun
@@ -178,7 +179,7 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     plan = replace(plan, stages=best.stages)  # so that the priced stages run
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
-    write_file("--output", options.output, head + tomli_w.dumps(table))
+    write_file("--output", options.output, sealed_toml(head + tomli_w.dumps(table)))
     look = f"to look at its step: terrace simulate {quote(str(options.output))}"
     if refused is not None:
         return f"wrote {options.output}, to be looked at: it cannot be trained, since {refused}\n{look}"

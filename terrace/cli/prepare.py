@@ -15,6 +15,7 @@ import torch
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import remove_abandoned, write_atomic
 from terrace.base.schema import read_table
+from terrace.base.sealed import sealed_toml
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.cli.programs import checked_programs
@@ -99,7 +100,7 @@ def prepare(
             for name, content in carried.items():
                 write_atomic(chosen / SOURCE / name, content)
             if earlier is None:
-                write_atomic(chosen / "config.toml", run_toml(config))
+                write_atomic(chosen / "config.toml", sealed_toml(run_toml(config)))
     except OSError as error:
         if is_new:
             shutil.rmtree(chosen, ignore_errors=True)

@@ -15,6 +15,7 @@ import tomli_w
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump
+from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if samples is not None:  # on the one rank that writes
         probed = assemble(cluster, samples)
         header = _HEADER.format(ranks=probed.cluster.world_size, name=options.out)
-        write_file("--out", options.out, f"{header}{tomli_w.dumps(dump(probed.cluster))}")
+        write_file("--out", options.out, sealed_toml(f"{header}{tomli_w.dumps(dump(probed.cluster))}"))
         _show(probed, options.out)
     return 0
 

@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import ConfigError
-from terrace.base.files import open_atomic, open_own
-from terrace.base.schema import load, read_table
+from terrace.base.files import open_atomic, open_own, read_bounded
+from terrace.base.fitting import parse_table
+from terrace.base.schema import load
+from terrace.base.sealed import sealed_json
 
 _READ_BYTES = 1 << 24
 
@@ -36,7 +38,8 @@ class Noted:
     max_token: int = -1
     has_text: bool = False  # other than white space
     begins: bool = True  # whether the next piece begins a document
-    crc: int = 0
+    crc: int = 0  # of the ids
+    starts_crc: int = 0
 
 
 class Partial:
@@ -65,7 +68,9 @@ class Partial:
         if ids.size:
             self._files[0].write(raw)
             if noted.begins:
-                self._files[1].write(noted.num_tokens.to_bytes(8, "little"))
+                start = noted.num_tokens.to_bytes(8, "little")
+                self._files[1].write(start)
+                noted.starts_crc = zlib.crc32(start, noted.starts_crc)
                 noted.num_documents += 1
             noted.num_tokens += ids.size
             noted.num_bytes += len(raw)
@@ -80,7 +85,7 @@ class Partial:
         self._sync()
         # The journal may only count bytes that are on the disk.
         with open_atomic(self._journal) as file:  # replaces a link, where `write_atomic` would follow it
-            file.write(f"{json.dumps(asdict(self.noted))}\n".encode())
+            file.write(sealed_json(json.dumps(asdict(self.noted))).encode())
 
     def finish(self) -> None:
         self._sync()
@@ -111,8 +116,8 @@ class Partial:
         if not self._journal.exists():
             return False
         try:
-            noted = load(Noted, read_table(self._journal), "journal")
-        except ConfigError:
+            noted = load(Noted, parse_table(read_bounded(self._journal).decode()), "journal")
+        except (ConfigError, OSError, ValueError):
             return False
         # The corpus is no longer what the first part was made from.
         if noted.stamp != self.noted.stamp:
@@ -131,12 +136,14 @@ class Partial:
                         return False
                     # Bytes after the journal entry may be torn.
                     os.ftruncate(file.fileno(), size)
-                crc = 0
+                crc, starts_crc = 0, 0
                 # The checksum finds bytes that the disk lost; the digest needs them all in any case.
                 while block := tokens.read(_READ_BYTES):
                     crc = zlib.crc32(block, crc)
                     self.digest.update(block)
+                while block := starts.read(_READ_BYTES):
+                    starts_crc = zlib.crc32(block, starts_crc)
         # A missing file, or a link.
         except OSError:
             return False
-        return crc == self.noted.crc
+        return (crc, starts_crc) == (self.noted.crc, self.noted.starts_crc)

@@ -31,7 +31,7 @@ from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.metrics import StepRecord, read_metrics
+from terrace.train.metrics import StepRecord, read_sound_metrics
 from terrace.train.prediction import step_of
 from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
 
@@ -108,8 +108,9 @@ def _read(folder: Path, missing: list[str]) -> _Left:
     except TerraceError as error:
         missing.append(f"settings and plan: {error}")
     records: list[StepRecord] = []
+    num_unsound = 0
     try:
-        records = read_metrics(folder / "metrics.jsonl")
+        records, num_unsound = read_sound_metrics(folder / "metrics.jsonl")
     except OSError as error:
         missing.append(f"curves and times: metrics.jsonl cannot be read ({error.strerror})")
     else:
@@ -127,12 +128,18 @@ def _read(folder: Path, missing: list[str]) -> _Left:
     except (ValueError, TerraceError):
         amounts = {}
         missing.append(f"predictions: {PREDICTION} is damaged")
+    events, num_damaged = read_events(folder)
     if not (folder / "events.jsonl").is_file():
         missing.append("events: there is no events.jsonl")
+    elif num_damaged:
+        missing.append(f"events: {num_damaged} lines of events.jsonl are damaged or cut short")
+    done = [event.step or 0 for event in events if event.event in ("saved", "finished")]
+    last = max([*done, *(record.step for record in records)], default=0)
+    num_lost = max(num_unsound, last - len(records))
+    if records and num_lost:
+        missing.append(f"curves and times: {num_lost} lines of metrics.jsonl are damaged, cut short or lost")
     predicted = {name: numbers(amounts.get(name)) for name in ("time_s", "sent_bytes", "memory_bytes")}
-    return _Left(
-        folder=folder, run=run, records=records, events=read_events(folder), predicted=predicted, cluster=cluster
-    )
+    return _Left(folder=folder, run=run, records=records, events=events, predicted=predicted, cluster=cluster)
 
 
 def _subtitle(run: RunConfig) -> str:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from terrace.base.sealed import sealed_json
 from terrace.program.instruction import COLLECTIVES, Op
 from terrace.program.program import Program
 from terrace.simulate.curve import MemoryCurve
@@ -49,7 +50,7 @@ def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recor
     other = {"step": step, "rank": rank, "predicted": what}
     other |= {"predicted_s": predicted_s, "measured_s": measured.report.step_s}
     table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
-    return json.dumps(table, separators=(",", ":")) + "\n"
+    return sealed_json(json.dumps(table, separators=(",", ":")))
 
 
 def recording_events(recording: Recording, pid: int, name: str) -> list[dict[str, Any]]:

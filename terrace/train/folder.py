@@ -3,12 +3,15 @@
 Pure as far as a configuration goes; only checking weights needs torch.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import DataError
+from terrace.base.errors import CheckpointError, DataError
+from terrace.base.fitting import parse_table
+from terrace.base.sealed import checksum, sealed_json
 from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 SOURCE = "source"  # in a run folder: files that an export needs besides the weights
 BYTES = "bytes"
+_SUMS = "checksums.json"  # of the other files of SOURCE
 
 
 def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> dict[str, Any]:
@@ -91,7 +95,29 @@ def source_files(run: "RunConfig", tokenizer: "Tokenizer") -> dict[str, bytes]:
             found[CHAT_TEMPLATE] = read_files(template.parent, (template.name,))[template.name]
         if isinstance(tokenizer, FileTokenizer):
             found |= agreeing(found, tokenizer)
+    if found:
+        sums = {name: checksum(content) for name, content in sorted(found.items())}
+        found[_SUMS] = sealed_json(json.dumps(sums)).encode()
     return found
+
+
+def check_source(run_folder: Path) -> None:
+    """Raises `CheckpointError` for a file of a run's source folder that is not as it was when the run started."""
+    folder = run_folder / SOURCE
+    fix = f"restore it, or delete {folder / _SUMS} to use the files as they are"
+    if not (folder / _SUMS).is_file():  # a run on bytes, or of an earlier version
+        return
+    try:
+        sums = parse_table((folder / _SUMS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / _SUMS} is damaged ({error}): {fix}") from error
+    for name, wanted in sums.items():
+        try:
+            found = checksum((folder / name).read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder / name}: {error.strerror}: {fix}") from error
+        if found != wanted:
+            raise CheckpointError(f"{folder / name} is damaged, or was edited since the run started: {fix}")
 
 
 def start_words(run: "RunConfig") -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import MaybeNaN, fitting, parse_table
+from terrace.base.sealed import sealed_json
 from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport
@@ -130,15 +131,17 @@ class Silent:
 class MetricsFile:
     """`metrics.jsonl` of a run folder. On resume, lines of steps that will be repeated are dropped.
 
-    So are damaged lines. Raises `TrainingError` when the file cannot be written.
+    So are damaged lines; `num_lost` counts the earlier steps without a line. Raises `TrainingError` when the file
+    cannot be written.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
         try:
             # Lines of steps after the checkpoint will be written again.
-            records = read_metrics(path) if path.exists() else []
-            write_atomic(path, "".join(_line(record) for record in records if record.step <= first_step))
+            records = [record for record in (read_metrics(path) if path.exists() else []) if record.step <= first_step]
+            self.num_lost = first_step - len(records)
+            write_atomic(path, "".join(map(_line, records)))
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
@@ -162,19 +165,26 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Records of the sound lines of a metrics file.
+    """Records of the sound lines of a metrics file, one a step.
 
     A damaged line, such as a last one that a crash cut short, costs that line alone. Unknown keys, of a newer
     version, are ignored.
     """
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    return read_sound_metrics(path)[0]
+
+
+def read_sound_metrics(path: Path) -> tuple[list[StepRecord], int]:
+    """The same, and the number of damaged lines."""
+    records: dict[int, StepRecord] = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
         try:
-            records.append(fitting(StepRecord, parse_table(line)))
+            record = fitting(StepRecord, parse_table(line))
         except ValueError:
             continue
-    return records
+        records.setdefault(record.step, record)
+    return list(records.values()), sum(bool(line.strip()) for line in lines) - len(records)
 
 
 def _line(record: StepRecord) -> str:
-    return json.dumps(asdict(record)) + "\n"
+    return sealed_json(json.dumps(asdict(record)))

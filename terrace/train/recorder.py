@@ -21,6 +21,7 @@ from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import MaybeNaN, fitting, parse_table
 from terrace.base.schema import dump
+from terrace.base.sealed import sealed_json, sealed_toml
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport, plain
 from terrace.train.config import run_toml
@@ -74,18 +75,18 @@ class Predicted:
     predicted: dict[str, Any] = field(default_factory=dict)
 
 
-def read_events(folder: Path) -> list[RunEvent]:
-    """Events of a run folder, without lines that a crash cut short; empty if there is no such file."""
+def read_events(folder: Path) -> tuple[list[RunEvent], int]:
+    """Events of a run folder, and the number of its damaged lines, such as a last one that a crash cut short."""
     try:
         lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []
+        return [], 0
     found = []
     for line in lines:
         # A torn line may happen to be JSON.
         with suppress(ValueError):
             found.append(fitting(RunEvent, parse_table(line), skip=True))
-    return found
+    return found, sum(bool(line.strip()) for line in lines) - len(found)
 
 
 def read_prediction(folder: Path) -> Predicted:
@@ -108,7 +109,8 @@ class _Recorder:
             "first_step": first_step,
             "predicted": plain(predicted),
         }
-        texts = {PREDICTION: json.dumps(table, indent=1) + "\n", "config.toml": self._job.config}
+        settings = self._job.config and sealed_toml(self._job.config)
+        texts = {PREDICTION: sealed_json(json.dumps(table, indent=1)), "config.toml": settings}
         for name, text in texts.items():
             try:
                 if text:
@@ -145,14 +147,14 @@ class _Recorder:
         self._observer.finished(outcome)
 
     def event(self, name: str, **facts: Any) -> None:
-        line = json.dumps({"time": time.time(), "event": name, **facts})
+        line = sealed_json(json.dumps({"time": time.time(), "event": name, **facts}))
         try:
             with (self._folder / EVENTS).open("ab+") as file:
                 if file.tell():
                     # The last byte tells whether the file ends with a whole line.
                     file.seek(-1, os.SEEK_END)
                 torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
-                file.write(f"{chr(10) * torn}{line}\n".encode())
+                file.write(f"{chr(10) * torn}{line}".encode())
         except OSError as error:
             # A full disk must not end a run whose metrics file survived.
             print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ and offline modes are configured by the packages' own environment variables.
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
+from terrace.base.sealed import sealed_json
 from terrace.train.metrics import StepRecord
 
 _PROJECT = "terrace"
@@ -165,12 +167,15 @@ def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 def _ids(folder: Path) -> dict[str, str]:
     try:
-        table = parse_table((folder / _IDS).read_text(encoding="utf-8"))
-    # A missing or torn file only means that a new run begins.
-    except (OSError, ValueError):
+        table = parse_table((folder / _IDS).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        print(f"terrace: {folder / _IDS} is damaged ({error}): trackers begin a new run", file=sys.stderr, flush=True)
+        (folder / _IDS).unlink()
         return {}
     return {name: value for name, value in table.items() if isinstance(value, str)}
 
 
 def _keep_id(folder: Path, name: str, value: str) -> None:
-    write_atomic(folder / _IDS, json.dumps(_ids(folder) | {name: value}) + "\n")
+    write_atomic(folder / _IDS, sealed_json(json.dumps(_ids(folder) | {name: value})))

@@ -21,7 +21,7 @@ from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
 from terrace.train.adapted import merged_values
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import SOURCE
+from terrace.train.folder import SOURCE, check_source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -120,6 +120,7 @@ def _of_run(
     own = load_tokenizer(path, run.data.bos, run.data.eos)
     check_tokenizer(checkpoint, own)
     config, blocks = load_blocks(checkpoint, device, dtype)
+    check_source(folder)
     return Trained(
         config=config,
         blocks=blocks,

@@ -28,7 +28,7 @@ from tests.support.toys import run_blocks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-SOURCE_FILES = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"]
+SOURCE_FILES = ["chat_template.jinja", "checksums.json", "config.json", "generation_config.json", "tokenizer.json"]
 
 
 def given(*words: str, config: Path | None = None, **flags: str) -> RunConfig:

@@ -5,12 +5,13 @@ import stat
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 
 from terrace.base.errors import DataError
 from terrace.data.cache import Description, made_once
 from terrace.data.originals import Originals
-from terrace.data.partial import Partial
+from terrace.data.partial import Noted, Partial
 
 
 def planted(folder: Path, name: str) -> Path:
@@ -44,3 +45,31 @@ def test_planted_partial_files_are_replaced_and_their_targets_are_whole(tmp_path
     for name in ("corpus.tokens", "corpus.starts"):
         assert not (tmp_path / name).is_symlink()
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
+
+
+def _torn(folder: Path) -> list[Path]:
+    """Files of a writer that was killed after its second piece."""
+    partial = Partial(folder / "corpus.tokens", "stamp")
+    for number in (1, 2):
+        ids = np.arange(10 * number)
+        partial.add(ids, ids.astype("<u2").tobytes(), ends_document=True)
+        partial.note(number)
+    partial.close()
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def test_what_a_killed_writer_left_is_used_only_where_it_is_sound(tmp_path: Path) -> None:
+    files = _torn(tmp_path)
+    going_on = Partial(tmp_path / "corpus.tokens", "stamp")
+    going_on.close()
+    assert (going_on.noted.num_units, going_on.noted.num_tokens) == (2, 30)
+    sound = [path.read_bytes() for path in files]
+    for path, raw in zip(files, sound, strict=True):
+        for place in range(len(raw)):
+            for each, whole in zip(files, sound, strict=True):
+                each.write_bytes(whole)
+            path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+            partial = Partial(tmp_path / "corpus.tokens", "stamp")
+            partial.close()
+            # A bit of the checksum's own key leaves the values as they are.
+            assert partial.noted in (Noted(stamp="stamp"), going_on.noted), (path.name, place)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from terrace.base.errors import ModelError
+from terrace.base.sealed import ChangedFile
 from terrace.model.config import ModelConfig, block_specs, load_model, num_params, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.names import num_stored, sources
@@ -322,6 +325,31 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".out.0.new"]
     write_pretrained(tmp_path / "out", config, values, "fp32")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_damaged_weights_are_refused_and_an_edited_file_is_said(tmp_path: Path) -> None:
+    config = parse_model(TABLES["gpt2"])
+    values = our_values(config)
+    write_pretrained(tmp_path, config, values, "bf16", end_of_text=3)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    params = [(block.name, param.name) for block in block_specs(config) for param in block.params]
+    draw = random.Random(0)
+    for _ in range(20):
+        place = draw.randrange(begin, len(whole))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        weights = Pretrained(tmp_path)
+        weights.check()
+        with pytest.raises(ModelError, match=r"model.safetensors is damaged \(.* does not have its checksum\)"):
+            [weights.value(block, param) for block, param in params]
+    path.write_bytes(whole)
+    with warnings.catch_warnings(action="error"):
+        Pretrained(tmp_path).check()
+    table = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(table | {"layer_norm_epsilon": 3e-5}))
+    with pytest.warns(ChangedFile, match=r"config.json is not as it was written: .* exported with another"):
+        Pretrained(tmp_path).check()
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:

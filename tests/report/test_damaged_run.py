@@ -72,6 +72,13 @@ def _changed(table: Any, draw: random.Random) -> Any:
     return table
 
 
+def _table(text: str | bytes) -> Any:
+    # Without the checksum, which would give away the values to come.
+    table = json.loads(text)
+    table.pop("crc32", None)
+    return table
+
+
 def _wrong_value(name: str, raw: bytes, draw: random.Random) -> bytes:
     if name.endswith(".toml"):
         table = _changed(tomllib.loads(raw.decode()), draw)
@@ -82,14 +89,14 @@ def _wrong_value(name: str, raw: bytes, draw: random.Random) -> bytes:
     if name.endswith(".jsonl"):
         lines = raw.splitlines()
         at, same = draw.randrange(len(lines)), draw.choice(STRANGE)
-        key = draw.choice(sorted(json.loads(lines[at])))
+        key = draw.choice(sorted(_table(lines[at])))
         if draw.random() < 0.5:
             # The same in every line: no sound one hides the fault.
-            lines = [json.dumps(json.loads(line) | {key: same}).encode() for line in lines]
+            lines = [json.dumps(_table(line) | {key: same}).encode() for line in lines]
         else:
-            lines[at] = json.dumps(_changed(json.loads(lines[at]), draw)).encode()
+            lines[at] = json.dumps(_changed(_table(lines[at]), draw)).encode()
         return b"\n".join(lines) + b"\n"
-    return json.dumps(_changed(json.loads(raw), draw)).encode()
+    return json.dumps(_changed(_table(raw), draw)).encode()
 
 
 def _flipped(name: str, raw: bytes, draw: random.Random) -> bytes:
@@ -131,7 +138,8 @@ def test_no_damage_of_a_file_ends_in_a_traceback(
             raise AssertionError(f"case {number} of {name}: {raw!r:.2000}") from error
         said = capsys.readouterr()
         # Files of a run are left, so there is something to show.
-        assert (code, said.err) == (0, ""), f"case {number} of {name}: {said.err}"
+        others = [line for line in said.err.splitlines() if "config.toml is not as it was written" not in line]
+        assert (code, others) == (0, []), f"case {number} of {name}: {said.err}"
         checked((run / "report.html").read_text(encoding="utf-8"))
 
 
@@ -178,7 +186,7 @@ def test_a_damaged_line_hides_no_other(ran: Path, tmp_path: Path, damage: bytes)
 def test_a_value_of_no_use_costs_itself_alone(ran: Path, tmp_path: Path, name: str, key: str, value: object) -> None:
     run = tmp_path / "run"
     shutil.copytree(ran, run)
-    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    lines = [_table(line) for line in (run / name).read_text().splitlines()]
     (run / name).write_text("".join(json.dumps(line | {key: value}) + "\n" for line in lines))
     page = _page(run)
     assert "Finished after 4 steps" in page
@@ -189,7 +197,7 @@ def test_a_value_of_no_use_costs_itself_alone(ran: Path, tmp_path: Path, name: s
 def test_a_prediction_on_a_damaged_cluster_is_named(ran: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(ran, run)
-    table = json.loads((run / "prediction.json").read_text())
+    table = _table((run / "prediction.json").read_text())
     for cluster in (3, {}, {"tiers": [3]}, table["cluster"] | {"name": 10**400}):
         (run / "prediction.json").write_text(json.dumps(table | {"cluster": cluster, "is_measured": True}))
         assert "prediction.json is damaged" in _page(run)

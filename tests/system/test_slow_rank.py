@@ -61,7 +61,7 @@ def test_a_slow_rank_is_named_and_nobody_else(tmp_path: Path, how: str) -> None:
     words = ("--train.slow_factor", "2.5", "--train.slow_steps", "8", "--train.steps", "45")
     config = resolve(str(write_run(tmp_path, 2, 2, checkpoint_every=0, timeout_s=60.0)), {}, parse_overrides(words))
     launch_local(4, slowed, (prepare(config, tmp_path / "run", None), how), say=lambda text: None)
-    notes = [event.text or "" for event in read_events(tmp_path / "run")]
+    notes = [event.text or "" for event in read_events(tmp_path / "run")[0]]
     told = [text for text in notes if " is slow: " in text]
     assert len(told) == 1, notes
     assert told[0].startswith(f"rank {VICTIM} is slow: ")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from terrace.base.errors import ConfigError
+from terrace.base.sealed import sealed_toml
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
@@ -25,7 +26,7 @@ from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.work import Work
 from terrace.train.config import RunConfig, TrainConfig, resolve
 from terrace.train.job import RunJob
-from terrace.train.metrics import MetricsFile, Outcome, Silent, StepRecord, read_metrics
+from terrace.train.metrics import MetricsFile, Outcome, Silent, StepRecord, read_metrics, read_sound_metrics
 from terrace.train.prediction import predict
 from terrace.train.recorder import read_events, recorded
 from terrace.train.steps import parse_steps
@@ -194,6 +195,23 @@ def test_a_tracker_is_told_every_step_and_goes_on_in_its_run(
         assert max(len(value) for each in params for value in each.values()) == 500
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_damaged_id_begins_a_new_run_and_is_said(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.setitem(sys.modules, name, _fake(calls, name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    path = tmp_path / "trackers.json"
+    for _ in range(2):
+        open_trackers([name], tmp_path, {}, 0)
+        assert capsys.readouterr().err == ""
+        path.write_text(path.read_text().replace("abc", "abd").replace("r1", "r2"))
+        open_trackers([name], tmp_path, {}, 0)
+        said = capsys.readouterr().err
+        assert said == f"terrace: {path} is damaged (its checksum differs): trackers begin a new run\n"
+
+
 def _arguments(given: Any) -> list[Any]:
     return list(given) if isinstance(given, tuple) else list(given.values())
 
@@ -242,10 +260,13 @@ def test_a_run_that_ends_badly_is_written_down_and_a_lost_tracker_does_not_end_i
     with recorded(Silent(), job_of(quiet, tmp_path, config="new = 1\n", changes=("a 1 -> 2",))) as observer:
         observer.started(predicted, run.cluster, 4)
         observer.finished(_outcome(predicted, tmp_path))
-    events = read_events(tmp_path)
+    events, _ = read_events(tmp_path)
     assert [event.event for event in events] == ["started", "saved", "stopped", "started", "note", "finished"]
     assert events[4].text == "a 1 -> 2 since step 4"
-    assert (tmp_path / "config.toml").read_text() == "new = 1\n"
+    assert (tmp_path / "config.toml").read_text() == sealed_toml("new = 1\n")
+    raw = (tmp_path / "events.jsonl").read_text()
+    (tmp_path / "events.jsonl").write_text(raw.replace("a 1 -> 2", "a 1 -> 3"))
+    assert read_events(tmp_path) == ([event for event in events if event.event != "note"], 2)
     assert events[1].step == 4
     assert events[2].why == "KeyError: 'a mistake'"
     assert events[3].first_step == 4
@@ -340,5 +361,30 @@ def test_a_damaged_line_costs_that_line_alone(tmp_path: Path, damage: str) -> No
     path.write_text("\n".join(lines) + '\n{"step": 5, "lo')
     assert [record.step for record in read_metrics(path)] == [1, 3, 4]
     # What a resume writes back.
-    MetricsFile(path, first_step=3).close()
+    file = MetricsFile(path, first_step=3)
+    file.close()
     assert [record.step for record in read_metrics(path)] == [1, 3]
+    assert file.num_lost == 1
+
+
+def test_a_changed_digit_or_a_line_twice_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, first_step=0)
+    record = StepRecord(
+        step=0, loss=0, grad_norm=1, learning_rate=0.1, num_tokens=8, step_s=1, tokens_per_s=8, time_s={}
+    )
+    for step in (1, 2, 3):
+        file.write(replace(record, step=step, loss=step))
+    file.close()
+    whole = path.read_text()
+    lines = whole.splitlines()
+    for place in range(len(lines[1]) + 1, 2 * len(lines[1])):
+        raw = bytearray(whole.encode())
+        raw[place] ^= 1
+        path.write_bytes(raw)
+        found, _ = read_sound_metrics(path)
+        # A bit of the checksum's own key leaves the values as they are.
+        assert [record.loss for record in found if record.step == 2] in ([], [2])
+        assert [record.loss for record in found if record.step != 2] == [1, 3]
+    path.write_text("\n".join([*lines, lines[0]]))
+    assert [record.step for record in read_metrics(path)] == [1, 2, 3]

@@ -23,6 +23,7 @@ from torch import Tensor
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.model.config import ModelConfig, load_model, to_table
+from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
 from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, num_stored, output_name, sources
@@ -45,6 +46,7 @@ class Pretrained:
         self.folder = Path(folder)
         self._config = config
         self._open: dict[str, Any] = {}
+        self._sums = Checksums(self.folder)
         index = weight_files(self.folder)
         # Small models have one file and no index.
         self._files = index if index is not None else dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
@@ -69,6 +71,7 @@ class Pretrained:
         if name not in self._files:
             raise ModelError(f"{self.folder} has no tensor {source.name}")
         try:
+            self._sums.check(self._file(self._files[name]), self._files[name], name)
             return _taken(self._file(self._files[name]).get_slice(name), source)
         except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"cannot read {name} of {self.folder / self._files[name]}: {error}") from error
@@ -77,7 +80,7 @@ class Pretrained:
         """Compare names, shapes and dtypes with the model, `config` or the folder's own.
 
         Raises `ModelError` naming each missing or unexpected tensor, and each of another shape or of a dtype that is
-        not a plain float.
+        not a plain float. Warns of files that were written with the weights and have changed since.
         """
         if config is not None and config != self._config:
             Pretrained(self.folder, config).check()
@@ -102,6 +105,8 @@ class Pretrained:
             if missing == [output_name(self.config)]:
                 fix = "give --model.tie_word_embeddings true where the embedding is the output matrix"
             raise ModelError(f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}: {fix}")
+        for file in sorted(set(self._files.values())):
+            self._sums.check_others(self._file(file))
         # A folder may store both matrices with different values; tying them would lose one.
         if tied is None:
             return
@@ -187,12 +192,12 @@ def write_pretrained(
     shards = _shards(config, DTYPES[dtype].itemsize, shard_bytes)
     try:
         with folder_atomic(folder) as made:
-            for file, tensors in shards.items():
-                _write_shard(made / file, {name: _stored(parts, value, dtype) for name, parts in tensors.items()})
             if len(shards) > 1:
                 files = {name: file for file, tensors in shards.items() for name in tensors}
                 metadata = {"total_size": DTYPES[dtype].itemsize * num_stored(config)}
                 others[INDEX] = _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
+            for file, tensors in shards.items():
+                _write_shard(made / file, {n: _stored(parts, value, dtype) for n, parts in tensors.items()}, others)
             for name, content in others.items():
                 write_atomic(made / name, content)
     except OSError as error:
@@ -243,9 +248,10 @@ def _joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
 
-def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write_shard(path: Path, tensors: dict[str, Tensor], others: Mapping[str, str | bytes]) -> None:
     try:
-        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt", **checksums_of(tensors, others)})
+        sort_metadata(path)
     except safetensors.SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
     respect_umask(path)

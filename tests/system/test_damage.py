@@ -1,0 +1,37 @@
+"""Every kind of file that a run leaves, damaged once: refused, repaired, without effect, or said; never silently wrong.
+
+The whole campaign is `python -m tests.chaos.damage`.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from terrace.launch.start import LocalPool
+from tests.chaos.damage import KINDS, campaign, kinds_of
+from tests.chaos.left import Scene
+
+pytestmark = pytest.mark.timeout(300)
+MORE = 8  # cases of kinds that have had one
+
+
+def test_a_damaged_file_of_every_kind_is_found_or_harmless(pool: LocalPool, tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "scene", pool)
+    try:
+        scene.make()
+        found = list(campaign(scene, len(KINDS) + MORE, seed=1))
+    finally:
+        scene.close()
+    wrong = [f"{each.case}: {each.why}" for each in found if each.outcome == "wrong"]
+    assert not wrong, "\n".join(wrong)
+    counts = Counter(each.outcome for each in found)
+    # The campaign sees each outcome, so none is a name alone.
+    assert min(counts[outcome] for outcome in ("refused", "repaired", "without effect", "said")) > 0, counts
+
+
+def test_a_file_that_no_kind_knows_fails_the_campaign() -> None:
+    with pytest.raises(AssertionError, match=r"run/news\.bin is of no kind"):
+        kinds_of(["run/config.toml", "run/news.bin"])
+    with pytest.raises(AssertionError, match="no run leaves a file of kind"):
+        kinds_of(["run/config.toml"])
