@@ -92,6 +92,7 @@ KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 OUTCOMES = ("refused", "repaired", "without effect", "said", "wrong")
 _SAYS = re.compile(r"damaged|is not as it was written|lacks \d+ of the first|from disk")
+_BUGS = re.compile(r"Traceback|did not finish within|stopped at or before|no heartbeat")
 _CHANGED = re.compile(r"\S+ .* -> .* since step \d+")  # a setting of a resumed run
 
 
@@ -207,7 +208,7 @@ def _played(
 
 def judged(case: Case, ended: Ended, sound: Ended) -> tuple[str, str]:
     """(outcome, the line that decides it)."""
-    if ended.bug or "Traceback" in ended.error:
+    if ended.bug or _BUGS.search(ended.error):
         return "wrong", ended.bug or ended.error[-300:]
     if ended.code != 0:
         # A note on a file that has changed may stand before the error.
