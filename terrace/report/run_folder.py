@@ -132,12 +132,12 @@ def _read(folder: Path, missing: list[str]) -> _Left:
     if not (folder / "events.jsonl").is_file():
         missing.append("events: there is no events.jsonl")
     elif num_damaged:
-        missing.append(f"events: {num_damaged} lines of events.jsonl are damaged or cut short")
+        missing.append(f"events: damaged lines in events.jsonl: {num_damaged}")
     done = [event.step or 0 for event in events if event.event in ("saved", "finished")]
     last = max([*done, *(record.step for record in records)], default=0)
     num_lost = max(num_unsound, last - len(records))
     if records and num_lost:
-        missing.append(f"curves and times: {num_lost} lines of metrics.jsonl are damaged, cut short or lost")
+        missing.append(f"curves and times: damaged or missing lines in metrics.jsonl: {num_lost}")
     predicted = {name: numbers(amounts.get(name)) for name in ("time_s", "sent_bytes", "memory_bytes")}
     return _Left(folder=folder, run=run, records=records, events=events, predicted=predicted, cluster=cluster)
 

@@ -131,9 +131,13 @@ def kinds_of(files: Sequence[str]) -> dict[str, list[tuple[str, Sequence[str]]]]
     return found
 
 
-def damaged(raw: bytes, draw: random.Random, within: Sequence[tuple[int, int]]) -> tuple[bytes, str]:
+def damaged(raw: bytes, draw: random.Random, within: Sequence[tuple[int, int]], is_text: bool) -> tuple[bytes, str]:
     """Other bytes than `raw`, and what was done; a flipped bit is in one of the ranges `within`."""
     how = draw.choices(("bit", "cut", "sector", "twice", "more"), (16, 1, 1, 1, 1))[0] if raw else "more"
+    if how == "bit" and is_text and draw.random() < 0.5:
+        # Another digit: the text stays sound, which no parser notices.
+        place = draw.choice([place for place, byte in enumerate(raw) if byte in b"0123456789"])
+        return raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :], f"bit 0 of the digit {place} flipped"
     if how == "bit":
         first, end = draw.choices(within, [end - first for first, end in within])[0]
         place, bit = draw.randrange(first, end), draw.randrange(8)
@@ -195,7 +199,7 @@ def _played(
         path = scene.folder / file
         raw = path.read_bytes()
         within = _ranges(kind, raw)
-    changed, how = damaged(raw, draw, within)
+    changed, how = damaged(raw, draw, within, path.suffix in (".toml", ".json", ".jsonl"))
     times = path.stat()
     path.write_bytes(changed)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -164,8 +164,8 @@ def _gone(name: str) -> Callable[[Path], None]:
         (_gone("profile"), 'no step was traced; --train.profile "10-12" traces three'),
         (_cut("profile/step-7-rank-0.json", 500), "profile/step-7-rank-0.json is damaged"),
         (_gone("checkpoints"), "a checkpoint: none is complete"),
-        (_cut("events.jsonl", 200), ""),
-        (_cut("metrics.jsonl", 2000), ""),
+        (_cut("events.jsonl", 200), "events: damaged lines in events.jsonl: 1"),
+        (_cut("metrics.jsonl", 2000), "curves and times: damaged or missing lines in metrics.jsonl: "),
     ],
 )
 def test_a_broken_run_has_a_page_that_says_what_is_missing(
