@@ -20,6 +20,7 @@ from tests.chaos.plans import CASES, Case
 from tests.chaos.play import Result, play, reference
 from tests.chaos.scene import Scene, private_mounts
 from tests.chaos.strikes import Clock, Strike, drawn
+from tests.chaos.torchrun import MOST_RANKS, SHARE, drawn_under
 
 _SECOND = 0.2  # of the cases: their first resume is struck, too
 
@@ -30,6 +31,10 @@ def case_of(seed: int, number: int) -> tuple[Case, list[Strike]]:
     order = random.Random(seed).sample(CASES, len(CASES))
     case = order[number % len(order)]
     strikes = [drawn(generator, case.num_ranks)]
+    # A generator of its own, so that the other cases stay what they were.
+    under = random.Random(f"{seed} {number} torchrun")
+    if case.num_ranks <= MOST_RANKS and under.random() < SHARE:
+        return case, [drawn_under(under, case.num_ranks)]
     if generator.random() < _SECOND and strikes[0].phase != "exporting":
         strikes.append(drawn(generator, case.num_ranks))
     return case, strikes
@@ -74,7 +79,7 @@ def _record(seed: int, number: int, result: Result) -> dict[str, Any]:
         "seed": seed,
         "case": number,
         "plan": result.case.name,
-        "signal": f"{first.signal} to {first.victim}",
+        "signal": f"{first.signal} to {first.victim}" + ", torchrun" * (first.restarts is not None),
         "phase": first.phase,
         "strikes": len(result.strikes),
         "ends": result.ends,
@@ -91,9 +96,9 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
     """Counts of cases by plan, by signal and by phase; ends are those of struck runs, of which a case may have two."""
     lines = []
     for key in ("plan", "signal", "phase", "all"):
-        lines.append(f"\n{key:28}{'cases':>6}{'whole':>6}{'wrong':>6}" + "".join(f"{end:>18}" for end in _ENDS))
+        lines.append(f"\n{key:32}{'cases':>6}{'whole':>6}{'wrong':>6}" + "".join(f"{end:>18}" for end in _ENDS))
         for group in sorted({record.get(key, key) for record in records}):
-            lines.append(f"{group:28}{_counts([record for record in records if record.get(key, key) == group])}")
+            lines.append(f"{group:32}{_counts([record for record in records if record.get(key, key) == group])}")
     named_s = sorted(each for record in records for each in record["named_s"])
     if named_s:
         middle, last = named_s[len(named_s) // 2], named_s[-1]

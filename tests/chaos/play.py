@@ -19,6 +19,7 @@ from terrace.train.recorder import EVENTS
 from tests.chaos.plans import STEPS, TIMEOUT_S, Case, write_case
 from tests.chaos.scene import Scene
 from tests.chaos.strikes import Clock, Markers, Strike, Struck, strike
+from tests.chaos.torchrun import Torchrun, judged
 from tests.support import warm
 from tests.support.tiny_runs import environment, metrics
 
@@ -143,7 +144,11 @@ def unsound(folder: Path) -> list[str]:
 
 
 def _attempt(scene: Scene, folder: Path, case: Case, what: Strike | None, clock: Clock, words: Sequence[str]) -> End:
-    command = warm.Command(words, folder, environment())
+    command: warm.Command | Torchrun
+    if what is not None and what.restarts is not None:
+        command = Torchrun(words, folder, environment(), case.num_ranks, what.restarts)
+    else:
+        command = warm.Command(words, folder, environment())
     markers, struck = Markers(folder, command.pid, case.num_ranks, STEPS), None
     with ThreadPoolExecutor(1) as reader:
         said = reader.submit(command.communicate, LIMIT_S)
@@ -155,8 +160,10 @@ def _attempt(scene: Scene, folder: Path, case: Case, what: Strike | None, clock:
         except subprocess.TimeoutExpired:
             errors = f"did not end within {LIMIT_S:g} s"
     took_s = time.monotonic() - begin_s
-    code = command.returncode
-    return End(-1000 if code is None else code, errors, took_s, struck, len(scene.orphans()))
+    code, orphans = command.returncode, len(scene.orphans())
+    if isinstance(command, Torchrun):
+        errors = command.errors()  # of ranks that ended after torchrun, too
+    return End(-1000 if code is None else code, errors, took_s, struck, orphans)
 
 
 def _is_completed(scene: Scene, folder: Path, case: Case, clock: Clock, words: Sequence[str], result: Result) -> bool:
@@ -183,6 +190,12 @@ def _judge_struck(end: End, what: Strike, result: Result) -> None:
         wrong.append(f"{end.orphans} processes were left over")
     if end.struck is None:
         result.ends.append("missed")
+    elif what.restarts is not None:
+        how, fault = judged(what, end.code, end.took_s, end.errors, end.struck.pids, NAMED_S)
+        result.ends.append(how)
+        result.named_s += [end.took_s] * (how == "named")
+        wrong += [fault] * bool(fault)
+        return
     elif end.code == 0:
         result.ends.append("went on")
         if what.victim == "worker" and what.signal in ("SIGKILL", "SIGSTOP") and what.phase != "ending":

@@ -12,6 +12,7 @@ from tests.support.tiny_runs import descendants, is_alive, rank_pids
 
 # Of a run; of a run at the pace of its cluster; and of an export of a whole run.
 PHASES = ("starting", "tokenising", "calibrating", "computing", "saving", "ending", "rehearsing", "exporting")
+_COLD_S = 12.0  # about as long as torchrun takes to start, and then its ranks to measure
 _PAUSE_S, _PATIENCE_S = 0.002, 120.0
 # victim -> signals; `stall` is SIGSTOP with SIGCONT after a part of the watchdog's limit.
 _SIGNALS = {
@@ -32,10 +33,12 @@ class Strike:
     signal: str
     rank: int
     where: float
+    restarts: int | None = None  # of a run under torchrun; None: of one that `terrace` starts
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.victim == "worker" else self.victim
-        return f"{self.signal} to {who} while {self.phase} ({self.where:.3f})"
+        under = "" if self.restarts is None else f" under torchrun, which starts its ranks {1 + self.restarts} times"
+        return f"{self.signal} to {who} while {self.phase} ({self.where:.3f}){under}"
 
 
 def drawn(generator: random.Random, num_ranks: int) -> Strike:
@@ -87,7 +90,7 @@ class Markers:
             return 0
 
     def ranks_exist(self) -> bool:
-        return len(rank_pids(self._launcher)) == self._num_ranks
+        return len(ranks_of(self._launcher)) == self._num_ranks
 
     def has_made(self, num_steps: int) -> bool:
         """Wait until the metrics file has so many steps; False if the run ended first."""
@@ -99,13 +102,13 @@ class Markers:
 
     def wait(self, strike: Strike, clock: Clock) -> bool:
         """Wait for the instant of a strike; False if the run ended first."""
-        where = strike.where
+        where, is_cold = strike.where, strike.restarts is not None
         if strike.phase == "starting":
-            return self._sleep(where * clock.starting)
+            return self._sleep(where * _COLD_S) if is_cold else self._sleep(where * clock.starting)
         if strike.phase == "tokenising":
             return self._until(self._is_tokenising) and self._sleep(where * 0.05)
         if strike.phase == "calibrating":
-            return self._until(self.ranks_exist) and self._sleep(where * clock.calibrating)
+            return self._until(self.ranks_exist) and self._sleep(where * (_COLD_S if is_cold else clock.calibrating))
         if strike.phase == "exporting":
             return self._sleep(where * clock.exporting)
         if strike.phase in ("computing", "rehearsing"):
@@ -143,6 +146,22 @@ class Markers:
         return True
 
 
+def ranks_of(launcher: int) -> list[int]:
+    """Processes of the ranks of a command, in no order."""
+    if b"torch.distributed.run" not in _command_line(launcher):
+        return rank_pids(launcher)
+    # A child that has not become a rank yet has the command line of torchrun.
+    children = {pid: _command_line(pid) for pid in descendants(launcher) if launcher in _parents([pid])}
+    return sorted(pid for pid, line in children.items() if b"terrace" in line and b"torch.distributed.run" not in line)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def strike(what: Strike, launcher: int, timeout_s: float) -> Struck | None:
     """Send the signal; None if there is no such process (yet, or any more)."""
     pids = _victims(what, launcher)
@@ -159,7 +178,7 @@ def strike(what: Strike, launcher: int, timeout_s: float) -> Struck | None:
 
 
 def _victims(what: Strike, launcher: int) -> list[int]:
-    ranks = rank_pids(launcher)
+    ranks = ranks_of(launcher)
     if what.victim == "launcher":
         return [launcher]
     if what.victim == "worker":
