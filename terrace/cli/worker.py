@@ -22,7 +22,7 @@ from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.start import is_restarted, join, launch_local, local_devices, pace, world_size
 from terrace.launch.stop import Stop
-from terrace.launch.world import World
+from terrace.launch.world import World, store_lost
 from terrace.probe.machine import memory_bytes
 from terrace.simulate.peer_copies import one_machine
 from terrace.train.config import RunConfig
@@ -48,7 +48,8 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
         if going_on or resume is not None:
             config, changes = fit(num_ranks)
         world = join(timeout_s=JOIN_TIMEOUT_S, sections=section_digests(config))
-        joined = joined_job(world, config, folder, resume, going_on)
+        with store_lost():
+            joined = joined_job(world, config, folder, resume, going_on)
         if joined is not None:
             _run_joined(world, joined, changes)
         return
@@ -122,7 +123,8 @@ def _run_joined(world: World, job: RunJob, changes: str) -> None:
     # Token caches may be local to a machine: its first rank opens or builds them.
     host = world.hosts[world.rank]
     first, num_others = world.hosts.index(host) == world.rank, world.hosts.count(host) - 1
-    text = one_makes(world, f"tokens/{host}", num_others, first, lambda: sources_text(_sources_here(job)))
+    with store_lost():
+        text = one_makes(world, f"tokens/{host}", num_others, first, lambda: sources_text(_sources_here(job)))
     signal_name = run_rank(world, replace(job, sources=read_sources(text)))
     dist.destroy_process_group()
     if signal_name is not None and world.rank != 0:

@@ -32,6 +32,7 @@ _LAST_PORT = 65535
 _BACKLOG = 4096  # ranks that may connect at once
 _RESOLVE_S = 10.0  # a name may be new, as a pod's is
 _QUIET_S = 5.0
+_AGENT_S = 10.0  # torchrun's store has answered before the ranks start
 _HEARD_S = 10.0
 
 
@@ -65,11 +66,19 @@ def host_store(address: str, port: int, timeout_s: float) -> Store:
     )
 
 
-def open_store(address: str, port: int, timeout_s: float, say: Callable[[str], None] = lambda text: None) -> Store:
+def open_store(
+    address: str,
+    port: int,
+    timeout_s: float,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    agent_hosts: bool = False,
+) -> Store:
     """Client of the store at `address`, whose server may be up to `timeout_s` late.
 
-    `say` gets a line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve,
-    `HangError` when nothing answers.
+    With `agent_hosts` it is torchrun's, which was there before the ranks: it may be some seconds late. `say` gets a
+    line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve, `HangError`
+    when nothing answers.
     """
     begin_s, told = time.monotonic(), False
     if not 1 <= port <= _LAST_PORT:
@@ -86,6 +95,11 @@ def open_store(address: str, port: int, timeout_s: float, say: Callable[[str], N
                     f"MASTER_ADDR={address!r} does not resolve: {error}; set it to rank 0's host name or IP address"
                 ) from error
         except OSError as error:
+            if agent_hosts and late_s > _AGENT_S:
+                raise HangError(
+                    f"torchrun does not answer at {address}:{port} ({error}), where it hosts the store of its ranks: "
+                    "it has ended"
+                ) from error
             if late_s > timeout_s:
                 raise HangError(
                     f"nothing answers at {address}:{port} within {timeout_s:g} s ({error}): start rank 0 there, or "

@@ -32,7 +32,7 @@ from terrace.launch.rendezvous import host_store, meet, open_store
 from terrace.launch.seal import Seal, user_secret
 from terrace.launch.socket_folder import use_socket_folder
 from terrace.launch.stop import SIGNALS, StoppedEarly, handled, passed_on
-from terrace.launch.world import World
+from terrace.launch.world import World, store_lost
 
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
 
@@ -99,6 +99,7 @@ def pace() -> float | None:
     return value
 
 
+@store_lost()
 def join(
     timeout_s: float,
     say: Callable[[str], None] = print,
@@ -124,7 +125,10 @@ def join(
     seal = _secret()
     hosting = place.rank == 0 and not agent_hosts
     waiting = say if place.local_rank == 0 or place.rank == 0 else _silent
-    shared = host_store(address, port, timeout_s) if hosting else open_store(address, port, timeout_s, waiting)
+    if hosting:
+        shared = host_store(address, port, timeout_s)
+    else:
+        shared = open_store(address, port, timeout_s, waiting, agent_hosts=agent_hosts)
     local_rank = place.rank if place.local_rank is None else place.local_rank
     backend, device, why = _backend(place.launcher, local_rank)
     facts = _facts(device, sections or {})

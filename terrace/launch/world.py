@@ -3,12 +3,14 @@
 Nothing here starts a process or reads the environment: `launch` does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from terrace.base.errors import HangError
 from terrace.launch.seal import Seal
 
 # Words of gloo, NCCL and the socket layer. Only the text tells a lost connection from another
@@ -39,6 +41,19 @@ class World:
     seal: Seal = field(default_factory=Seal.fresh, repr=False, compare=False)
     hosts: tuple[str, ...] = ()
     machines: tuple[str, ...] = ()
+
+
+@contextmanager
+def store_lost() -> Iterator[None]:
+    """Turns the error of a store that is gone into a `HangError`, before a watchdog explains such errors."""
+    try:
+        yield
+    except dist.DistError as error:
+        first = str(error).split("\n")[0]
+        raise HangError(
+            "the process that hosts the store of the ranks, torchrun or rank 0, has ended; its output says why "
+            f"({first})"
+        ) from error
 
 
 def is_communication_error(error: BaseException, *, waiting: bool) -> bool:

@@ -5,6 +5,7 @@ alone knows of the end of one: it ends the others, and names the rank itself.
 """
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tests.chaos.strikes import Strike
 SHARE, MOST_RANKS = 1 / 6, 4  # of the cases; every rank starts cold
 END_S = 30.0  # that torchrun leaves a rank after SIGTERM
 _LOG = "log"
+# Torch's own warnings, with frames, when the store's process is gone.
+_OF_TORCH = re.compile(r"(\[rank\d+\]:)?\[[WE]\d{3,4} |frame #\d+:|<omitting |Exception raised from |\s*$")
 _PHASES = ("starting", "calibrating", "computing", "computing", "saving", "ending")
 _SIGNALS = {
     "worker": ("SIGKILL", "SIGKILL", "SIGSTOP", "stall", "SIGTERM"),
@@ -88,7 +91,7 @@ class Torchrun:
 
 def judged(what: Strike, code: int, took_s: float, errors: str, pids: Sequence[int], named_s: float) -> tuple[str, str]:
     """How a struck run under torchrun ended, in a word, and what is wrong with that or \"\"."""
-    lines = [line for line in errors.splitlines() if line.strip()]
+    lines = [line for line in errors.splitlines() if not _OF_TORCH.match(line)]
     if alien := [line for line in lines if not line.startswith("terrace: ")]:
         return "other", f"a rank said: {alien[-1]} ({len(lines)} lines)"
     if code == 0:

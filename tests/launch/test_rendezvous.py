@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.launch.machines import Facts
 from terrace.launch.rendezvous import Meeting, host_store, meet, open_store
 from terrace.launch.seal import Seal
+from terrace.launch.world import store_lost
 
 VERSIONS = {"torch": "2.13"}
 
@@ -171,6 +172,20 @@ def test_an_address_that_does_not_resolve_is_said_within_seconds(monkeypatch: py
     monkeypatch.setattr("terrace.launch.rendezvous._RESOLVE_S", 0.5)
     with pytest.raises(ConfigError, match=r"MASTER_ADDR='no-such-host.invalid'"):
         open_store("no-such-host.invalid", 1, 60.0)
+
+
+def test_a_torchrun_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrace.launch.rendezvous._AGENT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(HangError, match=rf"^torchrun does not answer at 127.0.0.1:{port} \(.*: it has ended$"):
+        open_store("127.0.0.1", port, 600.0, agent_hosts=True)
+
+
+def test_a_store_that_ends_is_one_line() -> None:
+    said = r"torchrun or rank 0, has ended; its output says why \(Connection reset\)$"
+    with pytest.raises(HangError, match=said), store_lost():
+        raise DistNetworkError("Connection reset\nframe #1")
 
 
 def test_nobody_there_is_said_while_waiting_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
