@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from terrace.base.errors import ConfigError
+from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal, Terminated, sigterm_raises
@@ -140,7 +141,9 @@ def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
             return EXIT_FAILED
         found = figures(net.wiring, json.loads(results.read_text(encoding="utf-8")))
         lost = lost_delays(wiring, net.lost_delays)
-    print(f"{wiring.cluster.world_size} ranks in namespaces of their own, built in {seconds(built_s)}\n")
+    print(
+        f"{counted(wiring.cluster.world_size, 'rank')}, each in a namespace of its own, built in {seconds(built_s)}\n"
+    )
     Terminal().print(figures_table(wiring, found))
     print("".join(f"{line}\n" for line in lost), end="")
     return 0

@@ -100,7 +100,7 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
     found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=placements), count=1)
     if not found.best:
         failed = f"preset {name!r} does not run" if name is not None else "no data-parallel plan runs"
-        why = lack(own, found.nearest) if found.nearest else f"{task.batch} sequences do not divide over the ranks"
+        why = lack(own, found.nearest) if found.nearest else f"a batch of {task.batch} does not divide over the ranks"
         raise PlanError(f"{failed} at the largest size: {why}; use more nodes or another --batch")
     candidate = found.best[0].candidate
     return plan_of(own, candidate, name=name or "planned"), plan_words(own, candidate)

@@ -186,7 +186,7 @@ def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[I
     if num_longer and too_long == "refuse":
         first = int(np.flatnonzero(longer)[0])
         raise DataError(
-            f"{num_longer} of the {len(starts)} documents of {documents.name} are longer than a sequence: the first is "
+            f"longer than a sequence: {num_longer} of the {len(starts)} documents of {documents.name}; the first is "
             f"document {first + 1} with {places[first] + 1} tokens, the longest has {places.max() + 1}, and "
             f"train.sequence = {sequence} takes {sequence + 1}; raise train.sequence, or set data.too_long to "
             '"cut", "split" or "drop"'

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from terrace.base.words import counted
 from terrace.cli.options import take_word
 from tests.support.command_line import CommandLine, Said, without_torch
 from tests.support.tiny_runs import write_run
@@ -65,7 +66,7 @@ def test_any_cluster_has_a_page(here: Here, sizes: tuple[int, ...], plan: str) -
     said = here.say(plan, "--page", "p.html", "--trace", "t.json")
     assert (said.code, said.error) == (0, "")
     page = (here.folder / "p.html").read_text(encoding="utf-8")
-    assert f"{math.prod(sizes)} ranks" in page
+    assert counted(math.prod(sizes), "rank") in page
     assert "nan" not in re.sub(r"<script.*", "", page, flags=re.S)
 
 
