@@ -134,9 +134,10 @@ def kinds_of(files: Sequence[str]) -> dict[str, list[tuple[str, Sequence[str]]]]
 def damaged(raw: bytes, draw: random.Random, within: Sequence[tuple[int, int]], is_text: bool) -> tuple[bytes, str]:
     """Other bytes than `raw`, and what was done; a flipped bit is in one of the ranges `within`."""
     how = draw.choices(("bit", "cut", "sector", "twice", "more"), (16, 1, 1, 1, 1))[0] if raw else "more"
-    if how == "bit" and is_text and draw.random() < 0.5:
+    digits = [place for place, byte in enumerate(raw) if byte in b"0123456789"] if is_text else []
+    if how == "bit" and digits and draw.random() < 0.5:
         # Another digit: the text stays sound, which no parser notices.
-        place = draw.choice([place for place, byte in enumerate(raw) if byte in b"0123456789"])
+        place = draw.choice(digits)
         return raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :], f"bit 0 of the digit {place} flipped"
     if how == "bit":
         first, end = draw.choices(within, [end - first for first, end in within])[0]
