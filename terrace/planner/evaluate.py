@@ -35,7 +35,7 @@ from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stages import SERIAL, pipeline
 from terrace.planner.task import Candidate, Task, Wire, num_micros, plan_of
-from terrace.program.lowering import build
+from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.cost import Costs, update_seconds
@@ -199,7 +199,11 @@ class Evaluator:
         return self._played[key]
 
     def _play(self, part: Part, candidate: Candidate, lengths: tuple[int, ...]) -> _Played:
-        steps = [step_seconds(*self.program(part, candidate, units * candidate.unit)) for units in lengths]
+        program, costs = self.program(part, candidate, lengths[0] * candidate.unit)
+        steps = [step_seconds(program, costs)]
+        for units in lengths[1:]:
+            longer = lengthened(program, units * candidate.unit)
+            steps.append(step_seconds(longer, costs.of_stage(longer, costs.update_s)))
         names = dict.fromkeys(name for step in steps for name in step)
         # The difference of the two lengths is one more unit, category by category.
         further = {name: steps[-1].get(name, 0.0) - steps[0].get(name, 0.0) for name in names}

@@ -115,6 +115,13 @@ def build_stages(
     return programs
 
 
+def lengthened(program: Program, num_micros: int) -> Program:
+    """The program of a plan without a pipeline for a step of `num_micros` micro-batches; all else is shared."""
+    stage = whole_stage(len(program.blocks), num_micros, program.plan.unit)
+    frame = program.of_stage(stage)
+    return frame.of_stage(stage, tuple(_passes(frame, [stage]) + list(_end(frame))))
+
+
 def forward_programs(programs: Sequence[Program]) -> list[Program]:
     """Forward-only programs on the stages of the training programs `programs`, which are all stages.
 
