@@ -33,9 +33,7 @@ _MOST_DOCUMENTS = 200_000  # of a batch, for the same reason
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "data", help="look at a corpus before a run", description="Look at a corpus before a run; nothing is trained."
-    )
+    parser = commands.add_parser("data", description="Look at a corpus before a run; nothing is trained.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="lengths")
     lengths = actions.add_parser(
         "lengths",

@@ -33,7 +33,6 @@ _MOST_S = 30.0
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check this machine: the parts that will be used, and fixes for missing ones",
         description="Check this machine and, with a model, a cluster or a plan, a run on it.",
         epilog=f"The exit code is 1 if something blocks. {OVERRIDES_HELP}",
     )

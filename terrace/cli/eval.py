@@ -22,7 +22,6 @@ _SECONDS = 1.0  # between two lines of progress
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
-        help="measure how well a trained model predicts a text",
         description="Print loss, perplexity and bits per byte of the newest checkpoint of a run, or of the weights of "
         "a Hugging Face folder, on text that it was not trained on, in one process.",
     )

@@ -17,7 +17,6 @@ _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
-        help="write a trained model as a Hugging Face folder",
         description="Write a checkpoint of a run as a folder that transformers loads: safetensors, config.json, and "
         "the tokenizer of the run.",
     )

@@ -14,7 +14,6 @@ from terrace.cli.output import raw_stream
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
-        help="continue a text with a trained model",
         description="Continue a text with the newest checkpoint of a run, or with the weights of a Hugging Face "
         "folder, token by token, in one process.",
     )

@@ -17,22 +17,25 @@ from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError
 from terrace.base.sealed import ChangedFile
 from terrace.cli.output import Terminated, drop_stdout, printable_output
 
-_COMMANDS = (
-    "doctor",
-    "plan",
-    "scale",
-    "simulate",
-    "train",
-    "report",
-    "replay",
-    "generate",
-    "eval",
-    "export",
-    "data",
-    "probe",
-    "rehearse",
-)
+# Listed here, so that --help needs none of their modules.
+_HELP = {
+    "doctor": "check this machine: the parts that will be used, and fixes for missing ones",
+    "plan": "find the fastest plan, say why, and write it",
+    "scale": "predict how a plan scales",
+    "simulate": "play a step without running it: where its time goes, its memory, its program",
+    "explain": "the same as terrace simulate --view program",
+    "train": "train a model",
+    "report": "write a run as one HTML page",
+    "replay": "repeat a step of a run, block by block",
+    "generate": "continue a text with a trained model",
+    "eval": "measure how well a trained model predicts a text",
+    "export": "write a trained model as a Hugging Face folder",
+    "data": "look at a corpus before a run",
+    "probe": "measure this machine or job and write a cluster file",
+    "rehearse": "emulate a cluster on this machine and run a program in it",
+}
 _FORMER = {"explain": "simulate"}  # the module of a command under its former name
+_COMMANDS = tuple(name for name in _HELP if name not in _FORMER)
 _MAY_BE_EMPTY = ("prompt",)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
@@ -124,7 +127,11 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # Help and errors list all commands; a command needs its own module alone.
+    if named and named[0] in ("-h", "--help", "--version"):
+        for name, words in _HELP.items():
+            commands.add_parser(name, help=words)
+        return parser
+    # Errors list all commands; a command needs its own module alone.
     modules = [_FORMER.get(name, name) for name in named]
     for name in modules if modules and modules[0] in _COMMANDS else _COMMANDS:
         import_module(f"terrace.cli.{name}").add_parser(commands)

@@ -37,7 +37,7 @@ from terrace.train.planned import TASK, planned_table
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="find the fastest plan, say why, and write it", epilog=TASK_EPILOG)
+    parser = commands.add_parser("plan", epilog=TASK_EPILOG)
     add_task_options(parser)
     parser.add_argument(
         "--axes", metavar="LIST", default="all", help="axes to search, e.g. data,tensor, or all (default: all)"

@@ -32,7 +32,6 @@ _HEADER = """\
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
-        help="measure this machine or job and write a cluster file",
         description="Measure this machine, or the ranks of torchrun, srun or mpirun, and write a cluster file.",
         epilog=CLUSTER_EPILOG,
     )

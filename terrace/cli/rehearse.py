@@ -42,7 +42,6 @@ _SCALE_HELP = (
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "rehearse",
-        help="emulate a cluster on this machine and run a program in it",
         description="Emulate a cluster on this machine by network namespaces and rate limits. Needs Linux and root, "
         "except for run --paced.",
     )

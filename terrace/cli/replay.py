@@ -16,7 +16,6 @@ from terrace.train.config import parse_run
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "replay",
-        help="repeat a step of a run, block by block",
         description="Load the newest whole checkpoint of a run before a step, or its initial values, train on to it "
         "with the same data, and run it: print the loss and the gradient norm of the step, and of each rank, "
         "micro-batch and block, and the first result that is inf or nan. The run folder is only read.",

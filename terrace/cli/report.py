@@ -15,7 +15,6 @@ _NAME = "report.html"
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="write a run as one HTML page",
         description="Write a run folder as one self-contained HTML page. The run may be unfinished, or killed.",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of terrace train")

@@ -34,7 +34,6 @@ from terrace.train.planned import read_planned
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "scale",
-        help="predict how a plan scales",
         description="Predict a plan's tokens/s from one member of the cluster's outermost tier to all; nothing is run.",
         epilog=TASK_EPILOG,
     )

@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         usage="terrace simulate [PLAN] [options] [--section.key VALUE ...]",
-        help="play a step without running it: where its time goes, its memory, its program",
         description="PLAN is a plan preset or TOML file, as for --plan.",
         epilog=OVERRIDES_HELP,
     )
@@ -34,7 +33,6 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
     former = commands.add_parser(
         "explain",
-        help="the same as terrace simulate --view program",
         description="The former name of terrace simulate --view program, with all of its options.",
         epilog=OVERRIDES_HELP,
     )

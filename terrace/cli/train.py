@@ -22,7 +22,6 @@ AUTO = "auto"
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        help="train a model",
         description="Train a model, in processes of this machine or as one rank of torchrun, srun or mpirun.",
         epilog=OVERRIDES_HELP,
     )

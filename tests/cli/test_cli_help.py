@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,3 +77,14 @@ def test_every_exit_code_is_documented() -> None:
     codes = {value for module in modules for name, value in vars(module).items() if name.startswith("EXIT_")}
     assert said.keys() == {0, *codes}
     assert "another rank stopped this one" in said[terrace.launch.watchdog.EXIT_HANG]
+
+
+def test_the_list_of_commands_needs_none_of_their_modules() -> None:
+    listing = (
+        "import sys; from terrace.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=60)
+    named = re.findall(r"^    (\w+)  ", done.stdout, re.MULTILINE)
+    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    assert named == list(commands.choices)
+    assert not {f"terrace.cli.{name}" for name in named} & set(done.stdout.split())
