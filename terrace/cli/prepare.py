@@ -18,6 +18,7 @@ from terrace.base.schema import read_table
 from terrace.base.sealed import sealed_toml
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
+from terrace.checkpoint.writing import clear_leftovers
 from terrace.cli.programs import checked_programs
 from terrace.data.batches import Batches, Source
 from terrace.data.prepared import compare_facts, prepare_sources
@@ -54,14 +55,12 @@ def prepare(
     or begins there. Raises `CompleteError` if nothing is
     left to train, and `TerraceError` for anything that cannot work; then no run folder is made.
     """
+    there = resume or (folder if going_on and folder is not None and (folder / "config.toml").is_file() else None)
+    if there is not None:
+        _tidy(there)
     # A run that ended before its first checkpoint has nothing to resume, and begins again in its folder.
     if going_on and folder is not None and (memory is not None or complete(folder / "checkpoints")):
         resume = folder
-    there = resume or (folder if going_on and folder is not None and (folder / "config.toml").is_file() else None)
-    if there is not None:
-        # Fails if another run writes there: its rank 0 holds the lock to the end.
-        with folder_lock(there):
-            remove_abandoned(there)
     # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)
     programs = checked_programs(config)
@@ -115,6 +114,18 @@ def prepare(
         changes=() if checkpoint is None else changes(earlier, tomllib.loads(run_toml(config))),
         memory="" if checkpoint is None else checkpoint.text,
     )
+
+
+def _tidy(folder: Path) -> None:
+    # Fails if another run writes there: its rank 0 holds the lock to the end.
+    with folder_lock(folder):
+        remove_abandoned(folder)
+        # Also for a run that has nothing left to train, which was killed after its last checkpoint.
+        if (folder / "checkpoints").is_dir():
+            try:
+                clear_leftovers(folder / "checkpoints")
+            except OSError as error:
+                raise _unusable(folder, error) from error
 
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[str, ...]:

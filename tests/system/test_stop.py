@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from terrace.base.errors import HangError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.prepare import prepare
+from terrace.cli.prepare import CompleteError, prepare
 from terrace.launch.seal import Seal
 from terrace.launch.start import LocalPool, launch_local
 from terrace.launch.stop import Stop, StopSignal, Vote, ask, begin_steps
@@ -295,6 +295,12 @@ def test_the_first_signal_ends_a_run_that_measures(tmp_path: Path) -> None:
     done = terrace(*command.split()[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert job.again() == f"saved checkpoints are complete; to go on: terrace train --resume {run}"
+    # Killed after the last step, while it removed the checkpoint before.
+    left = run / "checkpoints" / ".step-00000003.removed"
+    left.mkdir()
+    with pytest.raises(CompleteError):
+        prepare(job.run, run, None, going_on=True)
+    assert not left.exists()
 
 
 def test_a_watchdog_lets_a_run_that_is_told_to_stop_do_so(pool: LocalPool) -> None:
