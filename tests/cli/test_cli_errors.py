@@ -350,3 +350,12 @@ def test_a_run_goes_on_by_itself_only_when_it_is_told_to(
     assert (fresh.code, here.started) == (0, 4), fresh.error
     begun = here.say(*words, "--folder", here.folder / "fresh", "--resume", "auto")  # ended before it saved anything
     assert (begun.code, here.started) == (0, 5), begun.error
+
+
+def test_a_cluster_of_other_machines_is_refused_and_rehearsed(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--cluster.tiers.node.size", "8", "--train.batch", "16")
+    words = ("--folder", "run", "--cluster.device.backend", "cuda", *sizes)
+    assert "16 ranks with a CUDA device each" in here.train_refused(*words)
+    monkeypatch.setenv("TERRACE_PACE", "0.5")
+    assert here.say("train", "--config", here.config, *words).code == 0
+    assert here.started == 1
