@@ -21,12 +21,12 @@ def first_equal(values: Sequence[object]) -> list[int]:
         if index and value is values[index - 1]:
             found.append(found[-1])
             continue
-        try:
-            found.append(firsts[distinct.index(value)])
-        except ValueError:
+        # `index` would spell out a value that it does not find, and programs are long.
+        place = next((place for place, known in enumerate(distinct) if value == known), None)
+        if place is None:
             distinct.append(value)
             firsts.append(index)
-            found.append(index)
+        found.append(index if place is None else firsts[place])
     return found
 
 

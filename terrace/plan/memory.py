@@ -58,6 +58,7 @@ def model_state_bytes(
     """
     if stage is None:  # the second unit repeats for all further ones, so three show every overlap
         stage = whole_stage(len(blocks), min(num_micros, 3 * plan.unit), plan.unit)
+    stage = stage.short
     compute = FORMATS[plan.compute].element_bytes
     flats = block_flats(cluster, plan, blocks)
     total: dict[str, int] = defaultdict(int)

@@ -13,7 +13,11 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from terrace.base.repeated import Repeated
 from terrace.model.spec import BlockSpec
+
+# Repetitions that stand for any number: the first may differ by what came before, the third is like the second.
+SHORT = 2
 
 
 class Pass(IntEnum):
@@ -45,6 +49,13 @@ class Group(NamedTuple):
     chunk: int
     micros: Sequence[int]
 
+    def later(self, micros: int) -> "Group":
+        """The same group of later micro-batches."""
+        now = self.micros
+        if isinstance(now, range):
+            return self._replace(micros=range(now.start + micros, now.stop + micros))
+        return self._replace(micros=tuple(micro + micros for micro in now))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -60,7 +71,7 @@ class Stage:
     num_stages: int = 1
     num_micros: int
     chunks: tuple[range, ...]
-    groups: tuple[Group, ...]
+    groups: Sequence[Group]
     onward: tuple[int | None, ...]
     back: tuple[int | None, ...]
     ties: tuple[tuple[int, int], ...] = ()
@@ -76,6 +87,18 @@ class Stage:
     def held(self) -> tuple[int, ...]:
         """Blocks with states here: the ones that run here and the copies they borrow from."""
         return tuple(sorted((*self.own, *self.copies)))
+
+    @cached_property
+    def short(self) -> "Stage":
+        """The same order with few repetitions; itself where nothing repeats."""
+        return self.repeating(SHORT) if isinstance(self.groups, Repeated) else self
+
+    def repeating(self, count: int) -> "Stage":
+        """The same order with `count` repetitions. Only for a stage whose groups repeat."""
+        groups = self.groups
+        assert isinstance(groups, Repeated), "a short step is kept whole"
+        num_micros = self.num_micros - (groups.repeats - count) * groups.every
+        return replace(self, num_micros=num_micros, groups=tuple(groups.times(count)))
 
     @cached_property
     def trains(self) -> bool:

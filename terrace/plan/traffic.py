@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
+from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
@@ -32,7 +33,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed, residencies
 from terrace.plan.routes import block_hops, control_numbers
-from terrace.plan.stage import Stage, units, whole_stage
+from terrace.plan.stage import SHORT, Stage, units, whole_stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, block_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, ROUTES, MessageClass
@@ -131,8 +132,8 @@ def gather_counts(
     """Gathers per step, by (block, whether for a backward, whether the block's first in the step).
 
     Whether a visit needs a gather depends on how far back the last visit of its block lies, which is the same in every
-    unit but the first: so of many units three are gone through, and the third stands for the rest. The groups of a
-    `stage` of a pipeline are gone through one by one.
+    unit but the first: so of many units three are gone through, and the third stands for the rest. So do three
+    repetitions of a `stage` of a pipeline; where its groups do not repeat, they are gone through one by one.
     """
 
     def count(stage: Stage) -> Counter[tuple[int, bool, bool]]:
@@ -140,7 +141,10 @@ def gather_counts(
         return Counter((stay.block, stay.backward, stay.opening) for stay in stays)
 
     if stage is not None:
-        return count(stage)
+        if not isinstance(stage.groups, Repeated):
+            return count(stage)
+        two, three = count(stage.repeating(SHORT - 1)), count(stage.short)
+        return {key: times + (stage.groups.repeats - SHORT) * (times - two[key]) for key, times in three.items()}
     num_units = len(units(num_micros, plan.unit))
     # Few units are counted directly.
     if num_units <= 3:

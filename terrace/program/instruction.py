@@ -119,6 +119,11 @@ class Instruction(NamedTuple):
         # Only gathers have a class of their own for backwards; pipeline messages have one for both.
         return spec.message_backward or spec.message if self.backward else spec.message
 
+    def later(self, micros: int) -> "Instruction":
+        """The same instruction of a later micro-batch; itself where it names none."""
+        op, block, micro, backward, secondary, peer = self
+        return self if micro < 0 or not micros else Instruction(op, block, micro + micros, backward, secondary, peer)
+
     def __str__(self) -> str:
         words = [self.op.value]
         # Words for people; the verifier's errors quote them.

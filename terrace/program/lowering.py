@@ -28,7 +28,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
-from terrace.plan.flats import block_flats, orthogonalised
+from terrace.plan.flats import orthogonalised
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
@@ -40,10 +40,13 @@ from terrace.plan.validate import validate
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.program import Program
+from terrace.program.repeating import joined, repeating
 from terrace.program.schedules.orders import Orders
-from terrace.program.stages import make_stages
+from terrace.program.stages import make_stages, period
 
-_LARGEST_STEP = 2_000_000  # a program is a list, which one process builds in seconds
+# Micro-batches times blocks. Shorter steps are lists; a longer one is looked through for what repeats in it.
+_LONG_STEP = 10_000
+_LARGEST_STEP = 2_000_000  # of a step in which nothing repeats: one process builds such a list in seconds
 
 _OPS = {
     Pass.FORWARD: Op.FORWARD,
@@ -84,35 +87,52 @@ def build_stages(
     layout = validate(cluster, plan, blocks)
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
+    mesh = Mesh.of(cluster, plan)
+    for axis, is_cut in (("context", is_context_parallel(mesh, plan)), ("tensor", mesh.total("tensor") > 1)):
+        if is_cut and sequence < 1:
+            raise no_sequence(axis)
+    num_stages = mesh.total("pipeline")
+    # A program without instructions: lowering reads the derived values (flats, layout) from it.
+    frame = Program(
+        cluster=cluster,
+        plan=plan,
+        layout=layout,
+        blocks=slice_blocks(blocks, mesh),
+        stage=whole_stage(len(blocks), 1, 1),
+        instructions=(),
+        sequence=sequence,
+    )
+
+    def stages_of(num_micros: int) -> tuple[Stage, ...]:
+        return _stages(frame, blocks, num_stages, num_micros, orders)
+
+    def lowered(stages: Sequence[Stage]) -> list[Program]:
+        frames = (frame.of_stage(each) for each in (stages if only is None else [stages[only]]))
+        return [each.of_stage(each.stage, tuple(_passes(each, stages) + list(_end(each)))) for each in frames]
+
+    if num_micros * len(blocks) > _LONG_STEP and orders is None:
+        found = repeating(stages_of, lowered, num_micros, num_stages, period(plan, num_stages))
+        if found is not None:
+            return found
     # Before any lowering: a list of this length would exhaust the host's memory.
     if num_micros * len(blocks) > _LARGEST_STEP:
         raise PlanError(
             f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
-            "that a program may have: give a smaller batch or a larger plan.micro_batch"
+            "that a program may have whose order does not repeat: give a smaller batch or a larger plan.micro_batch"
         )
-    mesh = Mesh.of(cluster, plan)
+    return lowered(stages_of(num_micros))
+
+
+def _stages(
+    frame: Program, blocks: Sequence[BlockSpec], num_stages: int, num_micros: int, orders: Orders | None
+) -> tuple[Stage, ...]:
+    plan = frame.plan
+    if num_stages == 1:
+        return (whole_stage(len(blocks), num_micros, plan.unit),)
     # Stages are balanced by a rank's own slices, since these are the model state that must fit its device.
-    sliced = slice_blocks(blocks, mesh)
-    num_stages = mesh.total("pipeline")
-    if num_stages > 1:
-        sizes = [sum(each.values()) for each in blocks_bytes(plan, block_flats(cluster, plan, sliced))]
-        memory_bytes = cluster.device.memory_bytes
-        stages = make_stages(plan, blocks, num_stages, num_micros, sequence, orders, sizes, memory_bytes)
-    else:
-        stages = (whole_stage(len(blocks), num_micros, plan.unit),)
-    if is_context_parallel(mesh, plan) and sequence < 1:
-        raise no_sequence("context")
-    if mesh.total("tensor") > 1 and sequence < 1:
-        raise no_sequence("tensor")
-    # A program without instructions: lowering reads the derived values (flats, layout) from it.
-    frame = Program(
-        cluster=cluster, plan=plan, layout=layout, blocks=sliced, stage=stages[0], instructions=(), sequence=sequence
-    )
-    programs = []
-    for each in stages if only is None else [stages[only]]:
-        frame = frame.of_stage(each)  # raises where the size of the messages between stages is not known
-        programs.append(frame.of_stage(each, tuple(_passes(frame, stages) + list(_end(frame)))))
-    return programs
+    sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
+    memory_bytes = frame.cluster.device.memory_bytes
+    return make_stages(plan, blocks, num_stages, num_micros, frame.sequence, orders, sizes, memory_bytes)
 
 
 def lengthened(program: Program, num_micros: int) -> Program:
@@ -127,6 +147,15 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
 
     They end with a CLIP, which adds up losses and tokens; there is no gradient.
     """
+    if programs[0].short is not programs[0]:
+        found = joined(
+            [_forwards([each.repeating(bodies) for each in programs]) for bodies in range(3)], programs[0].num_micros
+        )
+        return _forwards([each.whole() for each in programs]) if found is None else found
+    return _forwards(programs)
+
+
+def _forwards(programs: Sequence[Program]) -> list[Program]:
     stages = [forward_stage(each.stage) for each in programs]
     frames = [each.of_stage(stage, phase=Phase.FORWARD) for each, stage in zip(programs, stages, strict=True)]
     return [frame.of_stage(frame.stage, (*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]

@@ -76,7 +76,7 @@ class Period:
     def _state_bytes(self) -> list[dict[str, int]]:
         found = []
         for stage in range(self.num_stages):
-            programs = [turn.programs[stage] for turn in self.turns]
+            programs = [turn.programs[stage].short for turn in self.turns]
             # A lane's memory grows to its largest message, whichever program sends it.
             messages = [message for program in programs for message in program.messages]
             peaks = [

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from terrace.base.alike import first_equal
+from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
@@ -18,7 +19,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
-from terrace.plan.stage import Stage
+from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, ROUTES, MessageClass
@@ -46,7 +47,8 @@ _Alike = tuple[Op, int, bool, bool, int]
 class Program:
     """The instructions of a rank for one step. All ranks of a stage share one Program object.
 
-    `blocks` is the whole model, as one tensor rank holds it; `stage` says which of them this program runs.
+    `blocks` is the whole model, as one tensor rank holds it; `stage` says which of them this program runs. The
+    instructions of a long step repeat (terrace.base.repeated).
     """
 
     cluster: Cluster
@@ -54,7 +56,7 @@ class Program:
     layout: Layout
     blocks: tuple[BlockSpec, ...]
     stage: Stage
-    instructions: tuple[Instruction, ...]
+    instructions: Sequence[Instruction]
     sequence: int = 0  # tokens; the messages of tensor, context and pipeline ranks depend on it
     phase: Phase = Phase.TRAIN
 
@@ -117,9 +119,7 @@ class Program:
         """The rank of the other stage that a SEND, a RECV or a TIE of `rank` names."""
         return self.mesh.at_stage(rank, instruction.peer)
 
-    def of_stage(
-        self, stage: Stage, instructions: tuple[Instruction, ...] = (), phase: Phase | None = None
-    ) -> "Program":
+    def of_stage(self, stage: Stage, instructions: Sequence[Instruction] = (), phase: Phase | None = None) -> "Program":
         """Another program of the same plan and blocks, and of the same phase unless one is given.
 
         What follows from plan and blocks is shared, not derived again.
@@ -155,8 +155,30 @@ class Program:
         return tuple(first.values()), places
 
     @cached_property
+    def short(self) -> "Program":
+        """The program with few repetitions, which stand for all; itself where nothing repeats."""
+        if not isinstance(self.instructions, Repeated):
+            return self
+        return self.repeating(SHORT)
+
+    def repeating(self, count: int) -> "Program":
+        """The program with `count` repetitions. Only for one whose instructions repeat."""
+        assert isinstance(self.instructions, Repeated), "a short program is kept whole"
+        return self.of_stage(self.stage.repeating(count), tuple(self.instructions.times(count)))
+
+    def whole(self) -> "Program":
+        """The program with every repetition written out."""
+        if not isinstance(self.instructions, Repeated):
+            return self
+        return self.of_stage(replace(self.stage, groups=tuple(self.stage.groups)), tuple(self.instructions))
+
+    @cached_property
     def counts(self) -> dict[Instruction, int]:
         """Number of runs of each distinct instruction (`folded`)."""
+        if isinstance(self.instructions, Repeated):
+            body = Counter(map(_alike, self.instructions.body))
+            further = self.instructions.repeats - SHORT
+            return {each: runs + further * body[_alike(each)] for each, runs in self.short.counts.items()}
         distinct, places = self.folded
         times = Counter(places)
         return {instruction: times[number] for number, instruction in enumerate(distinct)}
@@ -240,7 +262,8 @@ class Program:
     @cached_property
     def state_bytes(self) -> dict[str, int]:
         """Peak bytes of each category of model state on a rank."""
-        return peak_bytes(self.buffers)
+        # A peak does not grow with repetitions.
+        return peak_bytes(self.short.buffers)
 
     def report(
         self, time_s: Mapping[str, float], sent_bytes: Mapping[tuple[MessageClass, str], int] | None = None

@@ -10,7 +10,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Pass, Stage
 from terrace.program.schedules.orders import Orders
-from terrace.program.schedules.registry import orders_for, schedule_names, takes
+from terrace.program.schedules.registry import in_rounds, orders_for, schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.shares import block_costs, share, virtual_costs
 
@@ -124,9 +124,7 @@ def period(plan: Plan, num_stages: int) -> int:
     if num_stages == 1:
         return plan.unit
     name, _ = plan_schedule(plan)
-    wanted = takes(name)
-    # Interleaved orders repeat every `num_stages` micro-batches, so the period must hold whole rounds.
-    return math.lcm(plan.unit, num_stages) if "num_chunks" in wanted and "unit" not in wanted else plan.unit
+    return math.lcm(plan.unit, num_stages) if in_rounds(name) else plan.unit
 
 
 @cache

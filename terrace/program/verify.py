@@ -27,16 +27,23 @@ from terrace.plan.layout import DEVICE
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import FOR_EACH_BLOCK, PHASE_OPS, Phase
 from terrace.program.program import Program
+from terrace.program.verify_repeating import marks
 from terrace.program.verify_totals import check_bytes, check_memory
 from terrace.program.walk import Walk
 
 
 def verify(program: Program, rank: int = 0) -> None:
     """Check one rank's program; raises `ProgramError` at the first broken rule."""
-    walker = _Walker(program, rank)
-    for position, instruction in enumerate(program.instructions):
+    found = marks(program)
+    walker = _Walker(program.short if found else program.whole(), rank)
+    states = []
+    for position, instruction in enumerate(walker.program.instructions):
+        if found and position in found.ends:
+            states.append(walker.state(found.ends[position], found.least))
         walker.step(position, instruction)
     walker.finish()
+    if states and states[0] != states[1]:
+        verify(program.whole(), rank)
     check_bytes(program, rank)
     check_memory(program, rank)
 
@@ -95,6 +102,21 @@ class _Walker(Walk):
             Op.SEND: self._send,
             Op.RECV: self._recv,
         }
+
+    def state(self, by: int, least: int) -> tuple[object, ...]:
+        """What later instructions depend on, in micro-batches counted from number `by`.
+
+        They name none before `least`, counted so.
+        """
+        due = by + least
+        return (
+            {each.later(-by) for each in self.done if each.micro < 0 or each.micro >= due},
+            {(*key[:2], key[2] - by) for key in self.received - self.read if key[2] >= due},
+            {block: micro - by for block, micro in self.newest.items()},
+            {block: times * self.program.plan.unit - by for block, times in self.reductions.items()},
+            (set(self.resident), set(self.opened), set(self.stale), set(self.tied), set(self.unused)),
+            (dict(self.finished), self.directions),
+        )
 
     def finish(self) -> None:
         program = self.program

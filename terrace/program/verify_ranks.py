@@ -12,24 +12,16 @@ Ranks that share one Program object agree by construction; a world of one class 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from terrace.base.alike import first_equal, once_each
 from terrace.base.errors import ProgramError
 from terrace.plan.layout import Layout
-from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.program import Program
+from terrace.program.rank_play import RankPlay
 from terrace.program.verify import verify
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One collective on a tier, or one message sent or read."""
-
-    instruction: Instruction
-    tier: int = -1  # of a collective
-    message: Instruction | None = None  # sent or read, as the sender's SEND with the other stage as peer
+from terrace.program.verify_repeating import recurs, repeat_alike
 
 
 def verify_ranks(programs: Mapping[int, Program]) -> None:
@@ -39,10 +31,29 @@ def verify_ranks(programs: Mapping[int, Program]) -> None:
     for index, (rank, program) in enumerate(programs.items()):
         if index in firsts:
             verify(program, rank)
-    if len(firsts) > 1:
-        _check_collectives(programs)
-        _check_messages(programs)
-        _play(programs)
+    if len(firsts) == 1:
+        return
+    if not repeat_alike(programs):
+        _check_together(programs)
+        return
+    shorts = {rank: program.short for rank, program in programs.items()}
+    _check_orders(shorts)
+    play = RankPlay(shorts)
+    may_repeat = recurs(programs, play)
+    _finish(play)
+    if not may_repeat:
+        _check_together(programs)
+
+
+def _check_together(programs: Mapping[int, Program]) -> None:
+    wholes = dict(zip(programs, once_each(Program.whole, list(programs.values())), strict=True))
+    _check_orders(wholes)
+    _finish(RankPlay(wholes))
+
+
+def _check_orders(programs: Mapping[int, Program]) -> None:
+    _check_collectives(programs)
+    _check_messages(programs)
 
 
 def _check_collectives(programs: Mapping[int, Program]) -> None:
@@ -82,107 +93,7 @@ def _fail_order(tier: str, rank_a: int, order_a: list[Instruction], rank_b: int,
     )
 
 
-def _items(program: Program) -> list[_Item]:
-    # In the order of a single lane.
-    items: list[_Item] = []
-    received: dict[tuple[bool, int, int], Instruction] = {}
-    for instruction in program.instructions:
-        if instruction.op in COLLECTIVES:
-            # A collective over several tiers meets its peers on each tier in turn.
-            items += [_Item(instruction, tier) for tier in program.message(instruction).tiers]
-        elif instruction.op is Op.SEND:
-            items.append(_Item(instruction, message=instruction))
-        elif instruction.op is Op.TIE:
-            items.append(_Item(instruction))
-        elif instruction.op is Op.RECV:
-            # A RECV does not block; the pass that reads its message does.
-            received[instruction.backward, instruction.block, instruction.micro] = instruction
-        elif instruction.op in PASSES:
-            backward = instruction.op is not Op.FORWARD
-            # A forward reads the block before it; a backward, the gradient of the block after it.
-            key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
-            if instruction.op is not Op.BACKWARD_WEIGHT and key in received:
-                items.append(_Item(instruction, message=received.pop(key)))
-    return items
-
-
-class _Play:
-    def __init__(self, programs: Mapping[int, Program]) -> None:
-        self.programs = programs
-        self.items = dict(zip(programs, once_each(_items, list(programs.values())), strict=True))
-        self.heads = dict.fromkeys(self.items, 0)
-        self.sent: set[tuple[int, int, bool, int, int]] = set()
-        self.readers: dict[tuple[int, int, bool, int, int], int] = {}
-        # (members, op, block) of a collective or a TIE -> the members that have come to it
-        self.there: dict[tuple[tuple[int, ...], Op, int], set[int]] = defaultdict(set)
-
-    def run(self) -> None:
-        """Go on until nobody can."""
-        moved = deque(self.items)
-        while moved:
-            moved.extend(self._step(moved.popleft()))
-
-    def _step(self, rank: int) -> Iterator[int]:
-        """Advance one rank as far as possible; yields the ranks that this unblocks."""
-        while self.heads[rank] < len(self.items[rank]):
-            item = self.items[rank][self.heads[rank]]
-            if item.message is None:
-                group = self.group(rank, item)
-                meeting = group, item.instruction.op, item.instruction.block
-                self.there[meeting].add(rank)
-                # Some members may have no program here (a subset of ranks is verified); only the given ones are waited
-                # for.
-                if self.there[meeting] < set(group) & self.programs.keys():
-                    return
-                self.there.pop(meeting)
-                # The last to arrive moves everyone on.
-                for member in group:
-                    if member in self.heads:
-                        self.heads[member] += 1
-                        if member != rank:
-                            yield member
-                continue
-            key = self.key(rank, item.message)
-            if item.message.op is Op.SEND:
-                self.sent.add(key)
-                if key in self.readers:
-                    yield self.readers.pop(key)
-            elif key not in self.sent:
-                # The sender wakes this rank when it gets there.
-                self.readers[key] = rank
-                return
-            self.heads[rank] += 1
-
-    def group(self, rank: int, item: _Item) -> tuple[int, ...]:
-        """The ranks that take part in a collective or a TIE."""
-        program = self.programs[rank]
-        if item.instruction.op is Op.TIE:
-            return tuple(sorted((rank, program.peer(rank, item.instruction))))
-        ranks = program.message(item.instruction).ranks
-        assert ranks is not None, f"{item.instruction} is among ranks"
-        return ranks.peers(rank, item.tier)
-
-    def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:
-        """(Sender, receiver, whether a gradient, block, micro-batch) of a message."""
-        other = self.programs[rank].peer(rank, message)
-        ends = (rank, other) if message.op is Op.SEND else (other, rank)
-        return (*ends, message.backward, message.block, message.micro)
-
-    def waits_for(self, rank: int) -> tuple[Instruction, int]:
-        """The instruction in which a rank waits, and the rank it waits for."""
-        item = self.items[rank][self.heads[rank]]
-        if item.message is not None:
-            return item.instruction, self.key(rank, item.message)[0]
-        # Any absent member explains the wait; the first is named.
-        absent = [peer for peer in self.group(rank, item) if peer in self.heads and not self._is_at(peer, item)]
-        return item.instruction, absent[0]
-
-    def _is_at(self, rank: int, item: _Item) -> bool:
-        return self.heads[rank] < len(self.items[rank]) and self.items[rank][self.heads[rank]] == item
-
-
-def _play(programs: Mapping[int, Program]) -> None:
-    play = _Play(programs)
+def _finish(play: RankPlay) -> None:
     play.run()
     # A rank short of its end is stuck.
     for rank, head in play.heads.items():
@@ -190,7 +101,7 @@ def _play(programs: Mapping[int, Program]) -> None:
             _fail_circle(play, rank)
 
 
-def _fail_circle(play: _Play, rank: int) -> None:
+def _fail_circle(play: RankPlay, rank: int) -> None:
     # Following who waits for whom must end in a circle or at a rank that has ended.
     words: list[str] = []
     seen: set[int] = set()

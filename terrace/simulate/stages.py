@@ -79,7 +79,7 @@ def activation_bytes(program: "Program", by_block: Sequence[tuple[int, int]]) ->
     After BACKWARD_INPUT all are taken as still kept: the inputs and output gradients of linear layers are most of them.
     """
     now = most = 0
-    for instruction in program.instructions:
+    for instruction in program.short.instructions:
         if instruction.op in PASSES:
             kept, on_top = by_block[instruction.block]
             if instruction.op is Op.FORWARD:

@@ -11,7 +11,7 @@ from terrace.program.schedules.orders import Orders, StageTask, build, looped, n
 from terrace.program.schedules.registry import schedule
 
 
-@schedule("interleaved")
+@schedule("interleaved", rounds=True)
 def interleaved(num_stages: int, num_chunks: int, num_micros: int) -> Orders:
     """1F1B over (micro-batch, chunk) pairs, in groups of `num_stages` micro-batches.
 

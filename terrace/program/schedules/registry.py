@@ -17,14 +17,20 @@ from terrace.program.schedules.orders import Orders
 _Builder = TypeVar("_Builder", bound=Callable[..., Orders])
 
 _found: dict[str, Callable[..., Orders]] = {}
+_rounds: set[str] = set()
 
 
-def schedule(name: str) -> Callable[[_Builder], _Builder]:
-    """Register the decorated function as the schedule `name`."""
+def schedule(name: str, *, rounds: bool = False) -> Callable[[_Builder], _Builder]:
+    """Register the decorated function as the schedule `name`.
+
+    With `rounds`, its order repeats every `num_stages` micro-batches, and otherwise after any number of them.
+    """
 
     def register(builder: _Builder) -> _Builder:
         assert name not in _found, f"two schedules are called {name!r}"
         _found[name] = builder
+        if rounds:
+            _rounds.add(name)
         return builder
 
     return register
@@ -50,6 +56,12 @@ def takes(name: str) -> frozenset[str]:
     if builder is None:
         raise PlanError(f"no schedule {name!r}{did_you_mean(name, schedule_names())}")
     return frozenset(inspect.signature(builder).parameters)
+
+
+def in_rounds(name: str) -> bool:
+    """Whether the order of a schedule repeats every `num_stages` micro-batches."""
+    _schedules()
+    return name in _rounds
 
 
 @cache

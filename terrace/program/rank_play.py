@@ -1,0 +1,133 @@
+"""The play of ranks: who sends, who waits, and whether all come to their ends; no times.
+
+A collective happens when it is next on every member's lane, a pass that reads a message once that message was sent.
+Each rank is played with a single lane, passes included: stricter than the runtime, so an order that passes here cannot
+block there.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from terrace.base.alike import once_each
+from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One collective on a tier, or one message sent or read."""
+
+    instruction: Instruction
+    position: int  # in the program
+    tier: int = -1  # of a collective
+    message: Instruction | None = None  # sent or read, as the sender's SEND with the other stage as peer
+
+
+def _items(program: Program) -> list[Item]:
+    # In the order of a single lane.
+    items: list[Item] = []
+    received: dict[tuple[bool, int, int], Instruction] = {}
+    for position, instruction in enumerate(program.instructions):
+        if instruction.op in COLLECTIVES:
+            # A collective over several tiers meets its peers on each tier in turn.
+            items += [Item(instruction, position, tier) for tier in program.message(instruction).tiers]
+        elif instruction.op is Op.SEND:
+            items.append(Item(instruction, position, message=instruction))
+        elif instruction.op is Op.TIE:
+            items.append(Item(instruction, position))
+        elif instruction.op is Op.RECV:
+            # A RECV does not block; the pass that reads its message does.
+            received[instruction.backward, instruction.block, instruction.micro] = instruction
+        elif instruction.op in PASSES:
+            backward = instruction.op is not Op.FORWARD
+            # A forward reads the block before it; a backward, the gradient of the block after it.
+            key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
+            if instruction.op is not Op.BACKWARD_WEIGHT and key in received:
+                items.append(Item(instruction, position, message=received.pop(key)))
+    return items
+
+
+class RankPlay:
+    def __init__(self, programs: Mapping[int, Program]) -> None:
+        self.programs = programs
+        self.items = dict(zip(programs, once_each(_items, list(programs.values())), strict=True))
+        self.heads = dict.fromkeys(self.items, 0)
+        self.limits = {rank: len(items) for rank, items in self.items.items()}
+        self.sent: set[tuple[int, int, bool, int, int]] = set()
+        self.readers: dict[tuple[int, int, bool, int, int], int] = {}
+        # (members, op, block) of a collective or a TIE -> the members that have come to it
+        self.there: dict[tuple[tuple[int, ...], Op, int], set[int]] = defaultdict(set)
+
+    def run(self, cuts: Mapping[int, int] | None = None) -> None:
+        """Go on until nobody can, no rank beyond its position in `cuts`."""
+        for rank, items in self.items.items():
+            before = len(items) if cuts is None else bisect_left(items, cuts[rank], key=lambda item: item.position)
+            self.limits[rank] = before
+        moved = deque(self.items)
+        while moved:
+            moved.extend(self._step(moved.popleft()))
+
+    def _step(self, rank: int) -> Iterator[int]:
+        """Advance one rank as far as possible; yields the ranks that this unblocks."""
+        while self.heads[rank] < self.limits[rank]:
+            item = self.items[rank][self.heads[rank]]
+            if item.message is None:
+                group = self.group(rank, item)
+                meeting = group, item.instruction.op, item.instruction.block
+                self.there[meeting].add(rank)
+                # Some members may have no program here (a subset of ranks is verified); only the given ones are waited
+                # for.
+                if self.there[meeting] < set(group) & self.programs.keys():
+                    return
+                self.there.pop(meeting)
+                # The last to arrive moves everyone on.
+                for member in group:
+                    if member in self.heads:
+                        self.heads[member] += 1
+                        if member != rank:
+                            yield member
+                continue
+            key = self.key(rank, item.message)
+            if item.message.op is Op.SEND:
+                self.sent.add(key)
+                if key in self.readers:
+                    yield self.readers.pop(key)
+            elif key not in self.sent:
+                # The sender wakes this rank when it gets there.
+                self.readers[key] = rank
+                return
+            self.heads[rank] += 1
+
+    def position(self, rank: int) -> int:
+        """Position of a rank's next item; behind its last instruction where there is none."""
+        head, items = self.heads[rank], self.items[rank]
+        return items[head].position if head < len(items) else len(self.programs[rank].instructions)
+
+    def group(self, rank: int, item: Item) -> tuple[int, ...]:
+        """The ranks that take part in a collective or a TIE."""
+        program = self.programs[rank]
+        if item.instruction.op is Op.TIE:
+            return tuple(sorted((rank, program.peer(rank, item.instruction))))
+        ranks = program.message(item.instruction).ranks
+        assert ranks is not None, f"{item.instruction} is among ranks"
+        return ranks.peers(rank, item.tier)
+
+    def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:
+        """(Sender, receiver, whether a gradient, block, micro-batch) of a message."""
+        other = self.programs[rank].peer(rank, message)
+        ends = (rank, other) if message.op is Op.SEND else (other, rank)
+        return (*ends, message.backward, message.block, message.micro)
+
+    def waits_for(self, rank: int) -> tuple[Instruction, int]:
+        """The instruction in which a rank waits, and the rank it waits for."""
+        item = self.items[rank][self.heads[rank]]
+        if item.message is not None:
+            return item.instruction, self.key(rank, item.message)[0]
+        # Any absent member explains the wait; the first is named.
+        absent = [peer for peer in self.group(rank, item) if peer in self.heads and not self._is_at(peer, item)]
+        return item.instruction, absent[0]
+
+    def _is_at(self, rank: int, item: Item) -> bool:
+        return self.heads[rank] < len(self.items[rank]) and self.items[rank][self.heads[rank]] == item

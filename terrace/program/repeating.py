@@ -1,0 +1,63 @@
+"""Long steps from short ones.
+
+From some micro-batch on a schedule repeats itself, so a step of many micro-batches has the order of a short one with a
+body that comes more often. Three short steps, each with one body more, show the body and where it stands; the long step
+is these with the number of bodies that it needs (terrace.base.repeated). The verifier proves it
+(terrace.program.verify_repeating), whatever made it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from terrace.base.repeated import Repeated, repeated
+from terrace.plan.stage import Group, Stage
+from terrace.program.instruction import Instruction
+from terrace.program.program import Program
+
+_TRIES = 3
+
+
+def repeating(
+    stages_of: Callable[[int], Sequence[Stage]],
+    lower: Callable[[Sequence[Stage]], Sequence[Program]],
+    num_micros: int,
+    num_stages: int,
+    every: int,
+) -> list[Program] | None:
+    """Programs of a step of `num_micros` micro-batches, `every` of which are a body.
+
+    `stages_of` gives the stages of any number of micro-batches, `lower` their programs. None where no body is found in
+    much shorter steps.
+    """
+    # Behind the first micro-batches, which fill the pipeline or the lanes of a single rank.
+    least = max(num_stages + 2, 2 * every, 8)
+    for _ in range(_TRIES):
+        short = least + (num_micros - least) % every
+        if short + 2 * every > num_micros // 2:
+            return None
+        steps = [stages_of(short + bodies * every) for bodies in range(3)]
+        # Groups are few beside instructions, and show whether anything repeats.
+        if all(repeated([each.groups for each in builds], every) for builds in zip(*steps, strict=True)):
+            found = joined([lower(stages) for stages in steps], num_micros)
+            if found is not None:
+                return found
+        least *= 2
+    return None
+
+
+def joined(steps: Sequence[Sequence[Program]], num_micros: int) -> list[Program] | None:
+    """Programs of a step of `num_micros` micro-batches of which three `steps` have one body more each; None where they
+    have none in common.
+    """
+    found = []
+    for builds in zip(*steps, strict=True):
+        _, long, longer = builds
+        every = longer.num_micros - long.num_micros
+        instructions: Repeated[Instruction] | None = repeated([each.instructions for each in builds], every)
+        groups: Repeated[Group] | None = repeated([each.stage.groups for each in builds], every)
+        if instructions is None or groups is None:
+            return None
+        bodies = 1 + (num_micros - long.num_micros) // every
+        stage = replace(long.stage, num_micros=num_micros, groups=groups.times(bodies))
+        found.append(long.of_stage(stage, instructions.times(bodies)))
+    return found

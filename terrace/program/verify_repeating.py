@@ -1,0 +1,168 @@
+"""The verifier of programs that repeat: any number of repetitions is as good as the few that are walked.
+
+A program with a body (terrace.base.repeated) is walked with `SHORT` bodies. After the last two of them everything that
+a later instruction depends on must be the same, counted from the micro-batch that the body began with. The next body
+then finds what the last one found, and so does the end of the program, however many bodies there are between:
+
+ 1. on a rank, the state that rules read (`_Walker.state` of terrace.program.verify); and a body runs every pass of
+    `every` micro-batches, so that none is left out of the whole step;
+ 2. between two ranks, the messages that one has sent and the other not asked for yet, or asked for and not sent;
+ 3. among all ranks, the messages under way: the ranks can reach a place in their bodies together (a cut), and from
+    there the same place one body later, twice. As many bodies later they cannot wait in a circle either.
+
+Where a rule does not hold, nothing is wrong yet: the program is verified with all its repetitions.
+"""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from terrace.base.alike import first_equal, once_each
+from terrace.base.repeated import Repeated
+from terrace.plan.stage import SHORT
+from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.program import Program
+from terrace.program.rank_play import RankPlay
+
+_WHOLE_BACKWARDS = {Op.BACKWARD: "backward", Op.BACKWARD_WEIGHT: "backward"}
+_BEFORE, _AFTER = SHORT - 1, SHORT  # bodies after which states are compared
+
+
+class Marks(NamedTuple):
+    """Where the bodies of a short program stand, and the micro-batches that they and the end are about.
+
+    Body number n begins at `begin + n * size`; it and all that follows name no micro-batch before `least + n * every`.
+    """
+
+    begin: int
+    size: int
+    every: int
+    least: int
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """Position behind each of the last two bodies -> number of micro-batches that were moved on by then."""
+        return {self.begin + number * self.size: number * self.every for number in (_BEFORE, _AFTER)}
+
+
+def marks(program: Program) -> Marks | None:
+    """The marks of `program.short`; None for a program that does not repeat, or whose bodies are not complete."""
+    order = program.instructions
+    if not isinstance(order, Repeated) or not _is_complete(program):
+        return None
+    least = min((each.micro for each in (*order.body, *order.times(0).suffix) if each.micro >= 0), default=0)
+    return Marks(len(order.prefix), len(order.body), order.every, least)
+
+
+def repeat_alike(programs: Mapping[int, Program]) -> bool:
+    """Whether all programs have as many bodies, of as many micro-batches."""
+    orders = [program.instructions for program in programs.values()]
+    kinds = {(each.repeats, each.every) if isinstance(each, Repeated) else None for each in orders}
+    return len(kinds) == 1 and None not in kinds
+
+
+def recurs(programs: Mapping[int, Program], play: RankPlay) -> bool:
+    """Rules 2 and 3, of programs that repeat alike and whose short ones have equal orders on every channel.
+
+    `play` is one of the short programs at its beginning; it is left somewhere on its way.
+    """
+    found = dict(zip(programs, once_each(marks, list(programs.values())), strict=True))
+    places = {rank: each for rank, each in found.items() if each is not None}
+    shorts = {rank: program.short for rank, program in programs.items()}
+    return (
+        len(places) == len(programs)
+        and not _meet_others(programs)
+        and _channels_recur(shorts, places)
+        and _play_recurs(play, places)
+    )
+
+
+def _is_complete(program: Program) -> bool:
+    """Whether a body has every pass, message and reduction of its micro-batches."""
+    order = program.instructions
+    assert isinstance(order, Repeated), "asked of programs that repeat"
+
+    def kind(each: Instruction) -> tuple[object, ...]:
+        # A backward is complete after its second half, and a first half without one is an error of the short program.
+        return _WHOLE_BACKWARDS.get(each.op, each.op), each.block, each.backward, each.peer
+
+    wanted = {kind(each): each.op for each in program.short.counts if each.micro >= 0}
+    runs = Counter(map(kind, order.body))
+    return all(
+        op is Op.BACKWARD_INPUT or runs[key] * (program.plan.unit if op is Op.REDUCE else 1) == order.every
+        for key, op in wanted.items()
+    )
+
+
+def _meet_others(programs: Mapping[int, Program]) -> bool:
+    """Whether ranks of different programs meet in a body: their collectives would have to be compared body by body."""
+    firsts = first_equal(list(programs.values()))
+    holders: dict[tuple[object, ...], int] = {}
+    for (rank, program), first in zip(programs.items(), firsts, strict=True):
+        order = program.instructions
+        assert isinstance(order, Repeated), "asked of programs that repeat"
+        for each in {each._replace(micro=-1) for each in order.body}:
+            if each.op is Op.TIE:
+                return True
+            if each.op in COLLECTIVES:
+                message = program.message(each)
+                assert message.ranks is not None, f"{each} is among ranks"
+                for tier in message.tiers:
+                    group = (tier, message.ranks.axes, message.ranks.peers(rank, tier))
+                    if holders.setdefault(group, first) != first:
+                        return True
+    return False
+
+
+def _channels_recur(shorts: Mapping[int, Program], places: Mapping[int, Marks]) -> bool:
+    """Rule 2. Messages of a channel are numbered; their orders are equal already."""
+    sent: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
+    asked: dict[tuple[int, int], list[tuple[int, Instruction]]] = defaultdict(list)
+    for rank, program in shorts.items():
+        for position, each in enumerate(program.instructions):
+            if each.op is Op.SEND:
+                sent[rank, program.peer(rank, each)].append((position, each))
+            elif each.op is Op.RECV:
+                asked[program.peer(rank, each), rank].append((position, each))
+    for channel in sent:
+        open_messages = []
+        ends = zip(places[channel[0]].ends.items(), places[channel[1]].ends, strict=True)
+        for (sender_at, by), receiver_at in ends:
+            counts = [
+                bisect_left(sent[channel], sender_at, key=lambda pair: pair[0]),
+                bisect_left(asked[channel], receiver_at, key=lambda pair: pair[0]),
+            ]
+            between = [each.later(-by) for _, each in sent[channel][min(counts) : max(counts)]]
+            open_messages.append((counts[0] > counts[1], between))
+        if open_messages[0] != open_messages[1]:
+            return False
+    return True
+
+
+def _play_recurs(play: RankPlay, places: Mapping[int, Marks]) -> bool:
+    """Rule 3."""
+    shorts, least = play.programs, min(each.least for each in places.values())
+    latest = dict(zip(shorts, once_each(_latest_cut, [(shorts[rank], places[rank]) for rank in shorts]), strict=True))
+    # As far as all ranks come together: a cut through the whole pipeline.
+    play.run(latest)
+    cuts = {rank: min(latest[rank], play.position(rank)) for rank in shorts}
+    if any(cuts[rank] < each.begin for rank, each in places.items()):
+        return False
+    under_way = []
+    for number in (_BEFORE, _AFTER):
+        play.run({rank: cut + number * places[rank].size for rank, cut in cuts.items()})
+        if any(play.heads[rank] < limit for rank, limit in play.limits.items()) or any(play.there.values()):
+            return False
+        by = number * next(iter(places.values())).every
+        under_way.append({(*rest, micro - by) for *rest, micro in play.sent if micro >= least + by})
+    return under_way[0] == under_way[1]
+
+
+def _latest_cut(of: tuple[Program, Marks]) -> int:
+    """The last position behind which the short program still has `SHORT` bodies, turned to begin there."""
+    program, (begin, size, every, _) = of
+    order, at = program.instructions, begin + (SHORT - 1) * size
+    while at + size < len(order) and order[at].later(every) == order[at + size]:
+        at += 1
+    return at - (SHORT - 1) * size
