@@ -149,6 +149,11 @@ def units(num_micros: int, unit: int) -> list[range]:
     return [range(first, min(first + unit, num_micros)) for first in range(0, num_micros, unit)]
 
 
+def count_units(num_micros: int, unit: int) -> int:
+    """Number of units of micro-batches."""
+    return -(-num_micros // unit)
+
+
 def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> dict[int, list[int]]:
     """Passes (numbers in `Stage.passes`) after which the gradient of each held block is reduced.
 

@@ -33,7 +33,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed, residencies
 from terrace.plan.routes import block_hops, control_numbers
-from terrace.plan.stage import SHORT, Stage, units, whole_stage
+from terrace.plan.stage import SHORT, Stage, count_units, whole_stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, block_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, ROUTES, MessageClass
@@ -70,7 +70,7 @@ def step_bytes(
         source = layout.params if opening else layout.params_backward
         for flat in flats[index]:
             add(message, flat, times, source)
-    num_units = len(units(num_micros, plan.unit))
+    num_units = count_units(num_micros, plan.unit)
     # Gathers were counted above by residency; the other classes run once per unit or per step.
     for flat in chain(*(flats[index] for index in held)):
         for message, route in ROUTES.items():
@@ -145,7 +145,7 @@ def gather_counts(
             return count(stage)
         two, three = count(stage.repeating(SHORT - 1)), count(stage.short)
         return {key: times + (stage.groups.repeats - SHORT) * (times - two[key]) for key, times in three.items()}
-    num_units = len(units(num_micros, plan.unit))
+    num_units = count_units(num_micros, plan.unit)
     # Few units are counted directly.
     if num_units <= 3:
         return count(whole_stage(len(blocks), num_units, 1))

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from terrace.base.errors import ProgramError
 from terrace.plan.flats import orthogonalised
-from terrace.plan.stage import units
+from terrace.plan.stage import count_units
 from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.phase import FOR_EACH_BLOCK
 from terrace.program.program import Program
@@ -62,7 +62,7 @@ class Walk:
 
     @cached_property
     def _num_units(self) -> int:
-        return len(units(self.program.num_micros, self.program.plan.unit))
+        return count_units(self.program.num_micros, self.program.plan.unit)
 
     @cached_property
     def _outgoing(self) -> frozenset[tuple[bool, int, int, int]]:

@@ -11,6 +11,7 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
+from terrace.program import lowering
 from terrace.program.lowering import build, forward_programs, restoring_program
 from terrace.program.period import Period, Turn
 from terrace.program.verify import verify
@@ -114,7 +115,7 @@ def test_an_evaluation_refuses_every_program_but_forwards_of_its_engine() -> Non
     engine, _ = trained()
     (forward,) = forward_programs(engine.stage_programs())
     (other,) = forward_programs([build(CLUSTER, exact("ddp", CLUSTER), engine.state.specs, num_micros=2)])
-    damaged = replace(forward, instructions=forward.instructions * 2)
+    damaged = replace(forward, instructions=tuple(forward.instructions) * 2)
     values, loss = states_of(engine), engine.evaluate(batches_of(2)).loss
     for program, words in (
         (engine.program, "not one for phase train"),
@@ -145,3 +146,31 @@ def test_a_period_without_batches_for_every_run_is_refused_before_the_first() ->
     assert engine.comm.ledger.total() == sent
     assert len(engine.run_period(period, iter(batches[:3]), ADAMW.lr)) == 3
     engine.close()
+
+
+def test_a_step_that_repeats_has_the_bits_of_the_one_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for longest in (0, 10**9):
+        monkeypatch.setattr(lowering, "_LONG_STEP", longest)
+        blocks = MODEL.blocks(torch.float64)
+        engine = Engine(
+            blocks,
+            names=NAMES,
+            cluster=CLUSTER,
+            plan=exact("zero3", CLUSTER),
+            num_micros=24,
+            objective=MODEL.objective,
+            optimizer=ADAMW,
+            declared=MODEL.declared,
+        )
+        assert isinstance(engine.program.instructions, tuple) == bool(longest)
+        batches = [batch for step in range(12) for batch in batches_of(step)]
+        results = [engine.step(batches, ADAMW.lr), engine.evaluate(batches), engine.step(batches, ADAMW.lr)]
+        engine.drain()
+        found.append(
+            ([(each.loss, each.grad_norm) for each in results], states_of(engine), dict(engine.program.counts))
+        )
+        engine.close()
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2]

@@ -94,7 +94,7 @@ def test_steps_alone_are_a_period() -> None:
 
 def test_what_a_period_cannot_be_is_named() -> None:
     steps, others = steps_of("zero3"), steps_of("ddp")
-    twice = replace(steps[0], instructions=steps[0].instructions * 2)
+    twice = replace(steps[0], instructions=tuple(steps[0].instructions) * 2)
     stages = steps_of("1f1b")
     for turns, words in (
         ((), "at least one turn"),
@@ -112,7 +112,7 @@ def test_what_a_period_cannot_be_is_named() -> None:
 
 def test_turns_that_share_their_first_program_are_told_apart() -> None:
     first, second = steps_of("1f1b")
-    twice = replace(second, instructions=second.instructions * 2)
+    twice = replace(second, instructions=tuple(second.instructions) * 2)
     with pytest.raises(ProgramError, match="it runs twice"):
         verify_period(Period((Turn((first, second)), Turn((first, twice)))))
     # No program of a run, but one whose figures differ.

@@ -165,7 +165,9 @@ def test_a_circle_between_stages_is_named() -> None:
     machine = cluster(2, 0.0)
     programs = build_stages(machine, stage_plan(2, 2), blocks_of(2), 2, sequence=4)
     sent = next(i for i, each in enumerate(programs[0].instructions) if each.op is Op.SEND)
-    lost = replace(programs[0], instructions=programs[0].instructions[:sent] + programs[0].instructions[sent + 1 :])
+    lost = replace(
+        programs[0], instructions=tuple(each for i, each in enumerate(programs[0].instructions) if i != sent)
+    )
     costs = [
         Costs(forward_s=(1.0,) * 2, backward_s=(2.0,) * 2, update_s=(0.0,) * 2, program=program)
         for program in (lost, programs[1])

@@ -1,0 +1,196 @@
+"""Long programs repeat: instructions, bytes, memory and the verifier's verdict are those of the program written out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from terrace.base.errors import PlanError, ProgramError
+from terrace.base.repeated import Repeated
+from terrace.model.config import block_specs
+from terrace.plan.memory import model_state_bytes
+from terrace.plan.plan import Plan
+from terrace.plan.traffic import step_bytes
+from terrace.program import lowering
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build_stages, forward_programs
+from terrace.program.program import Program
+from terrace.program.verify_ranks import verify_stages
+from tests.support.effort import lines_run
+from tests.support.planner_cases import CLUSTERS, gpt
+
+CLUSTER = CLUSTERS["dgx 4x2"]
+BLOCKS = block_specs(gpt(10, 64, 4, vocab=100, positions=32))  # tied
+SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zbv", "interleaved:2", "interleaved:1", "zeropp:2", "zb-2p", "zb-auto:3")
+NEVER = 10**9
+
+
+def plan_of(schedule: str | None, stages: int, place: str = "system", unit: int = 1, **changes: object) -> Plan:
+    mapping = {"node": {"data": 4 // stages, "pipeline": stages}} if stages > 1 else {}
+    places = {"params": place, "grads": place, "optimizer": place, "unit": unit}
+    return Plan(compute="bf16", mapping=mapping, schedule=schedule, **places, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def programs_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, int, int], list[Program]]:
+    def programs(plan: Plan, num_micros: int, longest: int = 0) -> list[Program]:
+        """Steps with more passes than `longest` repeat."""
+        monkeypatch.setattr(lowering, "_LONG_STEP", longest)
+        return build_stages(CLUSTER, plan, BLOCKS, num_micros, 32)
+
+    return programs
+
+
+Programs = Callable[..., list[Program]]
+
+
+@pytest.fixture
+def nothing_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(program: Program) -> Program:
+        assert not isinstance(program.instructions, Repeated), "verified with every repetition"
+        return program
+
+    monkeypatch.setattr(Program, "whole", whole)
+
+
+def assert_same(found: Sequence[Program], whole: Sequence[Program]) -> None:
+    for one, other in zip(found, whole, strict=True):
+        assert isinstance(one.instructions, Repeated)
+        assert isinstance(other.instructions, tuple)
+        assert tuple(one.instructions) == other.instructions
+        assert tuple(one.stage.groups) == other.stage.groups
+        assert replace(one.stage, groups=()) == replace(other.stage, groups=())
+        assert list(one.counts.items()) == list(other.counts.items())
+        assert (one.sent_bytes, one.state_bytes) == (other.sent_bytes, other.state_bytes)
+        assert one.short.num_micros < one.num_micros / 2
+
+
+@pytest.mark.usefixtures("nothing_written_out")
+@pytest.mark.parametrize("place", ["device", "system"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_that_repeats_is_the_one_written_out(programs_of: Programs, schedule: str, place: str) -> None:
+    unit = 4 if schedule.startswith("zeropp") else 1
+    plan = plan_of(schedule, 4, place, unit, prefetch=3 if schedule == "zbv" else 1)
+    found = programs_of(plan, 120)
+    whole = programs_of(plan, 120, NEVER)
+    assert_same(found, whole)
+    verify_stages(found)
+    forwards = forward_programs(found)
+    assert_same(forwards, forward_programs(whole))
+    verify_stages(forwards)
+    for program in found:
+        asked = (CLUSTER, plan, program.blocks, 120, 32)
+        stages = program.stage, replace(program.stage, groups=tuple(program.stage.groups))
+        assert step_bytes(*asked, stages[0]) == step_bytes(*asked, stages[1])
+        assert model_state_bytes(*asked, stages[0]) == model_state_bytes(*asked, stages[1])
+
+
+@pytest.mark.usefixtures("nothing_written_out")
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_one_stage_that_repeats_is_the_one_written_out(programs_of: Programs, unit: int, prefetch: int) -> None:
+    # 123 is no multiple of the unit: the last unit is shorter.
+    plan = plan_of(None, 1, "system", unit, prefetch=prefetch)
+    found = programs_of(plan, 123)
+    assert_same(found, programs_of(plan, 123, NEVER))
+    verify_stages(found)
+    assert_same(forward_programs(found), forward_programs(programs_of(plan, 123, NEVER)))
+
+
+@pytest.mark.usefixtures("nothing_written_out")
+def test_effort_does_not_grow_with_micro_batches(programs_of: Programs) -> None:
+    plan = plan_of("1f1b", 4)
+
+    def step(num_micros: int) -> None:
+        found = programs_of(plan, num_micros)
+        verify_stages(found)
+        for program in found:
+            assert program.state_bytes["params"]
+
+    step(60)  # what is cached is there afterwards
+    assert lines_run(lambda: step(600_000)) < 1.01 * lines_run(lambda: step(6_000))
+
+
+def test_a_long_step_in_which_nothing_repeats_is_refused(programs_of: Programs) -> None:
+    with pytest.raises(PlanError, match="that a program may have whose order does not repeat: give a smaller batch"):
+        programs_of(plan_of("gpipe", 4), 200_000)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "breadth-first:2"])
+def test_an_order_that_does_not_repeat_is_written_out(programs_of: Programs, schedule: str) -> None:
+    found = programs_of(plan_of(schedule, 4), 40)
+    assert all(isinstance(program.instructions, tuple) for program in found)
+    verify_stages(found)
+
+
+def damaged(program: Program, random: Random) -> Program:
+    """One instruction of the beginning, the body or the end is lost, doubled, moved or another one."""
+    order = program.instructions
+    assert isinstance(order, Repeated)
+    part = random.choice([name for name in ("prefix", "body", "body", "suffix") if getattr(order, name)])
+    items: list[Instruction] = list(getattr(order, part))
+    place = random.randrange(len(items))
+    match random.randrange(5):
+        case 0:
+            del items[place]
+        case 1:
+            items.insert(random.randrange(len(items)), items[place])
+        case 2:
+            items.insert(random.randrange(len(items)), items.pop(place))
+        case 3:
+            items[place] = items[place]._replace(micro=items[place].micro + random.choice([-1, 1, 2]))
+        case _:
+            other = random.randrange(len(items))
+            items[place], items[other] = items[other], items[place]
+    return program.of_stage(program.stage, replace(order, **{part: tuple(items)}))  # type: ignore[arg-type]
+
+
+def verdict(programs: Sequence[Program]) -> bool:
+    try:
+        verify_stages(programs)
+    except ProgramError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "interleaved:2", "zeropp:2", None])
+def test_damage_has_the_verdict_of_the_program_written_out(programs_of: Programs, schedule: str | None) -> None:
+    random, verdicts = Random(str(schedule)), []
+    unit = 4 if schedule == "zeropp:2" else 1
+    programs = programs_of(plan_of(schedule, 2 if schedule else 1, unit=unit), 48)
+    for _ in range(30):
+        bad = list(programs)
+        stage = random.randrange(len(bad))
+        bad[stage] = damaged(bad[stage], random)
+        verdicts.append(verdict(bad))
+        assert verdicts[-1] == verdict([program.whole() for program in bad])
+    assert not all(verdicts)
+
+
+def test_a_message_that_falls_behind_body_by_body_is_refused(programs_of: Programs) -> None:
+    """A RECV of the body that asks for the message of another body: the short program cannot show how far it goes."""
+    programs = programs_of(plan_of("1f1b", 2), 48)
+    order = programs[1].instructions
+    assert isinstance(order, Repeated)
+    at = next(place for place, each in enumerate(order.body) if each.op is Op.RECV)
+    body = list(order.body)
+    body[at] = body[at]._replace(micro=body[at].micro + 1)
+    with pytest.raises(ProgramError):
+        verify_stages([programs[0], programs[1].of_stage(programs[1].stage, replace(order, body=tuple(body)))])
+
+
+@pytest.mark.usefixtures("nothing_written_out")
+def test_a_gather_that_adds_up_over_bodies_is_refused_by_bytes(programs_of: Programs) -> None:
+    """Gathered and freed once more in every body: each body is in order, the bytes are not the plan's."""
+    (program,) = programs_of(plan_of(None, 1), 48)
+    order = program.instructions
+    assert isinstance(order, Repeated)
+    at = next(place for place, each in enumerate(order.body) if each.op is Op.FREE)
+    block = order.body[at].block
+    again = next(each for each in order.body if each.op is Op.GATHER and each.block == block)
+    read = next(each for each in order.body if each.op in (Op.FORWARD, Op.BACKWARD) and each.block == block)
+    assert read.micro >= 0
+    body = (*order.body[:at], order.body[at], again, *order.body[at:])
+    with pytest.raises(ProgramError, match="the block is gathered for nothing"):
+        verify_stages([program.of_stage(program.stage, replace(order, body=body))])
