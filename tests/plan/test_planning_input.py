@@ -101,7 +101,7 @@ def test_an_output_does_not_replace_what_is_read(refused: Refused) -> None:
         (("--optimizer.bogus", "1"), "unknown key optimizer.bogus"),
         (("--optimizer.lr", "nan"), "optimizer.lr"),
         (("--train.error_budget.sync", "0.1"), "error_budget.sync"),
-        (("--plan.schedule", '""'), "no schedule ''"),
+        (("--plan.schedule", '""'), "plan.schedule is empty"),
     ],
 )
 def test_a_plan_with_other_axes_ignores_no_key(refused: Refused, words: tuple[str, str], said: str) -> None:
