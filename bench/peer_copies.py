@@ -2,10 +2,10 @@
 
 Two ranks stand for two machines, with a memory folder each. They train a step, save it to disk and copy it to memory;
 then the second machine's memory is lost. By turns the state is restored from disk (as a restarted run does: rank 0
-checks every file, each rank reads its boxes, from a disk cache that was emptied for these files) and from memory (each
-host checks its files, rank 0 joins what they hold, missing files travel, each rank reads its boxes). Seconds are from
-one meeting of the ranks to the next, so the slower rank counts. Bytes from disk are what the kernel has read for the
-ranks (`read_bytes` of /proc/self/io).
+checks every file, each rank reads its boxes, from a disk cache that was emptied for these files) and from memory (rank
+0 joins the lists of all hosts, each host checks its files of the newest step, missing files travel, each rank reads its
+boxes). Seconds are from one meeting of the ranks to the next, so the slower rank counts. Bytes from disk are what the
+kernel has read for the ranks (`read_bytes` of /proc/self/io).
 """
 
 import os
@@ -66,6 +66,7 @@ def from_memory(engine: Engine, world: World, run: Path) -> int:
     copies = [copy for told in engine.comm.exchange(list(here.copies)) for copy in told]
     found = newest(copies, here.folder)
     assert found is not None
+    assert engine.comm.exchange(sorted(here.check(found.text))) == [[]] * world.world_size
     checkpoint = Checkpoint(place(here, found.text))
     num_bytes = gather_files(engine.state, checkpoint, world, engine.comm.exchange)
     restore(engine.state, checkpoint)

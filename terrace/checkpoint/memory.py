@@ -16,7 +16,8 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import torch
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import write_atomic
-from terrace.checkpoint.layout import decode, encode, is_intact
+from terrace.checkpoint.layout import decode, encode
 from terrace.checkpoint.reading import Checkpoint
 
 ROOT = Path("/dev/shm")
@@ -112,35 +113,57 @@ def write_list(file: Path, manifest: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Contents of a memory folder: a manifest for each copy, with its intact files, and a line for each damaged file.
+    """Contents of a memory folder by their lists: a manifest for each copy, and a line for each damaged list.
 
-    `paths` has the lists of the files, by life, step and file.
+    `paths` has the lists, by life, step and file. A file is believed after `check` alone.
     """
 
     folder: Path
     copies: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
-    paths: Mapping[tuple[str, int, str], Path] = field(default_factory=dict)
+    paths: dict[tuple[str, int, str], Path] = field(default_factory=dict)
+
+    def check(self, text: str) -> dict[str, str]:
+        """Check the files of a copy against their checksums. Damaged ones are forgotten: name -> a line about it."""
+        manifest = decode(text)
+        key, entries = _key(manifest), manifest["files"]
+        names = [name for name in entries if (*key, name) in self.paths]
+        with ThreadPoolExecutor(_NUM_READERS) as readers:
+            found = readers.map(lambda name: _damage(self.paths[*key, name], entries[name]), names)
+            wrong = {name: line for name, line in zip(names, found, strict=True) if line}
+        for name in wrong:
+            del self.paths[*key, name]
+        return wrong
 
 
 def held(folder: Path) -> Held:
-    """The copies in a memory folder, after every file was checked against its list."""
+    """The copies in a memory folder, by their lists: no file is read."""
     if not _is_private(folder):
         return Held(folder=folder)
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
-        found = list(readers.map(_read, sorted(folder.glob("*/rank-*.json"))))
-    copies, paths = dict[tuple[str, int], dict[str, Any]](), dict[tuple[str, int, str], Path]()
-    for path, manifest, _ in found:
-        if manifest is not None:
-            key, name = (manifest["life"], manifest["step"]), path.with_suffix(".safetensors").name
-            _add(copies.setdefault(key, {**manifest, "files": {}}), manifest)
-            paths[*key, name] = path
-    return Held(
-        folder=folder,
-        copies=tuple(map(encode, copies.values())),
-        wrong=tuple(wrong for _, _, wrong in found if wrong),
-        paths=paths,
-    )
+    copies, paths, wrong = dict[tuple[str, int], dict[str, Any]](), dict[tuple[str, int, str], Path](), list[str]()
+    for path in sorted(folder.glob("*/rank-*.json")):
+        try:
+            manifest = _read(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # It stays: a living run may be writing it at this moment.
+            wrong.append(f"{path.with_suffix('.safetensors')} is damaged ({error})")
+            continue
+        key, name = _key(manifest), path.with_suffix(".safetensors").name
+        _add(copies.setdefault(key, {**manifest, "files": {}}), manifest)
+        paths[*key, name] = path
+    return Held(folder=folder, copies=tuple(map(encode, copies.values())), wrong=tuple(wrong), paths=paths)
+
+
+def without(copies: Iterable[str], text: str, names: Collection[str]) -> tuple[str, ...]:
+    """Manifests of `copies`, without these files in those of the life and step of `text`."""
+    if not names:
+        return tuple(copies)
+    key, kept = _key(decode(text)), list[str]()
+    for manifest in map(decode, copies):
+        if _key(manifest) == key:
+            manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name not in names}
+        kept.append(encode(manifest))
+    return tuple(kept)
 
 
 def newest(texts: Iterable[str], folder: Path) -> Checkpoint | None:
@@ -179,7 +202,7 @@ def place(here: Held, text: str) -> Path:
     make_private(here.folder)
     make_private(folder)
     for name in manifest["files"]:
-        path = here.paths.get((manifest["life"], manifest["step"], name))
+        path = here.paths.get((*_key(manifest), name))
         # An earlier start may have got as far as this one.
         if path is not None and path.parent != folder:
             for old in (path.with_suffix(".safetensors"), path):
@@ -204,28 +227,37 @@ def clear(folder: Path, keep: Callable[[str], bool] = lambda name: False) -> Non
         folder.rmdir()
 
 
+def _key(manifest: Mapping[str, Any]) -> tuple[str, int]:
+    return manifest["life"], manifest["step"]
+
+
 def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
     whole["files"] |= part["files"]
     # A rank with only frozen parameters has made no updates.
     whole["num_updates"] = max(whole["num_updates"], part["num_updates"])
 
 
-def _read(path: Path) -> tuple[Path, dict[str, Any] | None, str]:
-    # (list, its manifest, damage)
+def _read(path: Path) -> dict[str, Any]:
+    manifest = decode(path.read_text(encoding="utf-8"))
+    (name, entry), *more = manifest["files"].items()
+    is_own = not more and name == path.with_suffix(".safetensors").name
+    if not (is_own and _FILE.fullmatch(name) and _LIFE.fullmatch(manifest["life"]) and entry["crc32"]):
+        raise ValueError("it is not the list of its file")
+    if not all(isinstance(manifest[name], int) for name in ("step", "num_updates")):
+        raise ValueError("it does not say its step")
+    if path.with_suffix(".safetensors").stat().st_size != entry["num_bytes"]:
+        raise ValueError("its size differs")
+    return manifest
+
+
+def _damage(path: Path, entry: Mapping[str, Any]) -> str:
     file = path.with_suffix(".safetensors")
     try:
-        manifest = decode(path.read_text(encoding="utf-8"))
-        (name, entry), *more = manifest["files"].items()
-        if more or name != file.name or not (_FILE.fullmatch(name) and _LIFE.fullmatch(manifest["life"])):
-            raise ValueError("it is not the list of its file")
-        if not all(isinstance(manifest[name], int) for name in ("step", "num_updates")):
-            raise ValueError("it does not say its step")
-        if file.stat().st_size != entry["num_bytes"] or not is_intact(file, entry):
-            raise ValueError("its checksum differs")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # It stays: a living run may be writing it at this moment.
-        return path, None, f"{file} is damaged ({error})"
-    return path, manifest, ""
+        # Mapped: copying the bytes would take longer than their checksum.
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            return "" if f"{zlib.crc32(raw):08x}" == entry["crc32"] else f"{file} is damaged (its checksum differs)"
+    except (OSError, ValueError) as error:
+        return f"{file} is damaged ({error})"
 
 
 def _is_private(folder: Path) -> bool:

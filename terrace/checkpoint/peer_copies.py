@@ -292,13 +292,15 @@ def _move(checkpoint: Checkpoint, name: str, source: int, to: int, rank: int, gr
         data, problem = torch.empty(entry["num_bytes"], dtype=torch.uint8), error.strerror or str(error)
     for chunk in _chunks(data):
         dist.recv(chunk, source, group=group)
+    raw: Any = data.numpy()
+    if problem is None and f"{zlib.crc32(raw):08x}" != entry["crc32"]:
+        problem = f"{path} is damaged (its checksum differs)"
     if problem is None:
         try:
-            checkpoint.verify_file(name)
             manifest = decode((checkpoint.folder / MANIFEST).read_text(encoding="utf-8"))
             write_list(path, {**manifest, "files": {name: entry}})
-        except (CheckpointError, OSError) as error:
-            problem = str(error)
+        except OSError as error:
+            problem = error.strerror or str(error)
     return data.nbytes, problem
 
 

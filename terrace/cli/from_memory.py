@@ -1,29 +1,38 @@
 """Copies in the memory of machines, at the start of a run: hosts list their files, rank 0 chooses.
 
-every host      check the files in its memory -> store: list of those that are whole
-rank 0          newest step of which all boxes are there -> manifest in the job
+every host      lists of the files in its memory -> store
+rank 0          newest step of which all boxes are listed -> store
+every host      check its files of that step against their checksums -> store: the damaged ones
+rank 0          are all boxes still there? the manifest goes into the job; else the step before it
 every host      links its files into the checkpoint's folder; missing ones follow once engines are ready
                 (terrace.checkpoint.peer_copies.gather_files)
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import chain, count
 from pathlib import Path
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import dump, load
-from terrace.checkpoint.memory import Held, held, in_memory, memory_folder, newest, place, run_id
+from terrace.checkpoint.memory import Held, held, in_memory, memory_folder, newest, place, run_id, without
 from terrace.checkpoint.reading import Checkpoint
 from terrace.launch.world import World
 from terrace.simulate.peer_copies import find_partners, one_machine
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 
+_LONGEST = timedelta(minutes=30)  # to check the files of a machine
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
     copies: tuple[str, ...] = ()  # manifests
-    wrong: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()  # files of the copy that was asked for
+    wrong: tuple[str, ...] = ()  # lines about damage
 
 
 def check_partners(world: World, run: RunConfig, is_new: bool) -> None:
@@ -40,30 +49,59 @@ def offer(world: World, run_folder: Path | None) -> Held | None:
         return None
     run = "" if run_folder is None else run_id(run_folder)
     here = held(memory_folder(run, run_folder, host)) if run and run_folder is not None else Held(folder=Path())
-    told = json.dumps(dump(_Told(copies=here.copies, wrong=here.wrong)))
-    world.store.set(_key(host), world.seal.close(_key(host), told))
+    _tell(world, 0, _Told(copies=here.copies, wrong=here.wrong))
     return here
 
 
-def chosen(world: World, run_folder: Path) -> Checkpoint | None:
+@contextmanager
+def checks_end(world: World) -> Iterator[None]:
+    """On rank 0, around `chosen`: hosts whose files are not asked for any more go on, whatever is raised."""
+    try:
+        yield
+    finally:
+        _ask(world, "")
+
+
+def check_when_asked(world: World, here: Held | None) -> None:
+    """Check this host's files of the copies that rank 0 asks for, until it has chosen. Every rank but 0 calls this."""
+    # Only the first rank of a host reads its files.
+    if here is None:
+        return
+    for number in count(1):
+        asked = _heard(world, _question(number))
+        if not asked:
+            return
+        _answer(world, number, here, asked)
+
+
+def chosen(world: World, run_folder: Path, here: Held) -> Checkpoint | None:
     """The newest checkpoint in the memory of all hosts together; rank 0 calls this and names damaged files.
 
-    A run keeps its copies until its end, so they count also where it makes no more (`train.peer_copies = 0`).
+    Files are checked from the newest step on, until one is whole. A run keeps its copies until its end, so they count
+    also where it makes no more (`train.peer_copies = 0`).
     """
     if not run_id(run_folder):
         return None
-    copies: list[str] = []
+    copies = dict[str, tuple[str, ...]]()
     for host in dict.fromkeys(world.hosts):
-        world.store.wait([_key(host)])
-        raw = world.seal.open(_key(host), bytes(world.store.get(_key(host))), host)
-        told = load(_Told, json.loads(raw), f"the copies of {host}")
-        copies += told.copies
-        for line in told.wrong:
-            print(f"{host}: {line}, so this copy is not used", flush=True)
-    found = newest(copies, memory_folder(run_id(run_folder), run_folder, world.hosts[0]))
-    if copies and found is None:
+        told = _told(world, host)
+        copies[host] = told.copies
+        _name(host, told.wrong)
+    folder, are_any = memory_folder(run_id(run_folder), run_folder, world.hosts[0]), any(copies.values())
+    while (found := newest(chain.from_iterable(copies.values()), folder)) is not None:
+        number, is_whole = _ask(world, found.text), True
+        _answer(world, number, here, found.text)
+        for host in copies:
+            told = _told(world, host, number)
+            copies[host] = without(copies[host], found.text, told.damaged)
+            _name(host, told.wrong)
+            is_whole = is_whole and not told.damaged
+        # Without the damaged files, another host's may still make the step whole.
+        if is_whole:
+            return found
+    if are_any:
         print("no copy in the memory of the machines is whole: resuming from disk", flush=True)
-    return found
+    return None
 
 
 def placed(job: RunJob, here: Held | None, world: World) -> RunJob:
@@ -81,5 +119,41 @@ def placed(job: RunJob, here: Held | None, world: World) -> RunJob:
     return replace(job, resume=in_memory(folder, job.memory).folder)
 
 
-def _key(host: str) -> str:
-    return f"copies/{host}"
+def _ask(world: World, text: str) -> int:
+    # Number of the question to check a copy; without text it is the last.
+    number = int(world.store.add("copies/asked", 1))
+    key = _question(number)
+    world.store.set(key, world.seal.close(key, text))
+    return number
+
+
+def _answer(world: World, number: int, here: Held, text: str) -> None:
+    wrong = here.check(text)
+    _tell(world, number, _Told(damaged=tuple(wrong), wrong=tuple(wrong.values())))
+
+
+def _tell(world: World, number: int, told: _Told) -> None:
+    key = _key(world.hosts[world.rank], number)
+    world.store.set(key, world.seal.close(key, json.dumps(dump(told))))
+
+
+def _told(world: World, host: str, number: int = 0) -> _Told:
+    return load(_Told, json.loads(_heard(world, _key(host, number), host)), f"the copies of {host}")
+
+
+def _heard(world: World, key: str, host: str = "") -> str:
+    world.store.wait([key], _LONGEST)
+    return world.seal.open(key, bytes(world.store.get(key)), host or world.hosts[0])
+
+
+def _name(host: str, wrong: tuple[str, ...]) -> None:
+    for line in wrong:
+        print(f"{host}: {line}, so this copy is not used", flush=True)
+
+
+def _question(number: int) -> str:
+    return f"copies/asked/{number}"
+
+
+def _key(host: str, number: int) -> str:
+    return f"copies/{number}/{host}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, TrainingError
 from terrace.cli.checks import check_devices_here, check_memory_here
-from terrace.cli.from_memory import check_partners, chosen, offer, placed
+from terrace.cli.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cli.output import Terminated, drop_stdout, printable_output, sigterm_raises
@@ -103,16 +103,19 @@ def joined_job(
     here = offer(world, folder)
 
     def prepare_here() -> str:
-        check_world(world, config.cluster)
-        is_new = resume is None and not (going_on and folder is not None and (folder / "config.toml").is_file())
-        check_partners(world, config, is_new)
-        memory = chosen(world, folder) if going_on and folder is not None else None
+        with checks_end(world):
+            check_world(world, config.cluster)
+            is_new = resume is None and not (going_on and folder is not None and (folder / "config.toml").is_file())
+            check_partners(world, config, is_new)
+            memory = chosen(world, folder, here) if going_on and folder is not None and here is not None else None
         try:
             return job_text(prepare(config, folder, resume, going_on, memory))
         except CompleteError as complete:
             _say_complete(complete, going_on)
             return ""
 
+    if world.rank != 0:
+        check_when_asked(world, here)
     text = one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
     return placed(read_job(text), here, world) if text else None
 

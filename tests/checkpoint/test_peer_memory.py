@@ -1,12 +1,15 @@
 """Copies in memory: who keeps whose, how many bytes, and which files are believed."""
 
 import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.checkpoint import memory
@@ -14,8 +17,9 @@ from terrace.checkpoint.layout import checkpoint_bytes, decode, encode
 from terrace.checkpoint.memory import MemoryFile, held, memory_folder, new_life, newest, place, write_list
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
-from terrace.cli import prepare
+from terrace.cli import from_memory, prepare
 from terrace.cli.from_memory import check_partners
+from terrace.launch.seal import Seal
 from terrace.launch.start import World
 from terrace.plan.wire import FORMATS
 from terrace.program.lowering import build_stages
@@ -98,8 +102,18 @@ def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
-def chosen_step(folders: list[Path]) -> int | None:
-    found = newest([copy for folder in folders for copy in held(folder).copies], folders[0])
+def chosen_step(run_folder: Path) -> int | None:
+    """Step that rank 0, on host a, chooses with the rank of host b."""
+    (run_folder / ".memory").write_text(f"run {LIFE}")
+    world = replace(ALONE, world_size=2, store=HashStore(), hosts=("a", "b"), seal=Seal.fresh())
+    other = replace(world, rank=1)
+    with ThreadPoolExecutor() as threads:
+        answers = threads.submit(lambda: from_memory.check_when_asked(other, from_memory.offer(other, run_folder)))
+        with from_memory.checks_end(world):
+            here = from_memory.offer(world, run_folder)
+            assert here is not None
+            found = from_memory.chosen(world, run_folder, here)
+        answers.result(timeout=30)
     return None if found is None else found.step
 
 
@@ -108,6 +122,7 @@ def test_the_newest_whole_copy_is_an_ordinary_checkpoint(two_hosts: list[Path]) 
     assert (len(here.copies), here.wrong) == (2, ())
     found = newest(here.copies, two_hosts[0])
     assert found is not None
+    assert here.check(found.text) == {}
     folder = place(here, found.text)
     checkpoint = Checkpoint(folder)
     checkpoint.verify()
@@ -149,19 +164,34 @@ def test_lives_of_a_run_are_in_order(tmp_path: Path) -> None:
     assert new_life(tmp_path)[0] not in (found[0][0], "")
 
 
-def test_damaged_files_are_named_and_not_believed(two_hosts: list[Path]) -> None:
+def test_damaged_files_are_named_and_not_believed(
+    two_hosts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def flip(folder: Path, step: int) -> None:
         file = folder / f"{LIFE}.{step}" / "rank-00000.safetensors"
         raw = bytearray(file.read_bytes())
         raw[-3] ^= 1
         file.write_bytes(raw)
 
+    def said(host: str, folder: Path, step: int) -> str:
+        file = folder / f"{LIFE}.{step}" / "rank-00000.safetensors"
+        return f"{host}: {file} is damaged (its checksum differs), so this copy is not used\n"
+
     flip(two_hosts[0], 2)
-    damaged = held(two_hosts[0])
-    assert [line.partition(" ")[2] for line in damaged.wrong] == ["is damaged (its checksum differs)"]
-    assert chosen_step(two_hosts) == 2, "the other host has it"
+    assert chosen_step(tmp_path) == 2, "the other host has it"
+    assert capsys.readouterr().out == said("a", two_hosts[0], 2)
+    here = held(two_hosts[0])
+    found = newest(here.copies, two_hosts[0])
+    assert found is not None
+    here.check(found.text)
+    assert not list(place(here, found.text).glob("rank-*")), "what is damaged is not placed"
+    memory.clear(two_hosts[0], keep=lambda name: ".step-" not in name)
     flip(two_hosts[1], 2)
-    assert chosen_step(two_hosts) == 1
+    assert chosen_step(tmp_path) == 1
+    assert capsys.readouterr().out == said("a", two_hosts[0], 2) + said("b", two_hosts[1], 2)
+    flip(two_hosts[0], 1)
+    assert chosen_step(tmp_path) == 1
+    flip(two_hosts[0], 1)
     # A list without its file's place, a cut list, a list of another file.
     lists = [folder / f"{LIFE}.1" / "rank-00000.json" for folder in two_hosts]
     lists[0].write_text(lists[0].read_text()[:-40])
@@ -169,17 +199,45 @@ def test_damaged_files_are_named_and_not_believed(two_hosts: list[Path]) -> None
     lists[1].write_text(
         encode({**table, "files": {"../rank-00000.safetensors": table["files"]["rank-00000.safetensors"]}})
     )
-    assert chosen_step(two_hosts) is None
+    assert chosen_step(tmp_path) is None
+    assert capsys.readouterr().out.endswith("no copy in the memory of the machines is whole: resuming from disk\n")
 
 
-def test_a_copy_that_was_cut_short_gives_way_to_the_one_before(two_hosts: list[Path]) -> None:
+def test_only_the_files_of_the_newest_whole_copy_are_read(
+    two_hosts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, damage = list[Path](), memory._damage
+
+    def noted(path: Path, entry: Mapping[str, Any]) -> str:
+        read.append(path)
+        return damage(path, entry)
+
+    monkeypatch.setattr(memory, "_damage", noted)
+    assert chosen_step(tmp_path) == 2
+    assert sorted(read) == sorted(folder / f"{LIFE}.2" / "rank-00000.json" for folder in two_hosts)
+    # A truncated file is told by its size, and one without its list does not count: neither is read.
+    os.truncate(two_hosts[0] / f"{LIFE}.2" / "rank-00000.safetensors", 100)
+    (two_hosts[1] / f"{LIFE}.2" / "rank-00000.json").unlink()
+    read.clear()
+    assert chosen_step(tmp_path) == 1
+    assert sorted(read) == sorted(folder / f"{LIFE}.1" / "rank-00000.json" for folder in two_hosts)
+
+
+def test_hosts_go_on_when_rank_0_fails_before_it_asks(two_hosts: list[Path], tmp_path: Path) -> None:
+    world = replace(ALONE, world_size=2, store=HashStore(), hosts=("a", "b"), seal=Seal.fresh())
+    with pytest.raises(ConfigError, match="bad"), from_memory.checks_end(world):
+        raise ConfigError("bad")
+    from_memory.check_when_asked(replace(world, rank=1), held(two_hosts[1]))
+
+
+def test_a_copy_that_was_cut_short_gives_way_to_the_one_before(two_hosts: list[Path], tmp_path: Path) -> None:
     for folder in two_hosts:
         path = folder / f"{LIFE}.2" / "rank-00000.json"
         table = decode(path.read_text())
         pieces = table["files"]["rank-00000.safetensors"]["pieces"]
         pieces.pop(next(iter(pieces)))
         path.write_text(encode(table))
-    assert chosen_step(two_hosts) == 1
+    assert chosen_step(tmp_path) == 1
 
 
 def test_a_folder_that_others_may_use_is_not_believed(two_hosts: list[Path], tmp_path: Path) -> None:
