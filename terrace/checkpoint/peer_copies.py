@@ -45,6 +45,7 @@ from terrace.runtime.model_state import ModelState
 from terrace.simulate.peer_copies import MEMORY, SLOTS, TAIL_BYTES, Partners
 
 _MOVE_TIMEOUT = timedelta(minutes=30)
+_MOVE_BYTES = 4 << 20  # of a message of a file that moves to another machine
 _CHUNK_BYTES = 64 << 20  # of a message: gloo's counts are not promised beyond 2 GB
 
 
@@ -280,21 +281,27 @@ def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchan
 def _move(checkpoint: Checkpoint, name: str, source: int, to: int, rank: int, group: Any) -> tuple[int, str | None]:
     path, entry = checkpoint.folder / name, checkpoint.files[name]
     if rank == source:
-        for chunk in _chunks(mapped_file(path)):
-            dist.send(chunk, to, group=group)
+        pieces = torch.split(mapped_file(path), _MOVE_BYTES)
+        sent: list[Any] = [dist.isend(piece, to, group=group) for piece in pieces]
+        for message in sent:
+            message.wait()
         return 0, None
-    problem = None
+    problem, crc = None, 0
     try:
         path.unlink(missing_ok=True)
         data = MemoryFile(path, b"", entry["num_bytes"]).data
     except OSError as error:
         # The sender must not wait for a machine without room.
         data, problem = torch.empty(entry["num_bytes"], dtype=torch.uint8), error.strerror or str(error)
-    for chunk in _chunks(data):
-        dist.recv(chunk, source, group=group)
-    raw: Any = data.numpy()
-    if problem is None and f"{zlib.crc32(raw):08x}" != entry["crc32"]:
-        problem = f"{path} is damaged (its checksum differs)"
+    chunks = torch.split(data, _MOVE_BYTES)
+    # Checked while it is in the processor's cache and the next ones travel.
+    under_way: list[Any] = [dist.irecv(chunk, source, group=group) for chunk in chunks]
+    for message, chunk in zip(under_way, chunks, strict=True):
+        message.wait()
+        raw: Any = chunk.numpy()
+        crc = zlib.crc32(raw, crc)
+    if problem is None and f"{crc:08x}" != entry["crc32"]:
+        problem = f"{path} arrived damaged (its checksum differs)"
     if problem is None:
         try:
             manifest = decode((checkpoint.folder / MANIFEST).read_text(encoding="utf-8"))
