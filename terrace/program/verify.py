@@ -23,29 +23,44 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from terrace.base.errors import ProgramError
 from terrace.plan.layout import DEVICE
+from terrace.plan.stage import SHORT
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import FOR_EACH_BLOCK, PHASE_OPS, Phase
 from terrace.program.program import Program
-from terrace.program.verify_repeating import marks
+from terrace.program.verify_repeating import Marks, marks
 from terrace.program.verify_totals import check_bytes, check_memory
 from terrace.program.walk import Walk
 
 
 def verify(program: Program, rank: int = 0) -> None:
     """Check one rank's program; raises `ProgramError` at the first broken rule."""
+    if not _recurs(program, rank):
+        program = program.whole()
+        _walk(program, rank)
+    check_bytes(program, rank)
+    check_memory(program, rank)
+
+
+def _recurs(program: Program, rank: int) -> bool:
     found = marks(program)
-    walker = _Walker(program.short if found else program.whole(), rank)
-    states = []
-    for position, instruction in enumerate(walker.program.instructions):
+    try:
+        return found is not None and _walk(program.short, rank, found)
+    except ProgramError:
+        # Positions and micro-batches of an error are those of the whole program.
+        return False
+
+
+def _walk(program: Program, rank: int, found: Marks | None = None) -> bool:
+    """Raise at the first broken rule; whether the states at the `ends` of the marks are equal."""
+    walker, states = _Walker(program, rank), []
+    for position, instruction in enumerate(program.instructions):
         if found and position in found.ends:
             states.append(walker.state(found.ends[position], found.least))
         walker.step(position, instruction)
     walker.finish()
-    if states and states[0] != states[1]:
-        verify(program.whole(), rank)
-    check_bytes(program, rank)
-    check_memory(program, rank)
+    return len(states) == SHORT and states[0] == states[1]
 
 
 _WORDS = {
@@ -247,8 +262,10 @@ class _Walker(Walk):
             self.newest[block] = now.micro
         # A copy counts the backwards of its first borrower only, or it would count each micro-batch twice.
         for block in (now.block, *(block for block in borrowed if self._first_borrower.get(block) == now.block)):
+            if block not in self._trainable:
+                continue
             # The next unit's gradient would be added before this one's reduction took it.
-            if self.finished[block] >= self.program.plan.unit and block in self._trainable:
+            if self.finished[block] >= self.program.plan.unit:
                 self._fail(f"a unit of {self.program.plan.unit} micro-batches of block {block} is not reduced yet")
             self.finished[block] += 1
 

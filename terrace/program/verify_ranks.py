@@ -21,7 +21,7 @@ from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.rank_play import RankPlay
 from terrace.program.verify import verify
-from terrace.program.verify_repeating import recurs, repeat_alike
+from terrace.program.verify_repeating import Marks, marks_alike, recurs
 
 
 def verify_ranks(programs: Mapping[int, Program]) -> None:
@@ -33,16 +33,21 @@ def verify_ranks(programs: Mapping[int, Program]) -> None:
             verify(program, rank)
     if len(firsts) == 1:
         return
-    if not repeat_alike(programs):
+    places = marks_alike(programs)
+    if places is None or not _agree_repeating(programs, places):
         _check_together(programs)
-        return
+
+
+def _agree_repeating(programs: Mapping[int, Program], places: Mapping[int, Marks]) -> bool:
     shorts = {rank: program.short for rank, program in programs.items()}
-    _check_orders(shorts)
-    play = RankPlay(shorts)
-    may_repeat = recurs(programs, play)
-    _finish(play)
-    if not may_repeat:
-        _check_together(programs)
+    try:
+        _check_orders(shorts)
+        play = RankPlay(shorts)
+        found = recurs(programs, play, places)
+        _finish(play)
+    except ProgramError:
+        return False
+    return found
 
 
 def _check_together(programs: Mapping[int, Program]) -> None:

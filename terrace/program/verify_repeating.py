@@ -10,7 +10,8 @@ then finds what the last one found, and so does the end of the program, however 
  3. among all ranks, the messages under way: the ranks can reach a place in their bodies together (a cut), and from
     there the same place one body later, twice. As many bodies later they cannot wait in a circle either.
 
-Where a rule does not hold, nothing is wrong yet: the program is verified with all its repetitions.
+Where a rule does not hold, nothing is wrong yet: the program is verified with all its repetitions, and an error names
+positions of these.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from terrace.base.alike import first_equal, once_each
 from terrace.base.repeated import Repeated
-from terrace.plan.stage import SHORT
+from terrace.plan.stage import SHORT, Group, Pass
 from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.rank_play import RankPlay
@@ -37,6 +38,7 @@ class Marks(NamedTuple):
 
     begin: int
     size: int
+    repeats: int
     every: int
     least: int
 
@@ -48,33 +50,41 @@ class Marks(NamedTuple):
 
 def marks(program: Program) -> Marks | None:
     """The marks of `program.short`; None for a program that does not repeat, or whose bodies are not complete."""
-    order = program.instructions
-    if not isinstance(order, Repeated) or not _is_complete(program):
+    order, groups = program.instructions, program.stage.groups
+    if not isinstance(order, Repeated) or not isinstance(groups, Repeated):
+        return None
+    # The short program and the closed formulas take the micro-batches of the step from the groups.
+    if (order.repeats, order.every) != (groups.repeats, groups.every) or order.repeats < SHORT:
+        return None
+    if not _groups_are_complete(groups) or not _is_complete(program):
         return None
     least = min((each.micro for each in (*order.body, *order.times(0).suffix) if each.micro >= 0), default=0)
-    return Marks(len(order.prefix), len(order.body), order.every, least)
+    return Marks(len(order.prefix), len(order.body), order.repeats, order.every, least)
 
 
-def repeat_alike(programs: Mapping[int, Program]) -> bool:
-    """Whether all programs have as many bodies, of as many micro-batches."""
-    orders = [program.instructions for program in programs.values()]
-    kinds = {(each.repeats, each.every) if isinstance(each, Repeated) else None for each in orders}
-    return len(kinds) == 1 and None not in kinds
-
-
-def recurs(programs: Mapping[int, Program], play: RankPlay) -> bool:
+def recurs(programs: Mapping[int, Program], play: RankPlay, places: Mapping[int, Marks]) -> bool:
     """Rules 2 and 3, of programs that repeat alike and whose short ones have equal orders on every channel.
 
     `play` is one of the short programs at its beginning; it is left somewhere on its way.
     """
-    found = dict(zip(programs, once_each(marks, list(programs.values())), strict=True))
-    places = {rank: each for rank, each in found.items() if each is not None}
-    shorts = {rank: program.short for rank, program in programs.items()}
-    return (
-        len(places) == len(programs)
-        and not _meet_others(programs)
-        and _channels_recur(shorts, places)
-        and _play_recurs(play, places)
+    return not _meet_others(programs) and _channels_recur(play.programs, places) and _play_recurs(play, places)
+
+
+def marks_alike(programs: Mapping[int, Program]) -> dict[int, Marks] | None:
+    """The marks of programs that all have as many bodies, of as many micro-batches; None for other programs."""
+    found = once_each(marks, list(programs.values()))
+    places = {rank: each for rank, each in zip(programs, found, strict=True) if each is not None}
+    kinds = {(each.repeats, each.every) for each in places.values()}
+    return places if len(places) == len(programs) and len(kinds) == 1 else None
+
+
+def _groups_are_complete(groups: Repeated[Group]) -> bool:
+    # Gathers are counted for two bodies and for one; the difference is every further body's if it passes all chunks.
+    passed = Counter[tuple[Pass, int]]()
+    for group in groups.body:
+        passed[group.pass_, group.chunk] += len(group.micros)
+    return all(
+        passed[each.pass_, each.chunk] == groups.every for each in (*groups.prefix, *groups.body, *groups.suffix)
     )
 
 
@@ -161,7 +171,7 @@ def _play_recurs(play: RankPlay, places: Mapping[int, Marks]) -> bool:
 
 def _latest_cut(of: tuple[Program, Marks]) -> int:
     """The last position behind which the short program still has `SHORT` bodies, turned to begin there."""
-    program, (begin, size, every, _) = of
+    program, (begin, size, _, every, _) = of
     order, at = program.instructions, begin + (SHORT - 1) * size
     while at + size < len(order) and order[at].later(every) == order[at + size]:
         at += 1
