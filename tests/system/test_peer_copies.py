@@ -98,6 +98,14 @@ def left() -> list[str]:
     return sorted(path.name for path in ROOT.glob(f"terrace-{os.getuid()}-*"))
 
 
+def assert_nothing_left(before: list[str]) -> None:
+    # A rank's error arrives while others still clear their folder, and other runs of this user have folders for a time.
+    deadline_s = time.monotonic() + LIMIT_S
+    while set(left()) - set(before) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert set(left()) <= set(before)
+
+
 @pytest.fixture(scope="module")
 def whole(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run without copies, on one machine."""
@@ -128,7 +136,7 @@ def test_a_lost_machine_costs_no_disk_read(pool: LocalPool, whole: Path, tmp_pat
     assert any(f"over tier system; they take {predicted.memory_bytes['peer copies'] / 1e6:.3g} MB" in n for n in notes)
     assert predicted.sent_bytes == measured.sent_bytes
     assert predicted.memory_bytes == measured.memory_bytes
-    assert left() == before
+    assert_nothing_left(before)
 
 
 @pytest.mark.nightly
@@ -147,7 +155,7 @@ def test_a_damaged_copy_sends_the_run_to_the_disk(pool: LocalPool, whole: Path, 
     assert "rank-00002.safetensors is damaged (its checksum differs), so this copy is not used" in said
     assert "no copy in the memory of the machines is whole: resuming from disk" in said
     assert_same(run, whole)
-    assert left() == before
+    assert_nothing_left(before)
 
 
 @pytest.mark.nightly
@@ -163,7 +171,7 @@ def test_the_machine_that_is_left_goes_on_alone(pool: LocalPool, whole: Path, tm
     assert any("no copies in memory" in note for note in results[0][1])
     for mine, other in zip(metrics(run), metrics(whole), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    assert left() == before
+    assert_nothing_left(before)
 
 
 @pytest.mark.nightly
@@ -176,7 +184,7 @@ def test_copies_count_in_a_run_that_makes_no_more(pool: LocalPool, whole: Path, 
     results = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)
     assert {first for first, *_ in results} <= {LOST_AFTER, LOST_AFTER - 1}
     assert_same(run, whole)
-    assert left() == before
+    assert_nothing_left(before)
 
 
 @pytest.mark.nightly
@@ -186,7 +194,7 @@ def test_a_run_that_fails_in_training_gives_its_memory_back(pool: LocalPool, tmp
     table["optimizer"] |= {"lr": 1e30, "clip": 0.0}
     with pytest.raises(TrainingError, match="The run cannot go on"):
         pool.run(4, rank_of, table, tmp_path / "run", HOSTS, "", timeout_s=LIMIT_S)
-    assert left() == before
+    assert_nothing_left(before)
 
 
 class _Full(MemoryFile):
@@ -210,11 +218,7 @@ def test_a_run_starts_only_where_a_restart_has_room(pool: LocalPool, tmp_path: P
     table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1)
     with pytest.raises(ConfigError, match=r"a third for a restart included; make room there, or set train.peer_copies"):
         pool.run(4, rank_without_room, table, tmp_path / "run", HOSTS, "", timeout_s=LIMIT_S)
-    # The first rank's error arrives while others still clear their folder.
-    deadline_s = time.monotonic() + LIMIT_S
-    while left() != before and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert left() == before
+    assert_nothing_left(before)
 
 
 @pytest.mark.nightly
