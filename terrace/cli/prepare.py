@@ -19,7 +19,7 @@ from terrace.base.sealed import sealed_toml
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import clear_leftovers
-from terrace.cli.programs import checked_programs
+from terrace.cli.programs import check_passes, checked_programs
 from terrace.data.batches import Batches, Source
 from terrace.data.prepared import compare_facts, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
@@ -63,6 +63,7 @@ def prepare(
         resume = folder
     # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)
+    check_passes(config, "trained")
     programs = checked_programs(config)
     if config.train.compile:
         check_compiles(programs)

@@ -1,6 +1,6 @@
 """Validated programs of a run: the first step of every command that trains or simulates."""
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import ConfigError, PlanError
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
@@ -12,6 +12,8 @@ from terrace.simulate.step import Step
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of
 
+# Micro-batches times blocks of a step that is listed pass by pass: some seconds of work, and gigabytes.
+_MOST_PASSES = 2_000_000
 _newest: list[tuple[Step, list[Program]]] = []
 
 
@@ -32,6 +34,16 @@ def checked_programs(config: RunConfig) -> list[Program]:
             _check_activations(config, program)
     _newest[:] = [(step, programs)]
     return programs
+
+
+def check_passes(config: RunConfig, is_what: str) -> None:
+    """Raise `ConfigError` for a step with too many passes to be listed; one that is only predicted may have any."""
+    num_micros, num_blocks = config.num_micros(), len(config.blocks())
+    if num_micros * num_blocks > _MOST_PASSES:
+        raise ConfigError(
+            f"{num_micros:,} micro-batches of {num_blocks} blocks are more than the {_MOST_PASSES:,} passes of a "
+            f"step that is {is_what}: give a smaller batch or a larger plan.micro_batch"
+        )
 
 
 def forget_programs() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.cli.files import check_not_read, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run, take_word
+from terrace.cli.programs import check_passes
 from terrace.cli.views import VIEWS, StepView
 from terrace.report.tables import quantity
 from terrace.train.prediction import resolved_run
@@ -77,6 +78,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     outputs = _outputs(options)
     check_task(options, rest)
     view = StepView.of(resolved_run(resolve_run(options, rest)), options)
+    # Before anything is printed.
+    if outputs or any(view.draws(section) for section in VIEWS[options.view]):
+        check_passes(view.run, "drawn (without a pipeline, --view program draws nothing)")
     written = []  # before anything is printed, so that a file that cannot be written is all there is to read
     if "csv" in outputs:
         written.append(view.csv(outputs["csv"]))

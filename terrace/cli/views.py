@@ -91,6 +91,10 @@ class StepView:
         run = self.run
         return plan_orders(run.plan, run.blocks(), len(self.programs), run.num_micros(), run.train.sequence)
 
+    def draws(self, section: "Section") -> bool:
+        """Whether a section of this view needs every pass of the step."""
+        return section in _DRAWN and (self.is_pipelined or section is not show_order)
+
     @property
     def subtitle(self) -> str:
         """Model and batch in one line."""
@@ -252,6 +256,7 @@ def show_program(view: StepView) -> None:
 
 
 Section = Callable[[StepView], None]
+_DRAWN: tuple[Section, ...] = (show_exposed, show_order, show_timeline, show_advice, show_memory_over_time)
 _FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time)
 VIEWS: dict[str, tuple[Section, ...]] = {
     "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_advice, show_memory_over_time),

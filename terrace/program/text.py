@@ -1,7 +1,9 @@
-"""A program as text, as `terrace explain` prints it."""
+"""A program as text, as `terrace simulate --view program` prints it."""
 
 from collections.abc import Iterator
 
+from terrace.base.repeated import Repeated
+from terrace.base.words import counted
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
@@ -9,19 +11,31 @@ from terrace.program.program import Program
 
 
 def program_text(program: Program, *, max_lines: int | None = None) -> str:
-    """One line per instruction: position, instruction, block name, tiers crossed and wire formats."""
-    lines = list(_lines(program))
+    """One line per instruction: position, instruction, block name, tiers crossed and wire formats.
+
+    The second and further bodies of a program that repeats are one line.
+    """
+    order = program.instructions
+    if isinstance(order, Repeated) and order.repeats > 1:
+        begin, behind = len(order.prefix) + len(order.body), len(order) - len(order.suffix)
+        again = f"  ...  the last {counted(len(order.body), 'instruction')} {order.repeats - 1:,} times more, "
+        again += f"each time {counted(order.every, 'micro-batch')} later"
+        lines = [*_lines(program, range(begin)), again, *_lines(program, range(behind, len(order)))]
+    else:
+        lines = list(_lines(program, range(len(order))))
     if max_lines is not None and len(lines) > max_lines:
         # The beginning and the end of a step differ most; its middle repeats.
         head, tail = lines[: max_lines // 2], lines[len(lines) - max_lines // 2 :]
-        lines = [*head, f"  ...  {len(lines) - len(head) - len(tail)} more instructions", *tail]
+        left_out = len(order) - sum(not line.startswith("  ...") for line in (*head, *tail))
+        lines = [*head, f"  ...  {left_out} more instructions", *tail]
     return "\n".join(lines)
 
 
-def _lines(program: Program) -> Iterator[str]:
+def _lines(program: Program, positions: range) -> Iterator[str]:
     again = recomputed(program.plan, program.blocks)
     width = len(str(len(program.instructions)))
-    for position, instruction in enumerate(program.instructions):
+    for position in positions:
+        instruction = program.instructions[position]
         name = program.blocks[instruction.block].name if instruction.block >= 0 else ""
         yield f"{position:>{width}}  {instruction!s:<44} {name:<14} {_note(program, instruction, again)}".rstrip()
 

@@ -235,12 +235,15 @@ def test_a_rope_base_without_end_is_refused(here: Planning, theta: float) -> Non
     assert "rope_theta" in here.refused("plan", "--nodes", "1")
 
 
-@pytest.mark.parametrize("command", ["simulate", "explain"])
-def test_a_step_too_long_to_build_is_refused(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    assert main([command, "--train.batch", str(10**12)]) == 2
+def test_a_step_too_long_to_draw_is_refused_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--train.batch", str(10**12)]) == 2
     out, error = capsys.readouterr()
     assert out == ""
-    assert "passes that a program may have" in error
+    assert "more than the 2,000,000 passes of a step that is drawn" in error
+    assert main(["simulate", "--view", "program", "--train.batch", str(10**12)]) == 0
+    out, _ = capsys.readouterr()
+    assert len(out.splitlines()) < 2000
+    assert re.search(r"the last \d+ instructions 62,499,999,9\d\d times more, each time 1 micro-batch later", out)
 
 
 def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build_stages, forward_programs
 from terrace.program.phase import Phase
 from terrace.program.program import Program
+from terrace.program.text import program_text
 from terrace.program.verify_ranks import verify_stages
 from tests.support.effort import lines_run
 from tests.support.planner_cases import CLUSTERS, gpt
@@ -220,3 +221,15 @@ def test_a_gather_that_adds_up_over_bodies_is_refused_by_bytes(programs_of: Prog
     body = (*order.body[:at], order.body[at], again, *order.body[at:])
     with pytest.raises(ProgramError, match="the block is gathered for nothing"):
         verify_stages([program.of_stage(program.stage, replace(order, body=body))])
+
+
+def test_the_text_of_a_program_that_repeats_has_its_body_once(programs_of: Programs) -> None:
+    program, *_ = programs_of(plan_of("1f1b", 4), 120)
+    order = program.instructions
+    assert isinstance(order, Repeated)
+    lines, whole = program_text(program).splitlines(), program_text(program.whole()).splitlines()
+    begin = len(order.prefix) + len(order.body)
+    assert lines[:begin] == whole[:begin]
+    times = f"{order.repeats - 1} times more, each time 1 micro-batch later"
+    assert lines[begin] == f"  ...  the last {len(order.body)} instructions {times}"
+    assert lines[begin + 1 :] == whole[-len(order.suffix) :]
