@@ -64,7 +64,9 @@ def step_bytes(
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
     own, held = (range(len(blocks)),) * 2 if stage is None else (stage.own, stage.held)
-    for (index, for_backward, opening), times in gather_counts(blocks, num_micros, plan, stage).items():
+    # Replicated parameters are never gathered.
+    gathers = gather_counts(blocks, num_micros, plan, stage) if plan.params != "device" else {}
+    for (index, for_backward, opening), times in gathers.items():
         message = MessageClass.GATHER_BACKWARD if for_backward else MessageClass.GATHER
         # Only a block's first gather of the step reads the primary copy.
         source = layout.params if opening else layout.params_backward

@@ -54,10 +54,10 @@ def _recurs(program: Program, rank: int) -> bool:
 
 def _walk(program: Program, rank: int, found: Marks | None = None) -> bool:
     """Raise at the first broken rule; whether the states at the `ends` of the marks are equal."""
-    walker, states = _Walker(program, rank), []
+    walker, states, ends = _Walker(program, rank), [], found.ends if found else {}
     for position, instruction in enumerate(program.instructions):
-        if found and position in found.ends:
-            states.append(walker.state(found.ends[position], found.least))
+        if found and position in ends:
+            states.append(walker.state(ends[position], found.least))
         walker.step(position, instruction)
     walker.finish()
     return len(states) == SHORT and states[0] == states[1]

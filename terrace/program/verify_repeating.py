@@ -58,7 +58,9 @@ def marks(program: Program) -> Marks | None:
         return None
     if not _groups_are_complete(groups) or not _is_complete(program):
         return None
-    least = min((each.micro for each in (*order.body, *order.times(0).suffix) if each.micro >= 0), default=0)
+    # The end as it would follow the first body's place.
+    ahead = [each.micro - order.repeats * order.every for each in order.suffix if each.micro >= 0]
+    least = min([each.micro for each in order.body if each.micro >= 0] + ahead, default=0)
     return Marks(len(order.prefix), len(order.body), order.repeats, order.every, least)
 
 
