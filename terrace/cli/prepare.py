@@ -1,6 +1,7 @@
 """Preparation of a run before its ranks start: data, checkpoint, run folder, disk."""
 
 import shutil
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from terrace.cli.programs import check_passes, checked_programs
 from terrace.data.batches import Batches, Source
 from terrace.data.prepared import compare_facts, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
+from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
@@ -118,6 +120,8 @@ def prepare(
 
 
 def _tidy(folder: Path) -> None:
+    # Also for a run that has nothing left to train and so starts no ranks, which would do the same.
+    clear_abandoned(Path(tempfile.gettempdir()))
     # Fails if another run writes there: its rank 0 holds the lock to the end.
     with folder_lock(folder):
         remove_abandoned(folder)

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -298,9 +299,12 @@ def test_the_first_signal_ends_a_run_that_measures(tmp_path: Path) -> None:
     # Killed after the last step, while it removed the checkpoint before.
     left = run / "checkpoints" / ".step-00000003.removed"
     left.mkdir()
+    # Its fork server was killed with it.
+    sockets = Path(tempfile.mkdtemp(prefix="terrace-ranks-"))
     with pytest.raises(CompleteError):
         prepare(job.run, run, None, going_on=True)
     assert not left.exists()
+    assert not sockets.exists()
 
 
 def test_a_watchdog_lets_a_run_that_is_told_to_stop_do_so(pool: LocalPool) -> None:
