@@ -261,7 +261,7 @@ def test_before_the_first_step_a_rank_that_is_told_to_stop_ends_all(pool: LocalP
     begin_s = time.monotonic()
     with pytest.raises(HangError, match=r"^rank 1 was told to stop \(SIGTERM\) before its first step; nothing"):
         pool.run(2, told_early)
-    assert time.monotonic() - begin_s < 15.0
+    assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
 
 
 def measuring(world: World, job: RunJob, folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_the_first_signal_ends_a_run_that_measures(tmp_path: Path) -> None:
 
     threading.Thread(target=strike, daemon=True).start()
     assert launch_local(2, measuring, (job, tmp_path), stoppable=True) == "SIGTERM"
-    assert time.monotonic() - struck_s[0] < 5.0  # 1 s, on a machine that is free
+    assert time.monotonic() - struck_s[0] < 60.0  # 1 s on a machine that is free, and not the 100 s of the measurement
     assert not [path for path in tmp_path.glob("*.pid") if is_alive(int(path.stem))]
     run = tmp_path / "run"
     command = f"terrace train --config {run}/config.toml --folder {run} --resume auto"
