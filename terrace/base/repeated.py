@@ -62,9 +62,10 @@ class Repeated(Sequence[T]):
 
 
 def repeated(steps: Sequence[Sequence[T]], every: int) -> Repeated[T] | None:
-    """The sequence of which three `steps` have one body more each, `every` micro-batches longer; None if there is none.
+    """The repeated sequence that three `steps` have in common, None if there is none.
 
-    It has one body and the shortest prefix.
+    Each of the steps is `every` micro-batches longer than the one before, by one body. The sequence returned has one
+    body, behind the shortest prefix.
     """
     short, long, longer = steps
     size = len(long) - len(short)

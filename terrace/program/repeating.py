@@ -2,8 +2,8 @@
 
 From some micro-batch on a schedule repeats itself, so a step of many micro-batches has the order of a short one with a
 body that comes more often. Three short steps, each with one body more, show the body and where it stands; the long step
-is these with the number of bodies that it needs (terrace.base.repeated). The verifier proves it
-(terrace.program.verify_repeating), whatever made it.
+has as many bodies as it needs (terrace.base.repeated). The verifier checks the result
+(terrace.program.verify_repeating), however it was made.
 """
 
 from collections.abc import Callable, Sequence
