@@ -45,14 +45,15 @@ def run_of(folder: Path) -> Path:
 
 
 def check_records(run_folder: Path, said: str, ranks: set[int], waiting: set[int]) -> None:
-    """The last collectives of these ranks are kept, and those of ranks that wait have not ended."""
+    """The last collectives of these ranks are kept, with one that has not ended.
+
+    Not on each rank that waits: Gloo's recorder has no sends and receives, in which some wait.
+    """
     assert f"; the last collectives of the ranks: {run_folder}/flight/step-*-rank-*.json" in said, said
     found = {int(path.stem[-5:]): json.loads(path.read_text()) for path in (run_folder / "flight").iterdir()}
     assert set(found) == ranks
-    for rank, records in found.items():
-        assert records["entries"][0]["profiling_name"].startswith("gloo:")
-        under_way = [entry for entry in records["entries"] if not entry["retired"]]
-        assert bool(under_way) or rank not in waiting, rank
+    assert all(records["entries"][0]["profiling_name"].startswith("gloo:") for records in found.values())
+    assert any(not entry["retired"] for rank in waiting for entry in found[rank]["entries"])
 
 
 def check_what_is_left(run_folder: Path) -> None:
