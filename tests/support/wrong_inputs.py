@@ -30,6 +30,7 @@ from terrace.train.config import TrainConfig
 from tests.support.tiny_runs import MODEL, write_run
 
 HANG_S = 10.0
+_COMPILES_S = 120.0  # `train.compile` tries a compiler first, which may take that long to fail
 ENDS = ("refused", "failed", "accepted", "traceback", "hang", "not one line", "wrong code")
 BAD = ENDS[3:]
 
@@ -267,7 +268,8 @@ def ended(case: Case, limit_s: float = HANG_S) -> Ended:
     """How the command line ends with these words."""
     out, error, begin_s = io.StringIO(), io.StringIO(), time.perf_counter()
     try:
-        with _limited(limit_s), redirect_stdout(out), redirect_stderr(error):
+        compiles = "--train.compile=true" in case.words
+        with _limited(_COMPILES_S if compiles else limit_s), redirect_stdout(out), redirect_stderr(error):
             code: object = main(list(case.words))
     except _HangError:
         return Ended(case, "hang", "", time.perf_counter() - begin_s)
