@@ -1,4 +1,4 @@
-"""Checksums in the text files that Terrace writes and reads again, so that damage is told from what was written.
+"""Checksums in the text files that Terrace writes and reads again, so that damage is found.
 
 A JSON object ends with the key `crc32`, of all the text before it; a TOML file begins with the comment
 `# crc32 1a2b3c4d`, of the text below it. Text without a checksum passes: others write such files too, and earlier

@@ -1,7 +1,7 @@
 """Slow ranks: a rank that takes longer for its own work than it should is named while the run goes on.
 
-A rank's own time in a step is what it reads and computes, without what it waits for others: a rank that waits for a
-slow one is not slow. Each rank publishes figures of its last steps in its heartbeats, and rank 0's watchdog compares
+A rank's own time in a step is its reading and computing, without its waits for others: a rank that waits for a slow
+one is not slow. Each rank publishes figures of its last steps in its heartbeats, and rank 0's watchdog compares
 them now and then, so no rank waits and no message is added. A slow link shows in no rank's own time.
 
 Ranks of a group do the same work. They are compared with the time that a quarter of the group keeps to, so that three
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from terrace.launch.postmortem import Heartbeat, in_words
 
-_LEAST_SHARE = 0.05  # of a step: what costs less is not worth a line
+_LEAST_SHARE = 0.05  # of a step: less is not worth a line
 
 
 @dataclass(frozen=True, kw_only=True)

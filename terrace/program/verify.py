@@ -119,7 +119,7 @@ class _Walker(Walk):
         }
 
     def state(self, by: int, least: int) -> tuple[object, ...]:
-        """What later instructions depend on, in micro-batches counted from number `by`.
+        """The facts that later instructions depend on, in micro-batches counted from number `by`.
 
         They name none before `least`, counted so.
         """

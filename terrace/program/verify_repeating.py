@@ -2,7 +2,7 @@
 
 A program with a body (terrace.base.repeated) is walked with `SHORT` bodies. After the last two of them everything that
 a later instruction depends on must be the same, counted from the micro-batch that the body began with. The next body
-then finds what the last one found, and so does the end of the program, however many bodies there are between:
+then begins as the last one began, and so does the end of the program, however many bodies there are between:
 
  1. on a rank, the state that rules read (`_Walker.state` of terrace.program.verify); and a body runs every pass of
     `every` micro-batches, so that none is left out of the whole step;

@@ -37,7 +37,7 @@ class RunJob(JobInputs):
     run: RunConfig
 
     def again(self) -> str:
-        """Words on what is saved, with the command that goes on with the run."""
+        """Words on the checkpoints that are saved, with the command that goes on with the run."""
         folder = shlex.quote(str(self.folder))
         if latest(self.folder) is not None:
             return f"saved checkpoints are complete; to go on: terrace train --resume {folder}"

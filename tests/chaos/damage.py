@@ -92,7 +92,7 @@ KINDS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 OUTCOMES = ("refused", "repaired", "without effect", "said", "wrong")
 _SAYS = re.compile(r"damaged|is not as it was written|is not valid|cannot read|lacks \d+ of the first|from disk")
-_LATE = re.compile(r"HangError|did not finish within|stopped at or before|no heartbeat")
+_LATE = re.compile(r"HangError|TooLate|did not finish within|stopped at or before|no heartbeat")
 _CHANGED = re.compile(r"\S+ .* -> .* since step \d+")  # a setting of a resumed run
 
 

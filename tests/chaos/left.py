@@ -43,6 +43,7 @@ from terrace.train.loop import train
 from terrace.train.metrics import Observer, Silent, StepRecord
 from terrace.train.trained import load_trained
 from tests.chaos.inputs import STEPS, write_inputs
+from tests.support.time_limit import TooLate, limited
 from tests.support.tiny_runs import metrics
 
 KILLED_IN = 5
@@ -113,12 +114,12 @@ class Scene:
     def command(self, *words: str | Path) -> Ended:
         """`terrace` with these words, whose ranks are those of the pool."""
         out, error = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(error), self._no_processes(), _limited(2 * HANG_S):
+        with redirect_stdout(out), redirect_stderr(error), self._no_processes(), limited(2 * HANG_S):
             try:
                 code: object = main([str(word) for word in words])
             except SystemExit as leaving:
                 code = leaving.code
-            except (Exception, HangError) as bug:
+            except (Exception, TooLate) as bug:
                 return Ended(-1, out.getvalue(), error.getvalue(), bug=f"{type(bug).__name__}: {bug}"[:400])
         return Ended(code if isinstance(code, int) else -1, out.getvalue(), error.getvalue())
 
@@ -353,21 +354,3 @@ def _well(ended: Ended) -> None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-class HangError(BaseException):
-    """A command took longer than it may."""
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    def end(*_: object) -> None:
-        raise HangError
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

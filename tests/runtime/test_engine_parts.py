@@ -48,18 +48,22 @@ def batches_of(step: int) -> list[Batch]:
     return [Batch(tokens[row : row + 1], labels[row : row + 1]) for row in range(2)]
 
 
-def trained() -> tuple[Engine, list[torch.nn.Module]]:
-    blocks = MODEL.blocks(torch.float64)
-    engine = Engine(
+def engine_of(blocks: list[torch.nn.Module], num_micros: int) -> Engine:
+    return Engine(
         blocks,
         names=NAMES,
         cluster=CLUSTER,
         plan=exact("zero3", CLUSTER),
-        num_micros=2,
+        num_micros=num_micros,
         objective=MODEL.objective,
         optimizer=ADAMW,
         declared=MODEL.declared,
     )
+
+
+def trained() -> tuple[Engine, list[torch.nn.Module]]:
+    blocks = MODEL.blocks(torch.float64)
+    engine = engine_of(blocks, 2)
     for step in range(2):
         engine.step(batches_of(step), ADAMW.lr)
     engine.drain()
@@ -152,17 +156,7 @@ def test_a_step_that_repeats_has_the_bits_of_the_one_written_out(monkeypatch: py
     found = []
     for longest in (0, 10**9):
         monkeypatch.setattr(lowering, "_LONG_STEP", longest)
-        blocks = MODEL.blocks(torch.float64)
-        engine = Engine(
-            blocks,
-            names=NAMES,
-            cluster=CLUSTER,
-            plan=exact("zero3", CLUSTER),
-            num_micros=24,
-            objective=MODEL.objective,
-            optimizer=ADAMW,
-            declared=MODEL.declared,
-        )
+        engine = engine_of(MODEL.blocks(torch.float64), 24)
         assert isinstance(engine.program.instructions, tuple) == bool(longest)
         batches = [batch for step in range(12) for batch in batches_of(step)]
         results = [engine.step(batches, ADAMW.lr), engine.evaluate(batches), engine.step(batches, ADAMW.lr)]

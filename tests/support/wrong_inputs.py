@@ -7,7 +7,6 @@ import argparse
 import io
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from terrace.model.lora.config import LoraConfig
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
+from tests.support.time_limit import TooLate, limited
 from tests.support.tiny_runs import MODEL, write_run
 
 HANG_S = 10.0
@@ -229,24 +229,6 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
                     yield from _parsers(inner)
 
 
-class _HangError(BaseException):
-    pass
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    def end(*_: object) -> None:
-        raise _HangError
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @contextmanager
 def campaign(folder: Path) -> Iterator[None]:
     """In `folder`, without a launcher's variables and without starting ranks."""
@@ -269,9 +251,9 @@ def ended(case: Case, limit_s: float = HANG_S) -> Ended:
     out, error, begin_s = io.StringIO(), io.StringIO(), time.perf_counter()
     try:
         compiles = "--train.compile=true" in case.words
-        with _limited(_COMPILES_S if compiles else limit_s), redirect_stdout(out), redirect_stderr(error):
+        with limited(_COMPILES_S if compiles else limit_s), redirect_stdout(out), redirect_stderr(error):
             code: object = main(list(case.words))
-    except _HangError:
+    except TooLate:
         return Ended(case, "hang", "", time.perf_counter() - begin_s)
     except SystemExit as leaving:
         code = leaving.code

@@ -176,13 +176,13 @@ def test_the_machine_that_is_left_goes_on_alone(pool: LocalPool, whole: Path, tm
 
 @pytest.mark.nightly
 def test_copies_count_in_a_run_that_makes_no_more(pool: LocalPool, whole: Path, tmp_path: Path) -> None:
-    before = left()
+    before, run = left(), tmp_path / "run"
     table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1)
-    run = tmp_path / "run"
     run_lost(pool, table, run, "b")
     table["train"] |= {"peer_copies": 0, "peer_copies_every": 0}
     results = pool.run(4, rank_of, table, run, HOSTS, "", timeout_s=LIMIT_S)
-    assert {first for first, *_ in results} <= {LOST_AFTER, LOST_AFTER - 1}
+    # From memory: there is no other copy after so many steps.
+    assert min(first for first, *_ in results) >= LOST_AFTER - 1
     assert_same(run, whole)
     assert_nothing_left(before)
 
