@@ -35,9 +35,7 @@ from terrace.launch.world import World, is_communication_error
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_STOPPED = 128 + signal.SIGTERM  # the shell's code for SIGTERM
 
-# One store serves all ranks; here it took some 10^5 small calls a second on one core, so this leaves it
-# nearly idle. Other machines: a guess.
-_MAX_WRITES_PER_S = 2000
+_MAX_WRITES_PER_S = 2000  # a store took some 10^5 small calls a second on one core; on other machines: a guess
 _WINDOW_INTERVALS = 4.0
 _ATTEMPTS = 3
 _COMPARE_S = 2.0  # between two looks for slow ranks, in a small world
@@ -91,10 +89,10 @@ class Watchdog:
         self._place: _Place = (0, 0, "start", None)
         self._seen: _Place = self._place
         self._still_s, self._tick_s, self._number = 0.0, time.monotonic(), 0
+        self._mute_s = 0.0  # since the store took a heartbeat
         self._group: tuple[tuple[int, ...], str] = ((), "")
         self._figures = (0.0, 0.0, 0.0)
-        # Set once the rank is leaving.
-        self._state: State | None = None
+        self._state: State | None = None  # set once the rank is leaving
         self._reason, self._host = "", f"host {socket.gethostname()}, pid {os.getpid()}"
         self._told_to_stop, self._closing = "", False  # the name of the signal
         self.slow: tuple[SlowRank, ...] = ()  # by the last look; the thread alone sets it
@@ -220,7 +218,6 @@ class Watchdog:
         if self._rank != 0 or self._comparison is None or now_s - self._compared_s < self._compare_s:
             return
         self._compared_s = now_s
-        # A store that is gone is reported once it matters, in `_agree`.
         with suppress(RuntimeError):
             self.slow = self._comparison.look(self._heartbeats.read_all())
 
@@ -240,9 +237,10 @@ class Watchdog:
         self._seen, self._tick_s = place, now_s
         self._number += 1
         leaving = self._state
-        # A store that is gone is reported once it matters, in `_agree`.
+        self._mute_s += passed_s
         with suppress(RuntimeError):
             self._heartbeats.publish(self._describe(place, leaving))
+            self._mute_s = 0.0
         if leaving is not None:
             self._published.set()
 
@@ -274,12 +272,15 @@ class Watchdog:
             return "stalled" if in_order and self._still_s >= self._timeout_s - self._window_s else "stopped"
         if self._state is not None:
             return "error" if self._state == "dragged" and not self._answered.is_set() else None
+        # Without its store a run cannot end in order: it ends now, not after a long measurement or step.
+        if self._mute_s >= self._window_s:
+            return "stalled"
         if self._place is not self._seen or self._place[3] is None:
             return None
         # The look takes a window, so it starts that much before the timeout.
         if self._still_s >= self._timeout_s - self._window_s:
             return "stalled"
-        # A rank that no failing rank talks to hears of the end here. A lost store is found in `_agree`.
+        # A rank that no failing rank talks to hears of the end here.
         with suppress(RuntimeError):
             if self._still_s >= self._window_s and self._heartbeats.verdict() is not None:
                 return "settled"

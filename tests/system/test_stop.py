@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # HashStore: public, not in __all__
 
 from terrace.base.errors import HangError
 from terrace.checkpoint.layout import latest
@@ -261,6 +261,28 @@ def test_before_the_first_step_a_rank_that_is_told_to_stop_ends_all(pool: LocalP
     begin_s = time.monotonic()
     with pytest.raises(HangError, match=r"^rank 1 was told to stop \(SIGTERM\) before its first step; nothing"):
         pool.run(2, told_early)
+    assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
+
+
+def without_store(world: World) -> None:
+    """A rank that measures for long while the process that hosts the store of its run ends."""
+    if world.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world.store.set("port", str(store.port))
+        world.store.wait(["watched"])
+        del store
+        time.sleep(60.0)
+    client = TCPStore("127.0.0.1", int(world.store.get("port")), is_master=False)
+    with Watchdog(client, 0, 1, timeout_s=60.0, on_hang=world.on_hang, seal=world.seal, store_rank=0) as dog:
+        dog.at(0, 0, "MEASURE node")
+        world.store.set("watched", "")
+        time.sleep(60.0)
+
+
+def test_a_rank_whose_store_is_gone_ends_though_it_computes(pool: LocalPool) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(HangError, match=r"^rank 0 stopped: the store it hosts does not answer .* `MEASURE node`"):
+        pool.run(2, without_store)
     assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
 
 
