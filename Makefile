@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all check setup chaos soak bench-lab clean
+.PHONY: train test test-all check setup chaos soak bench bench-lab clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -42,6 +42,10 @@ chaos: setup
 
 soak: setup
 	$(CHAOS).soak $(ARGS)
+
+# Every benchmark that needs no root, into docs/benchmarks/summary.md; ARGS="--only planner,codecs".
+bench: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
 
 bench-lab: setup
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,lab]'

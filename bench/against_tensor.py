@@ -6,8 +6,7 @@
 The same decoder, initial values and batches for all; both cut the output matrix and the loss over the vocabulary. Each
 library has its own processes, since the engine changes the malloc settings of its process. They take turns step by
 step, and the waiting one sits at a barrier. A step takes as long as its slowest rank; processor time and page faults
-are sums over ranks. Bytes are those a rank must send for its collectives: gloo itself sends twice as much for torch's
-reduce-scatter.
+are sums over ranks. Torch's reduce-scatter is replaced (`torch_tensor.py`): gloo's own sends twice the bytes.
 
 Target: the engine is at least as fast as torch in the same form, with the same losses and gradient norms.
 """
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import turns
+from bench.claims import Claim, compared, judge, print_table, ratio, versioned
 from bench.common import (
     Batch,
     Step,
@@ -27,15 +27,12 @@ from bench.common import (
     alternate,
     bench_parser,
     engine_of,
-    judge,
     local_cluster,
     micro_batches,
     over_ranks,
-    print_table,
-    ratio,
     real_blocks,
 )
-from bench.torch_tensor import counted_bytes, parallelised, training_step
+from bench.torch_tensor import counted_bytes, parallelised, replace_reduce_scatter, training_step
 from bench.turns import DTYPES, LIBRARIES
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.plan.presets import preset
@@ -118,6 +115,8 @@ def contest(
     it. Raises `ProgramError` when the engine sent other bytes than its plan declares.
     """
     mesh = init_device_mesh("cpu", (num_ranks,))
+    if "torch" in libraries:
+        replace_reduce_scatter()
     results: dict[str, Result] = {}
     steps: dict[str, Step] = {}
     engines: dict[str, Engine] = {}
@@ -165,14 +164,17 @@ def rows(num_ranks: int, job: Job, results: dict[str, Result]) -> list[list[str]
     return found
 
 
-def failures(job: Job, results: dict[str, Result]) -> list[str]:
-    """The missed targets."""
-    missed = []
+def verdict(num_ranks: int, job: Job, results: dict[str, Result]) -> tuple[list[Claim], list[str]]:
+    """A claim for each form that both libraries ran, and what is wrong with their numbers."""
+    claims, wrong = [], []
     for form in job.forms:
         ours, theirs = results.get(f"engine {form}"), results.get(f"torch {form}")
         if ours is not None and theirs is not None:
-            missed += turns.missed_targets(form, ours, theirs, job.dtype)
-    return missed
+            name = f"tensor axis of {num_ranks} ranks, {form}, hidden {job.hidden}"
+            walls = ours.timing.wall_s, theirs.timing.wall_s
+            claims.append(compared(name, *walls, turns.GOAL, rival=versioned("torch", "tensor parallelism")))
+            wrong += turns.differences(name, ours, theirs, job.dtype)
+    return claims, wrong
 
 
 def main() -> int:
@@ -184,20 +186,24 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, default=defaults.dtype)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
-    options = vars(parser.parse_args())
-    check, ranks = options.pop("check"), options.pop("ranks")
-    job = Job(**options)
+    options = parser.parse_args()
+    given = {name: value for name, value in vars(options).items() if name not in ("check", "claims", "ranks")}
+    job = Job(**given)
     tokens = f"{job.micros} micro-batches of {job.batch} x {job.sequence} tokens"
     print(f"{num_params(job.model) / 1e6:.2f} M parameters, {tokens}, {job.dtype}\n")
-    table, missed = [], []
-    for num_ranks in ranks:
+    table: list[list[str]] = []
+    claims: list[Claim] = []
+    wrong: list[str] = []
+    for num_ranks in options.ranks:
         found = turns.hold(contest, job.libraries, num_ranks, job)
         order = [f"{library} {form}" for form in job.forms for library in job.libraries]
         results = {name: found[name] for name in order}
         table += rows(num_ranks, job, results)
-        missed += [f"{num_ranks} ranks, {line}" for line in failures(job, results)]
+        more, faults = verdict(num_ranks, job, results)
+        claims += more
+        wrong += faults
     print_table(HEADER, table)
-    return judge(missed, check)
+    return judge(claims, options, wrong)
 
 
 if __name__ == "__main__":

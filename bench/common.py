@@ -1,14 +1,9 @@
-"""Shared by the benchmarks: the model, its batches, alternating timing, tables.
-
-Machines that run these are seldom idle, so absolute times mean little. The contestants take turns in the same process,
-the order flips every round, and the result is the median over rounds of the ratio within a round.
-"""
+"""Shared by the benchmarks: the model, its batches, turns that alternate."""
 
 import argparse
 import gc
 import resource
 import socket
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bench.claims import options_for_claims
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
@@ -174,23 +170,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """The median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
-
-
-def spread(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile of the ratio within a round."""
-    low, _, high = statistics.quantiles([a / b for a, b in zip(numerator, denominator, strict=True)], n=4)
-    return low, high
-
-
-def ratio_words(numerator: Sequence[float], denominator: Sequence[float], digits: int = 3) -> str:
-    """The ratio with its quartiles."""
-    low, high = spread(numerator, denominator)
-    return f"{ratio(numerator, denominator):.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
-
-
 def loss_difference(first: Timing, second: Timing) -> float:
     """The largest difference of two contestants' losses of the same step."""
     return max(abs(a - b) for a, b in zip(first.losses, second.losses, strict=True))
@@ -212,22 +191,9 @@ def over_ranks(timing: Timing) -> Timing:
 
 
 def bench_parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """Parser of a benchmark: `--check`, and `numbers` as options with these defaults."""
+    """Parser of a benchmark: the options for claims, and `numbers` as options with these defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=_HELP.get(name))
-    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+    options_for_claims(parser)
     return parser
-
-
-def judge(missed: Sequence[str], check: bool) -> int:
-    """Print the missed targets; the exit code."""
-    print("\nmet" if not missed else "\nMISSED: " + "; ".join(missed))
-    return 1 if check and missed else 0
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table in Markdown, so that it can go into the README as it is."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, ["-" * width for width in widths], *rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)

@@ -18,12 +18,8 @@ from pathlib import Path
 
 import torch
 
-from bench.common import (
-    decoder,
-    engine_of,
-    local_cluster,
-    print_table,
-)
+from bench.claims import print_table
+from bench.common import decoder, engine_of, local_cluster
 from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Batches
 from terrace.data.token_file import TokenFile

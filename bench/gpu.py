@@ -21,14 +21,8 @@ from dataclasses import replace
 
 import torch
 
-from bench.common import (
-    ADAMW,
-    decoder,
-    engine_of,
-    local_cluster,
-    micro_batches,
-    print_table,
-)
+from bench.claims import print_table
+from bench.common import ADAMW, decoder, engine_of, local_cluster, micro_batches
 from bench.gpu_codecs import codec_rows
 from terrace.model.config import ModelConfig, forward_flops, num_params
 from terrace.model.decoder import build_blocks

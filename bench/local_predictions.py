@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import print_table
+from bench.claims import print_table
 from bench.lab.launch import child_environment, is_root
 from terrace.report.tables import MEMORY_BAND, STEP_BAND
 

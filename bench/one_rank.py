@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.claims import print_table, ratio, ratio_words
 from bench.common import (
     Batch,
     Step,
@@ -26,9 +27,6 @@ from bench.common import (
     local_cluster,
     loss_difference,
     micro_batches,
-    print_table,
-    ratio,
-    ratio_words,
     real_blocks,
     torch_adamw,
     torch_trainer,

@@ -74,7 +74,7 @@ def test_what_torch_keeps_is_counted(found: dict[str, dict[str, Result]]) -> Non
 @pytest.mark.nightly
 def test_both_train_alike(found: dict[str, dict[str, Result]]) -> None:
     for name in CASES:
-        assert not [line for line in verdict(TINY, name, found[name]) if "differ" in line]
+        assert verdict(NUM_RANKS, TINY, name, found[name])[1] == []
         assert len(rows(NUM_RANKS, TINY, name, found[name])) == 2
 
 
@@ -100,15 +100,18 @@ def result(wall_s: float, loss: float = 5.0, norm: float = 2.0, peak: int = 100)
 def test_a_slow_a_large_or_a_wrong_engine_fails() -> None:
     def against(engine: Result, name: str) -> list[str]:
         found = {"torch": result(1.0), "engine": engine}
-        missed = verdict(TINY, name, found)
+        claims, wrong = verdict(2, TINY, name, found)
+        missed = wrong + [f"{claim.name} {claim.found_words}" for claim in claims if not claim.is_met]
         ours = rows(2, TINY, name, found)[1]
         assert ours[-1] == ("missed" if missed else "met")
         assert len(ours) == len(HEADER)
         return missed
 
     assert against(result(0.9), "zero3") == []
-    assert "1.100" in against(result(1.1), "1f1b")[0]
-    assert "memory" in against(result(0.9, peak=101), "zero3")[0]
+    assert against(result(1.1), "1f1b")[0].endswith(" 1.1")
+    assert against(result(1.1), "zero3") == []
+    assert "1.2" in against(result(1.2), "zero3")[0]
+    assert "peak" in against(result(0.9, peak=101), "zero3")[0]
     assert against(result(0.9, peak=101), "1f1b") == []
     assert "differ" in against(result(0.9, loss=5.0 + 1e-6), "1f1b")[0]
     assert "differ" in against(result(0.9, norm=2.0 + 1e-6), "1f1b")[0]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from bench.against_tensor import HEADER, Job, Result, contest, failures, rows
+from bench.against_tensor import HEADER, Job, Result, contest, rows, verdict
+from bench.claims import Claim
 from bench.common import Timing
 from terrace.launch.start import LocalPool, World
 
@@ -30,7 +31,7 @@ def run(world: World, job: Job) -> dict[str, Result]:
 @pytest.mark.nightly
 def test_both_train_alike_and_are_counted_alike(pool: LocalPool) -> None:
     found = pool.run(2, run, TINY, timeout_s=200)[0]
-    assert not [line for line in failures(TINY, found) if "differ" in line]
+    assert verdict(2, TINY, found)[1] == []
     assert len(rows(2, TINY, found)) == 4
     for form in TINY.forms:
         assert len(found[f"torch {form}"].norms) == len(found[f"engine {form}"].norms) == 4
@@ -50,8 +51,14 @@ def result(wall_s: float, loss: float, norm: float) -> Result:
 def test_a_slow_or_a_wrong_engine_fails() -> None:
     job = replace(TINY, forms=("whole",))
     good = {"torch whole": result(1.0, 5.0, 2.0), "engine whole": result(0.9, 5.0, 2.0)}
-    assert failures(job, good) == []
+
+    def against(ours: Result) -> tuple[list[Claim], list[str]]:
+        return verdict(2, job, {**good, "engine whole": ours})
+
+    (claim,), wrong = against(good["engine whole"])
+    assert claim.is_met
+    assert wrong == []
     assert all(len(row) == len(HEADER) for row in rows(2, job, good))
-    assert "1.100" in failures(job, {**good, "engine whole": result(1.1, 5.0, 2.0)})[0]
-    assert "differ" in failures(job, {**good, "engine whole": result(0.9, 5.0 + 1e-6, 2.0)})[0]
-    assert "differ" in failures(job, {**good, "engine whole": result(0.9, 5.0, 2.0 + 1e-6)})[0]
+    assert [each.is_met for each in against(result(1.1, 5.0, 2.0))[0]] == [False]
+    assert "differ" in against(result(0.9, 5.0 + 1e-6, 2.0))[1][0]
+    assert "differ" in against(result(0.9, 5.0, 2.0 + 1e-6))[1][0]
