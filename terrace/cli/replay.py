@@ -40,6 +40,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.cli.checks import check_memory_here
     from terrace.cli.joined import check_local
     from terrace.cli.prepare import check_same_run
+    from terrace.cli.programs import checked_programs, forget_programs
     from terrace.data.prepared import prepare_sources
     from terrace.data.tokenizer import load_tokenizer
     from terrace.launch.start import launch_local, local_devices, world_size
@@ -62,6 +63,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_same_run(checkpoint, config, sources, tokenizer)
     # Compiled blocks would hide what is looked at.
     config = replace(config, train=replace(config.train, compile=False))
+    checked_programs(config)
+    forget_programs()
     job = RunJob(
         run=resolved_run(config),
         folder=options.folder,

@@ -8,7 +8,7 @@ several documents, every block takes the position of each token in its own: see 
 Shape legend: B batch, S sequence, H hidden, V vocabulary, P max_positions.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.layers import MLP, Attention, Rotary, build_norm
 
+_Module = TypeVar("_Module", bound=nn.Module)
 IGNORE_INDEX = -100  # the label of a position that has no target, as in Hugging Face data
 
 
@@ -95,17 +96,24 @@ def build_blocks(
     meta: dict[str, Any] = {"device": "meta", "dtype": dtype}
     rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)
     # Built on meta first, so that no layer draws from the global random generator.
-    embedding = Embedding(config, **meta).to_empty(device=device)
+    embedding = _placed(Embedding(config, **meta), device)
     # One object, so that all layers share a micro-batch's mask plan.
     plans = AttentionPlans(config.sliding_window)
-    layers = [DecoderLayer(config, rotary, plans, **meta).to_empty(device=device) for _ in range(config.num_layers)]
+    layers = [_placed(DecoderLayer(config, rotary, plans, **meta), device) for _ in range(config.num_layers)]
     head = Head(config, None, **meta)
     if not config.tied_embeddings:
-        return [embedding, *layers, head.to_empty(device=device)]
-    # Only the norm: the tied weight exists already, and `to_empty` would replace it.
-    head.norm.to_empty(device=device)
+        return [embedding, *layers, _placed(head, device)]
+    # Only the norm: the tied weight exists already, and would be replaced.
+    _placed(head.norm, device)
     head.weight = embedding.weight
     return [embedding, *layers, head]
+
+
+def _placed(module: _Module, device: torch.device | str) -> _Module:
+    # Not `to_empty`: its `empty_like` of a meta tensor makes torch import sympy, 0.4 s in every process.
+    if torch.device(device).type != "meta":
+        module._apply(lambda value: torch.empty(value.shape, dtype=value.dtype, device=device))
+    return module
 
 
 def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> None:

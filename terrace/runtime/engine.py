@@ -17,7 +17,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import MessageClass
-from terrace.program.lowering import build_stages, forward_programs, restoring_program
+from terrace.program.lowering import build, build_stages, forward_programs, restoring_program
 from terrace.program.period import Period
 from terrace.program.phase import Phase
 from terrace.program.program import Program
@@ -53,7 +53,8 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place
     of `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. `compiled` runs each
-    block through `torch.compile`.
+    block through `torch.compile`. Rank 0 verifies the stages of a pipeline against each other, unless they are
+    `verified` already; every rank verifies its own program.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -79,12 +80,17 @@ class Engine:
         sequence: int = 0,
         pacer: Pacer | None = None,
         compiled: bool = False,
+        verified: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
         settings = optimizer or OptimizerConfig()
         check_settings(plan, settings)
         specs = with_dims(describe(blocks, names, freeze), declared)
-        self.program = _checked(program, rank, cluster, plan, specs, num_micros, sequence)
+        if program is None:
+            program = _built(rank, cluster, plan, specs, num_micros, sequence, verified)
+        else:
+            _check_given(program, rank, cluster, plan, specs, num_micros, sequence)
+        self.program = program
         verify(self.program, rank)
         if compiled:
             check_compiles([self.program])
@@ -341,24 +347,37 @@ class Engine:
             axis.remove()
 
 
-def _checked(
-    program: Program | None,
+def _built(
     rank: int,
     cluster: Cluster,
     plan: Plan,
     specs: Sequence[BlockSpec],
     num_micros: int,
     sequence: int,
+    verified: bool,
 ) -> Program:
     mesh = Mesh.of(cluster, plan)
-    stage = mesh.stage(rank)
-    if program is None:
+    # Lowering is a pure function of values that all ranks share, so one rank's verdict on all stages is everyone's; a
+    # rank that was given others would not see it in programs built from its own.
+    if rank == 0 and mesh.total("pipeline") > 1 and not verified:
         programs = build_stages(cluster, plan, specs, num_micros, sequence)
-        if len(programs) > 1:
-            verify_stages(programs)
-        return programs[stage]
+        verify_stages(programs)
+        return programs[mesh.stage(rank)]
+    return build(cluster, plan, specs, num_micros, sequence, mesh.stage(rank))
+
+
+def _check_given(
+    program: Program,
+    rank: int,
+    cluster: Cluster,
+    plan: Plan,
+    specs: Sequence[BlockSpec],
+    num_micros: int,
+    sequence: int,
+) -> None:
+    mesh = Mesh.of(cluster, plan)
     # A program is built for one stage of one plan; comparing values catches one from another run.
-    expected = (cluster, plan, slice_blocks(specs, mesh), num_micros, stage)
+    expected = (cluster, plan, slice_blocks(specs, mesh), num_micros, mesh.stage(rank))
     if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != expected:
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
     # Without activations in messages the length changes nothing.
@@ -367,4 +386,3 @@ def _checked(
             f"the program was built for sequences of {program.sequence} tokens, the engine is asked for {sequence}: "
             "its messages are activations; build it for the same length"
         )
-    return program

@@ -31,14 +31,17 @@ from terrace.plan.context import is_context_parallel, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
+from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig
+from terrace.train.prediction import predict
 
 _SOURCE = "measured at the start of the run"
 _SMALL_BYTES, _LARGE_BYTES = 4_096, 1_048_576  # per rank; around the sizes of a small model's messages
-_BUDGET_S = 0.3
+_BUDGET_S = 0.2
 _REPEATS = 20  # of a collective: every member must make the same number of calls
+_FEWEST = 3
 
 Work = Callable[[], object]
 Progress = Callable[[str], None]
@@ -51,6 +54,12 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
     """
     progress("compute and memory")
     return measure(engine, *_layer(engine, run), progress)
+
+
+def predict_once(engine: Engine, run: RunConfig, cluster: Cluster) -> list[StepReport]:
+    """The predicted step of every stage, played by rank 0 for all: it grows with the stages. Every rank calls this."""
+    own = [plain(report) for report in predict(run, cluster).reports] if engine.rank == 0 else None
+    return [read_plain(report) for report in engine.comm.exchange(own)[0]]
 
 
 def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda what: None) -> Cluster:
@@ -74,7 +83,10 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         progress(group.tier)
         links[group.tier] = _latency_and_bandwidth(engine, group)
     progress("messages between computation")
-    own["skew"] = _skew_s(engine, groups, layer, layer_s)
+    # The slowest rank's layer, since all must make the same number of calls.
+    round_s = len(groups) * max(engine.comm.exchange(layer_s))
+    repeats = max(_FEWEST, min(_REPEATS, int(_BUDGET_S / round_s))) if groups else 0
+    own["skew"] = _skew_s(engine, groups, layer, layer_s, repeats)
     for tier in _edge_tiers(engine):
         name = cluster.tiers[tier].name
         progress(f"{name} between stages")
@@ -223,7 +235,7 @@ def _exchange(engine: Engine, between: StageP2P, onward: int | None, back: int |
     return both
 
 
-def _skew_s(engine: Engine, groups: Sequence[TierGroup], layer: Work, layer_s: float) -> float:
+def _skew_s(engine: Engine, groups: Sequence[TierGroup], layer: Work, layer_s: float, repeats: int) -> float:
     if not groups:
         return 0.0
     # The extra cost of messages between computation, compared with messages back to back, per tier and neighbour.
@@ -238,7 +250,8 @@ def _skew_s(engine: Engine, groups: Sequence[TierGroup], layer: Work, layer_s: f
             layer()
             gather()
 
-    together_s, apart_s = (_mean_seconds(engine, work, _REPEATS) for work in (alternating, messages))
+    together_s = _mean_seconds(engine, alternating, repeats)
+    apart_s = _mean_seconds(engine, messages, _REPEATS)
     neighbours = sum(group.size - 1 for group in groups)
     return max(0.0, together_s - len(groups) * layer_s - apart_s) / neighbours
 
@@ -257,7 +270,7 @@ def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> flo
     begin, calls = time.perf_counter(), 0
     # Either a fixed number of calls, which all ranks must share when they exchange messages, or as many as fit the
     # budget.
-    while calls < repeats if repeats else (calls < 3 or time.perf_counter() - begin < _BUDGET_S):
+    while calls < repeats if repeats else (calls < _FEWEST or time.perf_counter() - begin < _BUDGET_S):
         work()
         calls += 1
     _finish(engine)

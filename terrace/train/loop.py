@@ -47,7 +47,7 @@ from terrace.runtime.step_sums import StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
-from terrace.train.calibrate import calibrate
+from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.context_batches import ContextBatches
 from terrace.train.copies import Copies, take_up
 from terrace.train.effects import SAMPLE_MAX_PARAMS
@@ -56,7 +56,7 @@ from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.micro_batches import MicroBatches, StepBatches
-from terrace.train.prediction import predict, utilisation_of
+from terrace.train.prediction import utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
 from terrace.train.sample import closing_sample
@@ -120,6 +120,7 @@ class RankOfRun:
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=self._at,
             compiled=run.train.compile,
+            verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
         self.vote, self.saves = Vote(world, stop_signal), list[Saved]()
@@ -152,9 +153,8 @@ class RankOfRun:
         made = self.micro_batches(cluster)
         self.saver = self._saver()
         self.copies = Copies(self.engine, self.world, self.job, self._facts(), self._at, self.observer.note)
-        of_stages = self.copies.start(predict(self.run, cluster).reports, cluster, first_step)
-        # Observers and the final report compare this rank with its own stage's prediction.
-        predicted = of_stages[self.engine.program.stage.index]
+        of_stages = self.copies.start(predict_once(self.engine, self.run, cluster), cluster, first_step)
+        predicted = of_stages[self.engine.program.stage.index]  # a rank is compared with its own stage
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
         self.slow = SlowRanks(self.dog, self.engine.program, self.run.train, self.observer)
