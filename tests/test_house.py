@@ -19,6 +19,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = (
     "bench/lab/launch.py",
     "terrace/launch/flight.py",
+    "terrace/launch/fork_server.py",
     "terrace/launch/start.py",
     "terrace/probe/environment.py",
     "terrace/rehearse/launch.py",

@@ -13,6 +13,7 @@ from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import merge, read_table
 from terrace.cli.elastic import fitted_run
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, parse_overrides, run_table
+from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
 
@@ -47,18 +48,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     going_on = options.resume == AUTO
     if going_on and options.folder is None:
         raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
-    try:
-        # The first import of torch: everything above works without it.
-        from terrace.cli import worker
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"training needs the package {error.name!r}: pip install 'terrace[train]'") from error
-    worker.run(
-        config,
-        folder=options.folder,
-        resume=None if going_on or options.resume is None else Path(options.resume),
-        going_on=going_on,
-        fit=lambda num_ranks: fitted_run(table, num_ranks),
-    )
+    with fork_server_ahead("terrace.cli.worker"):
+        try:
+            # The first import of torch: everything above works without it.
+            from terrace.cli import worker
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"training needs the package {error.name!r}: pip install 'terrace[train]'") from error
+        worker.run(
+            config,
+            folder=options.folder,
+            resume=None if going_on or options.resume is None else Path(options.resume),
+            going_on=going_on,
+            fit=lambda num_ranks: fitted_run(table, num_ranks),
+        )
     return 0
 
 

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from terrace.base.files import write_atomic
 
 FOLDER = "flight"  # in the run folder
@@ -88,6 +85,10 @@ def flight_recorder(folder: Path) -> tuple[FlightRecorder | None, str]:
     """
     if _size() <= 0:
         return None, ""
+    # Here, since whoever only wants the settings starts without torch.
+    import torch
+    import torch.distributed as dist
+
     module: Any = torch._C._distributed_c10d
     there = [name for name in _FUNCTIONS[dist.get_backend()] if hasattr(module, name)]
     chosen = [name for name in there if name.endswith(_JSON)] or there

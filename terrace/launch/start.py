@@ -1,19 +1,16 @@
 """Joining a world: under torchrun, srun or mpirun, or as child processes of this one.
 
 One of the modules that may read (or set) environment variables; the others are `terrace/launch/flight.py`,
-`terrace/rehearse/launch.py`, which makes the environments of a rehearsal's ranks, and `terrace/probe/environment.py`.
+`terrace/launch/fork_server.py`, `terrace/rehearse/launch.py`, which makes the environments of a rehearsal's ranks, and
+`terrace/probe/environment.py`.
 """
 
 import math
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import platform
-import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,31 +23,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.launch import flight
+from terrace.launch.fork_server import LAUNCHERS, start_fork_server
 from terrace.launch.machines import Facts, boot_id, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
 from terrace.launch.rendezvous import host_store, meet, open_store
 from terrace.launch.seal import Seal, user_secret
-from terrace.launch.socket_folder import use_socket_folder
-from terrace.launch.stop import SIGNALS, StoppedEarly, handled, passed_on
+from terrace.launch.stop import StoppedEarly, passed_on
 from terrace.launch.world import World, store_lost
 
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
 
 _LEAST_SECRET = 16  # characters
-# Imported once by the fork server instead of by every rank.
-_PRELOAD = ["torch", "torch.distributed", "terrace.launch.workers", "terrace.runtime.engine"]
-
-# launcher: rank, world size, local rank, local world size
-_VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -169,7 +152,7 @@ class LocalPool(ProcessPool):
     """
 
     def __init__(self, num_processes: int, *, grace_s: float = 10.0) -> None:
-        _start_forkserver()
+        start_fork_server()
         super().__init__(num_processes, grace_s=grace_s)
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -202,7 +185,7 @@ def launch_local(
     previous effect. Before `target` has begun (`terrace.launch.stop.begin_steps`) the first one ends the ranks, and its
     name is returned.
     """
-    _start_forkserver(target.__module__)
+    start_fork_server(target.__module__)
     backend, why = _local_backend(world_size)
     say(f"{counted(world_size, 'local process')}, backend {backend}: {why}")
     try:
@@ -216,7 +199,7 @@ def launch_local(
 
 
 def _place() -> _Place | None:
-    for launcher, names in _VARIABLES.items():
+    for launcher, names in LAUNCHERS.items():
         rank, world_size = (os.environ.get(name) for name in names[:2])
         if rank is None or world_size is None:
             continue
@@ -328,37 +311,3 @@ def _agree_on_backend(store: Store, seal: Seal, rank: int, backend: str, why: st
             f"rank {rank} on {socket.gethostname()} would use {backend} ({why}), but rank 0 uses {chosen}: "
             "give every machine working devices, or hide them from all"
         )
-
-
-def _start_forkserver(module: str = "__main__") -> None:
-    use_socket_folder()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
-    # Forking is safe only from a single-threaded server; each child sets its own number of threads.
-    defaults = {"OMP_NUM_THREADS": "1", **flight.settings()}
-    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
-    for name in loopback:
-        defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    # It would let through what is held back below.
-    multiprocessing.resource_tracker.ensure_running()
-    # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them.
-    # A signal to this process in this moment must not be ignored: it is held back.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        with _defaults_in_environment(defaults), handled(SIGNALS, signal.SIG_IGN):
-            multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _defaults_in_environment(defaults: dict[str, str]) -> Iterator[None]:
-    # The user's own settings win.
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

@@ -13,7 +13,6 @@ Before the first step (reading a checkpoint, measuring) nothing would be lost, s
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,11 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.schema import load
 from terrace.launch.seal import Seal
+from terrace.launch.signals import SIGNALS, handled
 from terrace.launch.world import World
-
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
-)  # Slurm sends SIGUSR1 where a job asks for it
 
 # A launcher passes on a signal that the ranks got as well, when it was sent to all processes of a job.
 _SAME_S = 2.0
@@ -75,19 +71,6 @@ class StopSignal:
         elif time.monotonic() - self._since_s > _SAME_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-@contextmanager
-def handled(signals: Sequence[int], handler: Any) -> Iterator[dict[int, Any]]:
-    """Handles signals with `handler` in the body, which gets the handlers before; only in the main thread."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before |= {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield before
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from terrace.launch.flight import LIMIT_S, FlightRecorder
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.seal import Seal
+from terrace.launch.signals import SIGNALS
 from terrace.launch.slow import Comparison, OwnTimes, SlowRank
-from terrace.launch.stop import SIGNALS
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h

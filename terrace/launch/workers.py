@@ -28,8 +28,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from terrace.base.errors import HangError, TerraceError
 from terrace.launch.rendezvous import open_store
 from terrace.launch.seal import Seal
+from terrace.launch.signals import SIGNALS
 from terrace.launch.socket_folder import clear_abandoned
-from terrace.launch.stop import SIGNALS
 from terrace.launch.world import World, is_communication_error
 
 LOOPBACK = "127.0.0.1"

@@ -28,8 +28,9 @@ from terrace.data.batches import Batches
 from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
 from terrace.launch import flight
+from terrace.launch.signals import SIGNALS
 from terrace.launch.start import pace
-from terrace.launch.stop import SIGNALS, Stop, StopSignal, Vote, begin_steps
+from terrace.launch.stop import Stop, StopSignal, Vote, begin_steps
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
 from terrace.model.config import num_params, to_table
@@ -148,8 +149,9 @@ class RankOfRun:
         # A probed cluster is used as it is; any other gets constants measured here.
         cluster = self.run.cluster
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
-            at = self.dog.at
-            cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
+            cluster = calibrate(
+                self.engine, self.run, lambda what: self.dog.at(first_step, 0, f"MEASURE {what}", everyone)
+            )
         made = self.micro_batches(cluster)
         self.saver = self._saver()
         self.copies = Copies(self.engine, self.world, self.job, self._facts(), self._at, self.observer.note)

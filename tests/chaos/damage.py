@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from terrace.launch.start import LocalPool, _start_forkserver
+from terrace.launch.fork_server import start_fork_server
+from terrace.launch.start import LocalPool
 from tests.chaos.left import READERS, Ended, Scene
 
 _TRAIN = ("train --resume", "train --resume auto")
@@ -273,7 +274,7 @@ def main() -> int:
 def made_scene() -> Iterator[Scene]:
     """A scene with its pool of two ranks, on a file system in memory where there is one."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _start_forkserver("tests.chaos.left")
+    start_fork_server("tests.chaos.left")
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="terrace-damage-", dir=parent) as folder, LocalPool(2) as pool:
         scene = Scene(Path(folder), pool)

@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from terrace.launch.start import _start_forkserver
+from terrace.launch.fork_server import start_fork_server
 from tests.support import warm
 from tests.support.tiny_runs import descendants, environment, is_alive
 
@@ -36,7 +36,7 @@ class Scene:
         os.environ["TMPDIR"] = str(self._temporary)
         # Processes whose parent was killed become children of this one, and so are found.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        _start_forkserver("tests.chaos.quick")
+        start_fork_server("tests.chaos.quick")
         warm.run(["--version"], folder, environment(), _START_S)
         self._own, self._shared, self._files = descendants(os.getpid()), self._in_shared(), self._in_temporary()
 

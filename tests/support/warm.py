@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from terrace.cli.main import _COMMANDS, main
-from terrace.launch.start import _start_forkserver
-from terrace.launch.stop import SIGNALS
+from terrace.launch.fork_server import start_fork_server
+from terrace.launch.signals import SIGNALS
 from terrace.train import calibrate
 
 # What a command would import when it runs.
@@ -35,7 +35,7 @@ class Command:
     """A process that runs, with what of `subprocess.Popen` the tests use."""
 
     def __init__(self, words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
-        _start_forkserver(__name__)
+        start_fork_server(__name__)
         context = multiprocessing.get_context("forkserver")
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         outputs = [there for _, there in pipes]

@@ -142,7 +142,7 @@ def test_a_signal_while_the_fork_server_starts_is_not_lost() -> None:
     program = """
 import multiprocessing.forkserver, os, signal
 from terrace.launch.start import _start_forkserver
-from terrace.launch.stop import SIGNALS, handled
+from terrace.launch.signals import SIGNALS, handled
 
 def start():
     for number in SIGNALS:

@@ -1,0 +1,89 @@
+"""The fork server of local ranks: it imports what ranks need, once, and they are its forks.
+
+Its imports take seconds, so `terrace train` starts it before its own. This module therefore needs no torch.
+"""
+
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from terrace.launch import flight
+from terrace.launch.signals import SIGNALS, handled
+from terrace.launch.socket_folder import use_socket_folder
+
+# Imported once by the fork server instead of by every rank.
+_PRELOAD = ["torch", "torch.distributed", "terrace.launch.workers", "terrace.runtime.engine"]
+
+# Variables of each launcher: rank, world size, local rank, local world size
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
+
+@contextmanager
+def fork_server_ahead(module: str) -> Iterator[None]:
+    """Has the fork server import while the body prepares a run; at the end it is ended, whether it had ranks or not.
+
+    Does nothing under a launcher, or where the server runs already.
+    """
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None or any(names[0] in os.environ for names in LAUNCHERS.values()):
+        yield
+        return
+    start_fork_server(module)
+    try:
+        yield
+    finally:
+        # A server that still imports would end only later, and hold the output of a command that has failed.
+        if server._forkserver_pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop()
+
+
+def start_fork_server(module: str = "__main__") -> None:
+    """Start the fork server of local ranks, which also imports `module`; does nothing where it runs already."""
+    use_socket_folder()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
+    # Forking is safe only from a single-threaded server; each child sets its own number of threads.
+    defaults = {"OMP_NUM_THREADS": "1", **flight.settings()}
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    # Gloo would otherwise look up the machine's name on the network, and NCCL would listen on an outer interface.
+    for name in loopback:
+        defaults |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    # It would let through what is held back below.
+    multiprocessing.resource_tracker.ensure_running()
+    # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them.
+    # A signal to this process in this moment must not be ignored: it is held back.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        with _defaults_in_environment(defaults), handled(SIGNALS, signal.SIG_IGN):
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _defaults_in_environment(defaults: dict[str, str]) -> Iterator[None]:
+    # The user's own settings win.
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

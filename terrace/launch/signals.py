@@ -1,0 +1,24 @@
+"""The signals that end a run in order, and handlers of them for a while. Needs no torch."""
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+)  # Slurm sends SIGUSR1 where a job asks for it
+
+
+@contextmanager
+def handled(signals: Sequence[int], handler: Any) -> Iterator[dict[int, Any]]:
+    """Handles signals with `handler` in the body, which gets the handlers before; only in the main thread."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before |= {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield before
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
