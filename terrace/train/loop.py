@@ -147,11 +147,9 @@ class RankOfRun:
         first_step = self.resume()
         everyone = tuple(range(self.world.world_size))
         # A probed cluster is used as it is; any other gets constants measured here.
-        cluster = self.run.cluster
+        cluster, at = self.run.cluster, self.dog.at
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
-            cluster = calibrate(
-                self.engine, self.run, lambda what: self.dog.at(first_step, 0, f"MEASURE {what}", everyone)
-            )
+            cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self.micro_batches(cluster)
         self.saver = self._saver()
         self.copies = Copies(self.engine, self.world, self.job, self._facts(), self._at, self.observer.note)
