@@ -27,9 +27,10 @@ settings.load_profile("fixed")
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[LocalPool]":
     """Eight processes (for each worker of pytest) that stay for all tests; those of a call that fails are replaced."""
-    from terrace.launch.start import LocalPool, _start_forkserver
+    from terrace.launch.fork_server import start_fork_server
+    from terrace.launch.start import LocalPool
 
-    _start_forkserver("tests.support.warm")  # one server for these and for the commands that tests run
+    start_fork_server("tests.support.warm")  # one server for these and for the commands that tests run
     with LocalPool(8) as pool:
         yield pool
 

@@ -39,8 +39,7 @@ def fork_server_ahead(module: str) -> Iterator[None]:
 
     Does nothing under a launcher, or where the server runs already.
     """
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid is not None or any(names[0] in os.environ for names in LAUNCHERS.values()):
+    if _server()._forkserver_pid is not None or any(names[0] in os.environ for names in LAUNCHERS.values()):
         yield
         return
     start_fork_server(module)
@@ -48,10 +47,15 @@ def fork_server_ahead(module: str) -> Iterator[None]:
         yield
     finally:
         # A server that still imports would end only later, and hold the output of a command that has failed.
+        server = _server()
         if server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(server._forkserver_pid, signal.SIGKILL)
             server._stop()
+
+
+def _server() -> Any:
+    return vars(multiprocessing.forkserver)["_forkserver"]
 
 
 def start_fork_server(module: str = "__main__") -> None:

@@ -112,7 +112,10 @@ def build_blocks(
 def _placed(module: _Module, device: torch.device | str) -> _Module:
     # Not `to_empty`: its `empty_like` of a meta tensor makes torch import sympy, 0.4 s in every process.
     if torch.device(device).type != "meta":
-        module._apply(lambda value: torch.empty(value.shape, dtype=value.dtype, device=device))
+        for each in module.modules():
+            for name, value in each._parameters.items():
+                if value is not None:
+                    each._parameters[name] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=device))
     return module
 
 

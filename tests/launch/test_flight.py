@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from terrace.launch import flight
 from terrace.launch.flight import FlightRecorder, flight_recorder, settings
-from terrace.launch.start import _defaults_in_environment
+from terrace.launch.fork_server import _defaults_in_environment
 
 SOME, NONE = b'{"entries":[{"op_id":1}],"version":"2.10"}', b'{"version":"2.10"}'
 

@@ -141,7 +141,7 @@ def test_a_signal_while_the_fork_server_starts_is_not_lost() -> None:
     """The server starts with stop signals ignored, which it keeps; the process that starts it gets them later."""
     program = """
 import multiprocessing.forkserver, os, signal
-from terrace.launch.start import _start_forkserver
+from terrace.launch.fork_server import start_fork_server
 from terrace.launch.signals import SIGNALS, handled
 
 def start():
@@ -152,7 +152,7 @@ def start():
 taken = []
 multiprocessing.forkserver.ensure_running = start
 with handled(SIGNALS, lambda number, _: taken.append(number)):
-    _start_forkserver()
+    start_fork_server()
 assert sorted(taken) == sorted(SIGNALS), taken
 """
     # In a process of its own: signals are held back in one thread, and pytest may have several.
