@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -296,3 +298,22 @@ def test_blocks_on_a_real_device_take_values_in_place(config: ModelConfig) -> No
     initialise(blocks, dataclasses.replace(config, init_std=0.3), 0, torch.float64)
     tokens = make_tokens(1, 4)
     assert torch.equal(run_blocks(blocks, tokens), run_blocks(make(config), tokens))
+
+
+def test_blocks_are_built_without_symbolic_algebra() -> None:
+    """Every rank builds them after its fork: `empty_like` of a meta tensor would import sympy's 480 modules in each."""
+    program = """
+import sys
+from terrace.model.config import parse_model
+from terrace.model.decoder import build_blocks
+sizes = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 40}
+for tied in (False, True):
+    config = parse_model({"model_type": "llama", "tie_word_embeddings": tied} | sizes)
+    for device in ("meta", "cpu"):
+        blocks = build_blocks(config, device)
+        assert {each.device.type for block in blocks for each in block.parameters()} == {device}
+        assert (blocks[0].weight is blocks[-1].weight) == tied
+print({"sympy", "torch._dynamo"} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
