@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from terrace.base.errors import ProgramError
+from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
 from terrace.runtime import engine
@@ -41,10 +42,8 @@ def test_rank_0_verifies_the_stages_for_all(verified: list[int]) -> None:
 
 
 def test_stages_that_do_not_agree_are_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = engine.build_stages
-
     def damaged(*arguments: object) -> list[Program]:
-        first, last = whole(*arguments)  # type: ignore[arg-type]
+        first, last = build_stages(*arguments)  # type: ignore[arg-type]
         receives = [each for each in last.instructions if each.op.name == "RECV"]
         return [first, last.of_stage(last.stage, tuple(each for each in last.instructions if each != receives[0]))]
 
