@@ -18,7 +18,13 @@ from terrace.launch.signals import SIGNALS, handled
 from terrace.launch.socket_folder import use_socket_folder
 
 # Imported once by the fork server instead of by every rank.
-_PRELOAD = ["torch", "torch.distributed", "terrace.launch.workers", "terrace.runtime.engine"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "terrace.launch.workers",
+    "terrace.runtime.engine",
+    "torch.fx.experimental.symbolic_shapes",  # by the first backward, with 480 modules of sympy
+]
 
 # Variables of each launcher: rank, world size, local rank, local world size
 LAUNCHERS = {
