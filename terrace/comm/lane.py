@@ -1,9 +1,9 @@
 """Lanes: communication that overlaps computation, in program order.
 
-A rank has one lane for each tier that is outermost for some message. Messages leave a lane in the order in which the
-program issued them, so all members of a group issue the same order. On a CPU a lane is a thread that calls blocking
-collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting for it blocks the calling
-thread, or makes the current CUDA stream wait, until the work is done.
+A rank has one lane for each tier that is outermost for some message, and none where it has no peers. Messages leave a
+lane in the order in which the program issued them, so all members of a group issue the same order. On a CPU a lane is a
+thread that calls blocking collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting
+for it blocks the calling thread, or makes the current CUDA stream wait, until the work is done.
 """
 
 import queue
@@ -138,6 +138,29 @@ class StreamLane(Lane):
     def close(self, wait: bool = True) -> None:
         if wait:
             self._stream.synchronize()
+
+
+class _Over(Ticket):
+    def wait(self) -> None:
+        pass
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+
+class _Here(Lane):
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        with torch.no_grad():
+            work()
+        return _OVER
+
+    def close(self, wait: bool = True) -> None:
+        pass
+
+
+_OVER = _Over()
+HERE: Lane = _Here()  # of messages without peers: the calling thread and its stream do what there is to do
 
 
 def make_lane(device: torch.device) -> Lane:

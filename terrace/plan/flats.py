@@ -42,14 +42,22 @@ class FlatParamSpec:
     def travels_in(self, message: MessageClass) -> bool:
         """Whether a block's message of this class carries this buffer."""
         carries = ROUTES[message].carries
+        # Parameters that are whole on every rank stay where they are.
+        if message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD):
+            return self.layout.gathers
         if carries == "change":
             return self.trainable and self.layout.num_islands > 1
-        return carries == "all" or (self.num_orthogonal > 0 if carries == "orthogonal" else self.trainable)
+        return self.num_orthogonal > 0 if carries == "orthogonal" else self.trainable
 
     @cached_property
     def padded(self) -> int:
         """Elements with the padding that makes every tier divide them."""
         return self.layout.padded(self.numel)
+
+
+def gathered_numel(flats: Sequence[FlatParamSpec]) -> int:
+    """Padded elements of a block's whole parameters that come and go."""
+    return sum(flat.padded for flat in flats if flat.layout.frees)
 
 
 def stage_layout(cluster: Cluster, plan: Plan) -> Layout:

@@ -8,11 +8,15 @@ coordinates c_0, c_1, ..., the slice of a state placed on tier t starts at
 P being the padded size. So the slice of an outer tier lies inside the slice of every inner one and all are contiguous:
 a reduce-scatter package first and then outward, or a gather from the outermost tier inward, needs no permuting copy,
 and each outer link carries only the part that inner tiers cannot serve.
+
+A tier of degree 1 cuts nothing: a state placed there has the slice of the tier inside it. `Layout.of` therefore settles
+each state on the innermost tier with the same slice, and with one rank that is the device. Only
+`terrace.plan.validate`, which quotes a plan, reads the placements as they are written.
 """
 
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
@@ -28,7 +32,7 @@ DEVICE = -1  # the index of the implicit innermost tier
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees per tier over which states are cut, and the tier index of each state (`DEVICE` = replicated).
+    """Degrees per tier over which states are cut, and the tier index of each state (`DEVICE`: whole on every rank).
 
     The degrees count ranks that hold the same slice of a block: they differ on `axes` only, which names no axis of
     degree 1.
@@ -47,7 +51,15 @@ class Layout:
 
     @staticmethod
     def of(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS) -> "Layout":
-        """The layout of states that the ranks of `axes` hold together; raises `ClusterError` for an unknown tier."""
+        """The settled layout of states that the ranks of `axes` hold together.
+
+        Raises `ClusterError` for an unknown tier.
+        """
+        return Layout.written(cluster, plan, axes).settled()
+
+    @staticmethod
+    def written(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS) -> "Layout":
+        """As `of`, with every state on the tier that the plan names."""
         params = cluster.index(plan.params)
         mesh = Mesh.of(cluster, plan)
         # Axes of degree 1 are dropped, so that equal layouts compare equal.
@@ -64,6 +76,31 @@ class Layout:
             optimizer=cluster.index(plan.optimizer),
             island=len(cluster.tiers) - 1 if plan.island is None else cluster.index(plan.island),
         )
+
+    def settled(self) -> "Layout":
+        """Every state on the innermost tier where each rank has the same slice of it."""
+        return replace(
+            self,
+            params=self._settled(self.params),
+            params_backward=self._settled(self.params_backward),
+            grads=self._settled(self.grads),
+            optimizer=self._settled(self.optimizer),
+        )
+
+    def _settled(self, tier: int) -> int:
+        while tier > DEVICE and self.degrees[tier] == 1:
+            tier -= 1
+        return tier
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank keeps less than all parameters, and so gathers them."""
+        return self.params != DEVICE
+
+    @property
+    def frees(self) -> bool:
+        """Whether whole parameters come and go: a secondary copy that is whole stays, and is gathered once a step."""
+        return self.params_backward != DEVICE
 
     @cached_property
     def has_secondary(self) -> bool:

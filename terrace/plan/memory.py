@@ -4,7 +4,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
 
     params      P / span(params) * c                      always
     secondary   P / span(params_backward) * c             always
-    gathered    P * c for every block resident at once    peak over the step
+    gathered    P * c for every block resident at once    peak over the step; 0 where span(params_backward) is 1
     grads       P / span(grads) * m                       always (accumulated)
     grads_full  P * c for every gradient not yet reduced  peak over the step
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion has one moment, m in place
@@ -28,13 +28,13 @@ from itertools import chain
 from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.flats import FlatParamSpec, block_flats, orthogonalised, stage_layout
+from terrace.plan.flats import FlatParamSpec, block_flats, gathered_numel, orthogonalised, stage_layout
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.in_block_messages import Leg
 from terrace.plan.layout import Layout, message_lane
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.residency import Residency, residencies
+from terrace.plan.residency import Residency, gathers
 from terrace.plan.routes import block_hops
 from terrace.plan.stage import Pass, Stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
@@ -66,13 +66,12 @@ def model_state_bytes(
     for parts in held:
         for category, size in slice_bytes(plan, parts).items():
             total[category] += size
-    whole = [sum(flat.padded for flat in parts) for parts in flats]
+    whole = [gathered_numel(parts) for parts in flats]
     buffered = [
         sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
         for parts in flats
     ]
-    # Replicated parameters are counted in `params` and never gathered.
-    stays = residencies(stage, blocks, plan.prefetch) if plan.params != "device" else []
+    stays = gathers(stage, blocks, flats, plan.prefetch)
     total["gathered"] = _peak_gathered(stays, whole) * compute
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
     tensor = TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)

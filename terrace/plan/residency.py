@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Pass, Stage
 
@@ -102,6 +103,25 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
         )
         seen.add(block)
     return result
+
+
+def gathers(
+    stage: Stage, blocks: Sequence[BlockSpec], flats: Sequence[Sequence[FlatParamSpec]], prefetch: int
+) -> list[Residency]:
+    """The residencies that begin with a GATHER; `flats` are the flat buffers of every block.
+
+    Parameters that are whole on every rank have none. A secondary copy that is whole is written by the first gather of
+    a step and stays.
+    """
+    gathered = [any(flat.layout.gathers for flat in parts) for parts in flats]
+    freed = [any(flat.layout.frees for flat in parts) for parts in flats]
+    if not any(gathered):
+        return []
+    return [
+        stay
+        for stay in residencies(stage, blocks, prefetch)
+        if gathered[stay.block] and (stay.opening or freed[stay.block])
+    ]
 
 
 def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:

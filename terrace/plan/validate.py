@@ -19,10 +19,10 @@ LONGEST_ROUNDED_UNIT = 8
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
-    """Layout of a valid plan; raises `PlanError` with the first rule it breaks."""
+    """The settled layout of a valid plan; raises `PlanError` with the first rule it breaks."""
     _check_mapping(cluster, plan)
     try:
-        layout = Layout.of(cluster, plan)
+        layout = Layout.written(cluster, plan)
     except ClusterError as error:
         raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
     _check_placements(plan, layout)
@@ -34,7 +34,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     check_context(cluster, plan, blocks)
     if plan.update == "muon":
         _check_muon(cluster, plan, blocks)
-    return layout
+    return layout.settled()
 
 
 def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:

@@ -54,7 +54,8 @@ class Route:
 
     First the reduction, (inner, outer), from the innermost tier outward; then the gather, (outer, inner), inward.
     `device` is inside all tiers, `outermost` the last one, `island` the last that is synchronised every step. `carries`
-    names the flat buffers that travel; `change` are the trainable ones where there are several islands.
+    names the flat buffers that travel: `all` but those that are whole on every rank; `change` are the trainable ones
+    where there are several islands.
     """
 
     reduction: tuple[str, str] | None = None

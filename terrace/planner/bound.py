@@ -30,7 +30,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate, Sizes
 from terrace.planner.estimate import Estimator
@@ -377,7 +376,8 @@ class Bounds:
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""
         states = self.estimator.state_bytes(core.shape.mesh.state, placement)
-        gathered = core.sizes.gathered_bytes if placement.params > DEVICE else 0
+        layout, _ = self.estimator.layout(core.shape.mesh.state, placement)
+        gathered = core.sizes.gathered_bytes if layout.frees else 0
         times = 1 if core.unit else unit
         least = max([numel * states + times * kept for numel, kept in core.stages]) + gathered
         return self.estimator.whole_bytes(least) * SLACK

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, Computes, ParamSpec
-from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
@@ -296,7 +296,7 @@ class Estimator:
         # reduced.
         num_bytes = self.item * max(map(sum, pairwise([*sizes, 0])))
         in_place = accumulates_in_place(plan, layout)
-        return num_bytes if layout.params > DEVICE else 0, 0 if in_place else num_bytes
+        return num_bytes if layout.frees else 0, 0 if in_place else num_bytes
 
     def memory_bytes(self, candidate: Candidate, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
         """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""

@@ -22,7 +22,7 @@ from terrace.program.schedules.registry import takes_unit
 
 def placement_of(task: Task, plan: Plan) -> Placement:
     """Tier index of each state of a plan; raises `ClusterError` for an unknown tier."""
-    layout = Layout.of(task.cluster, plan)
+    layout = Layout.written(task.cluster, plan)
     backward = -1 if plan.params_backward is None else layout.params_backward
     return Placement(layout.params, layout.grads, layout.optimizer, backward)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from terrace.base.alike import once_each
 from terrace.model.spec import BlockSpec
-from terrace.plan.flats import FlatParamSpec
+from terrace.plan.flats import FlatParamSpec, gathered_numel
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, blocks_bytes, tie_bytes
@@ -141,12 +141,12 @@ def _visiting(
         elif op in _GIVES and (_GIVES[op], block) in taken:
             first = taken.pop((_GIVES[op], block))
             spans[_GIVES[op], block].append(Lifetime(first, position, position))
-    for (op, block), position in taken.items():  # never given back
+    for (op, block), position in taken.items():  # never given back: a whole secondary copy, of size 0 here
         spans[op, block].append(Lifetime(position, len(instructions), len(instructions)))
     for (op, block), lives in spans.items():
         parts, name = flats[block], blocks[block].name
         if op is Op.GATHER:
-            size = sum(flat.padded for flat in parts) * item
+            size = gathered_numel(parts) * item
         elif op is Op.TIE:  # one flat buffer after the other
             size = max((tie_bytes([flat], plan.master) for flat in parts), default=0)
         else:

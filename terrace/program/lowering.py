@@ -29,10 +29,9 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.flats import orthogonalised
-from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
-from terrace.plan.residency import Residency, residencies
+from terrace.plan.residency import Residency, gathers
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Pass, Stage, forward_stage, idle_stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import blocks_bytes
@@ -189,12 +188,12 @@ def restoring_program(program: Program) -> Program:
 
 def _passes(frame: Program, stages: Sequence[Stage]) -> list[Instruction]:
     stage, blocks, plan = frame.stage, frame.blocks, frame.plan
-    # Replicated parameters are always resident, so nothing is gathered or freed.
-    stays = residencies(stage, blocks, plan.prefetch) if frame.layout.params != DEVICE else []
+    stays = gathers(stage, blocks, frame.flats, plan.prefetch)
     issued, freed = defaultdict(list), defaultdict(list)
     for stay in stays:
         issued[stay.issue].append(stay)
-        freed[stay.last].append(stay)
+        if frame.frees(stay.block):
+            freed[stay.last].append(stay)
     received, reduced = _received(stage, stages), _reduced(frame)
     edges, found = _edges(stage, _sent), list[Instruction]()
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).

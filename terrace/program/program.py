@@ -115,6 +115,14 @@ class Program:
         """Whether some block keeps a secondary copy of its parameters."""
         return any(flat.layout.has_secondary for block in self.stage.held for flat in self.flats[block])
 
+    def gathers(self, block: int) -> bool:
+        """Whether some parameters of a block must be gathered: a rank keeps less than all of them."""
+        return any(flat.layout.gathers for flat in self.flats[block])
+
+    def frees(self, block: int) -> bool:
+        """Whether some gathered parameters of a block are dropped, to be gathered again."""
+        return any(flat.layout.frees for flat in self.flats[block])
+
     def peer(self, rank: int, instruction: Instruction) -> int:
         """The rank of the other stage that a SEND, a RECV or a TIE of `rank` names."""
         return self.mesh.at_stage(rank, instruction.peer)
@@ -237,7 +245,7 @@ class Program:
         if message_class is MessageClass.CONTROL:
             return control_message(self.stage_layout, self.world_layout, self.plan)
         # The secondary copy starts a gather from its own, inner tier.
-        source = self.layout.params_backward if instruction.secondary else None
+        source = self.stage_layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]
         key = (message_class, source, self.alike[instruction.block])
         found = self._of_blocks.get(key)

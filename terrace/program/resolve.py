@@ -30,11 +30,12 @@ def block_message(
     of parameters starts from; the default is the one its class names.
     """
     lane, tiers = message_lane(stage_layout, message_class, source), message_tiers(stage_layout, message_class, source)
-    # Buffers that do not travel in this class (frozen, or not orthogonalised) have no transfer.
+    # Buffers that do not travel in this class (whole, frozen, or not orthogonalised) have no transfer, nor has a
+    # secondary copy that is whole: the first gather has put it in its place.
     transfers = [
         flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number)
         for number, flat in enumerate(flats)
-        if flat.travels_in(message_class)
+        if flat.travels_in(message_class) and (source is None or flat.layout.frees)
     ]
     # A pure gather crosses the outermost tier first.
     if ROUTES[message_class].reduction is None:

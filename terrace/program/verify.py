@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from terrace.base.errors import ProgramError
-from terrace.plan.layout import DEVICE
 from terrace.plan.stage import SHORT
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import FOR_EACH_BLOCK, PHASE_OPS, Phase
@@ -118,6 +117,10 @@ class _Walker(Walk):
             Op.RECV: self._recv,
         }
 
+    @cached_property
+    def _gathers(self) -> list[bool]:
+        return [self.program.gathers(block) for block in range(len(self.program.blocks))]
+
     def state(self, by: int, least: int) -> tuple[object, ...]:
         """The facts that later instructions depend on, in micro-batches counted from number `by`.
 
@@ -137,8 +140,9 @@ class _Walker(Walk):
         program = self.program
         self.position = len(program.instructions)
         self.now = Instruction(Op.CLIP)
-        if self.resident:
-            self._fail_end(f"block {min(self.resident)} is still gathered at the end: FREE it")
+        left = {block for block in self.resident if program.frees(block)}
+        if left:
+            self._fail_end(f"block {min(left)} is still gathered at the end: FREE it")
         passes = [(block, micro) for block in program.stage.own for micro in range(program.num_micros)]
         wanted = [Instruction(Op.FORWARD, *each) for each in passes]
         if program.trains:
@@ -166,17 +170,15 @@ class _Walker(Walk):
             self._fail_end("`CLIP` never happens")
 
     def _needs_parameters(self, block: int) -> None:
-        if self.program.layout.params == DEVICE:
-            return
         # A borrowed block's parameters are read too, as a tied head reads the embedding.
         for needed in (block, *self.program.blocks[block].borrows):
-            if needed not in self.resident:
+            if self._gathers[needed] and needed not in self.resident:
                 self._fail(f"the parameters of block {needed} are not gathered")
             self.unused.discard(needed)
 
     def _gather(self, now: Instruction) -> None:
-        if self.program.layout.params == DEVICE:
-            self._fail("the parameters are replicated: there is nothing to gather")
+        if not self._gathers[now.block]:
+            self._fail("the parameters are whole on every rank: there is nothing to gather")
         if now.block in self.resident:
             self._fail("the block is already gathered")
         if now.secondary and not self.program.has_secondary:
@@ -194,6 +196,8 @@ class _Walker(Walk):
     def _free(self, now: Instruction) -> None:
         if now.block not in self.resident:
             self._fail("the block is not gathered")
+        if not self.program.frees(now.block):
+            self._fail("its secondary copy is whole and stays")
         if now.block in self.unused:
             self._fail("the block is gathered for nothing: no instruction read it")
         self.resident.remove(now.block)
@@ -329,7 +333,7 @@ class _Walker(Walk):
         if now.block in self._orthogonalised:
             self._after(Op.ORTHOGONALISE, now.block)
             self.directions -= 1
-        if now.block in self.resident:
+        if now.block in self.resident and self.program.frees(now.block):
             self._fail("the block is still gathered: its full parameters would go stale")
 
     def _refresh(self, now: Instruction) -> None:

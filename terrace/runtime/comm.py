@@ -65,7 +65,7 @@ class Comm:
             )
         # Messages inside blocks get a lane of their own: they must not queue behind a block's gather or reduction.
         has_inside = program.tensor.degree > 1 or self.context_group is not None
-        indexes = {0, *self.groups.lanes} | ({INSIDE} if has_inside else set())
+        indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
         self._peers: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
         # A group of its own, since the world's may have no timeout.

@@ -95,7 +95,8 @@ class Engine:
         if compiled:
             check_compiles([self.program])
         self.rank, self.device = rank, torch.device(device)
-        if self.device.type == "cpu":
+        held = self.program.state_bytes
+        if self.device.type == "cpu" and (held["gathered"] or held["grads_full"]):
             return_large_buffers()
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))

@@ -17,7 +17,6 @@ from terrace.comm.rounding import Origin
 from terrace.comm.stage_p2p import StageP2P
 from terrace.model.spec import ParamSpec
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.layout import DEVICE
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import MessageClass
@@ -34,7 +33,8 @@ class FlatParam:
     """One flat buffer of a block on one rank: its parameters, their gradient and optimizer state.
 
     `full` is the padded buffer of all elements (its storage is empty while freed), `shard` the slice of the params
-    tier, `secondary` the slice of the params_backward tier if the plan has one. Matrices come first: they take weight
+    tier, `secondary` the slice of the params_backward tier if the plan has one. A state of all elements is `full`
+    itself. Matrices come first: they take weight
     decay. Of a trainable buffer, `grads` is the accumulated gradient, sharded on the grads tier, in the master dtype;
     `owned` is its slice that this rank's optimizer updates. A gradient buffer in the compute dtype exists only from a
     block's backward to its reduction, unless gradients are accumulated in `grads` itself.
@@ -69,12 +69,13 @@ class FlatParam:
         self.full = torch.empty(self.padded, dtype=DTYPES[plan.compute], device=device)
         self.parameters = self._make_parameters()  # before the storage is emptied: `set_` would grow it again
         self.gradients = GradientViews(self.parameters, [(start, stop) for _, start, stop in self.extents])
-        self.shard = self.full
-        # Sharded parameters keep a slice; the full storage stays empty until gathered.
-        if layout.params != DEVICE:
+        # The full storage stays empty until gathered.
+        if layout.frees:
             self._resize(0)
-            self.shard = self._zeros(layout.params)
-        self.secondary = self._zeros(layout.params_backward) if layout.has_secondary else None
+        self.shard = self._zeros(layout.params) if layout.gathers else self.full
+        self.secondary: Tensor | None = None
+        if layout.has_secondary:
+            self.secondary = self._zeros(layout.params_backward) if layout.frees else self.full
         self._buffer: Tensor | None = None
         self._is_fresh = True  # `grads` holds nothing of this step yet
         self._anchor: Tensor | None = None  # the parameters that islands last agreed on, where there are several
@@ -122,14 +123,15 @@ class FlatParam:
     def gather(self, collectives: Collectives, transfer: Transfer, secondary: bool) -> None:
         """Materialise the full parameters from the primary or the secondary copy."""
         layout = self.layout
-        self.materialise()
+        if layout.frees:
+            self.materialise()
         # Where another buffer of the block has a secondary copy and this one has none, both copies are one slice.
         copy = self.secondary if secondary and self.secondary is not None else self.shard
         source = layout.params_backward if secondary else layout.params
         self._full_piece(source).copy_(copy)
         collectives.gather(transfer, self._full_piece, self.origin)
         # The first gather of a step refreshes the secondary copy for the later ones.
-        if self.secondary is not None and not secondary:
+        if self.secondary is not None and self.secondary is not self.full and not secondary:
             self.secondary.copy_(self._full_piece(layout.params_backward))
 
     def materialise(self) -> None:
@@ -138,6 +140,9 @@ class FlatParam:
         self._resize(self.full.nbytes)
 
     def free(self) -> None:
+        """Drop the full parameters, unless they stay."""
+        if not self.layout.frees:
+            return
         self._resize(0)
         self._meter.add("gathered", -self.full.nbytes)
 

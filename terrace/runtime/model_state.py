@@ -96,11 +96,9 @@ class ModelState:
 
     def gather(self, collectives: Collectives) -> None:
         """Materialise the full parameters of every block that is not resident anyway, until each is freed."""
-        # Replicated parameters are always resident.
-        if self.program.layout.params >= 0:
-            for index, flats in self.flats.items():
-                for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
-                    flats[transfer.flat].gather(collectives, transfer, False)
+        for index, flats in self.flats.items():
+            for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
+                flats[transfer.flat].gather(collectives, transfer, False)
 
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:

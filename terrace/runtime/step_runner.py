@@ -5,8 +5,7 @@ recomputation happens where the program says and nowhere else; no hook is involv
 program may run apart: the input gradient, and the weight gradients (terrace.runtime.linear). Communication goes to the
 lane of the outermost tier it crosses; an instruction waits only for its operands:
 
-    FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters; the message of
-                        another stage
+    FORWARD, BACKWARD   the gathers (for whole parameters, the refreshes) of its parameters; another stage's message
     BACKWARD            all reductions but the newest, so that at most one gradient is in flight
     GATHER              on its lane: the refresh of its block
     SYNC                on its lane: the last reduction of its block
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.plan.layout import DEVICE
+from terrace.comm.lane import HERE
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
@@ -161,14 +160,15 @@ class StepRunner:
         self._clock.mark(category)
 
     def _submit(self, work: Callable[[], None], after: Pending | None = None) -> Pending:
-
         def when_ready() -> None:
             if after is not None:
                 after.ticket.wait()
             work()
 
         now = self._program.instructions[self._counter]
-        return Pending(self._lanes[self._program.message(now).lane].submit(when_ready), self._counter, now)
+        message = self._program.message(now)
+        lane = self._lanes[message.lane] if message.sends else HERE  # without peers there is no lane
+        return Pending(lane.submit(when_ready), self._counter, now)
 
     def _parameters_of(self, block: int) -> tuple[int, ...]:
         return (block, *self._program.blocks[block].borrows)
@@ -178,8 +178,8 @@ class StepRunner:
             if needed in self._gathers:
                 pending = self._gathers.pop(needed)
                 self._wait(pending, "wait gather_backward" if pending.instruction.backward else "wait gather")
-            # Replicated parameters have no gather; the refresh of the last step is their only message.
-            if self._program.layout.params == DEVICE and needed in self._refreshes:
+            # Whole parameters have no gather; the refresh of the last step is their only message.
+            if needed in self._refreshes:
                 self._wait(self._refreshes.pop(needed), "wait refresh")
 
     def _gather(self, now: Instruction) -> None:
@@ -299,9 +299,8 @@ class StepRunner:
     def _open_gradients(self, block: int) -> None:
         closed = [flat for flat in self._state.flats[block] if flat.needs_buffer]
         # At most one gradient stays in flight while the next is made: the memory formula counts two.
-        if closed:
-            while len(self._reductions) > 1:
-                self._finish_reduction()
+        while closed and len(self._reductions) > 1:
+            self._finish_reduction()
         for flat in closed:
             flat.open_gradient()
 
@@ -328,7 +327,8 @@ class StepRunner:
 
     def _sync(self, now: Instruction) -> None:
         sync = self._each(now, lambda flat, transfer: flat.sync(self._collectives, transfer))
-        self._syncs.append(self._submit(sync, after=self._reduced.get(now.block)))
+        if self._program.message(now).sends:  # else nothing is left to do, and CLIP waits for the reduction
+            self._syncs.append(self._submit(sync, after=self._reduced.get(now.block)))
 
     def _clip(self, now: Instruction) -> None:
         assert not self._due, f"{now} before the weight gradients of {sorted(self._due)}"
@@ -372,7 +372,8 @@ class StepRunner:
             flat.publish()
         self._clock.mark("update")
         refresh = self._each(now, lambda flat, transfer: flat.refresh(self._collectives, transfer))
-        self._refreshes[now.block] = self._submit(refresh)
+        if self._program.message(now).sends:
+            self._refreshes[now.block] = self._submit(refresh)
 
     def _outer_start(self, now: Instruction) -> None:
         exchange = self._each(now, lambda flat, transfer: flat.exchange_change(self._collectives, transfer))

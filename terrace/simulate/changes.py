@@ -222,7 +222,7 @@ def _moved(layout: Layout, plan: Plan, states: tuple[str, ...], outward: bool) -
 
 def crossing(cluster: Cluster, plan: Plan) -> Plan:
     """The plan without wire formats for tiers that a message does not cross: they would be refused."""
-    layout = Layout.of(cluster, plan)
+    layout = Layout.written(cluster, plan)
     crossed = {message.value: [layout.tiers[tier] for tier in layout.route(message)] for message in PLACEABLE}
     crossed[MessageClass.TENSOR.value] = list(layout.tiers)  # where tensor ranks are does not change
     kept = {

@@ -111,7 +111,10 @@ class Costs:
         seconds = message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
         if instruction.op in (Op.GATHER, Op.REDUCE) and message.sends:
             flats = self.program.flats[instruction.block]
-            numel = sum(flat.numel for flat in flats if flat.trainable or instruction.op is Op.GATHER)
+            if instruction.op is Op.GATHER:
+                numel = sum(flat.numel for flat in flats if flat.layout.frees)
+            else:
+                numel = sum(flat.numel for flat in flats if flat.trainable)
             seconds += fresh_s(device, numel * FORMATS[self.program.plan.compute].element_bytes)
         return seconds
 

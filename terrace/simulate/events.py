@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import ProgramError
-from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
@@ -130,8 +129,8 @@ class _Pricing:
     def _pass(self, instruction: Instruction) -> Play:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks
         needs = (index, *blocks[index].borrows)
-        # Replicated parameters are ready after the refresh of the step before, so the pass waits for it.
-        act = Rank.run_replicated if self.program.layout.params == DEVICE else Rank.run
+        # Parameters that no gather brings are ready after the refresh of the step before, so the pass waits for it.
+        act = Rank.run if all(map(self.program.gathers, needs)) else Rank.run_whole
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
             return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs, inside=inside)
@@ -224,8 +223,8 @@ class Rank:
         for category, seconds in event.inside:
             self.inside(category, seconds)
 
-    def run_replicated(self, event: Event) -> None:
-        """FORWARD and BACKWARD with replicated parameters: they wait for the refresh."""
+    def run_whole(self, event: Event) -> None:
+        """FORWARD and BACKWARD with parameters that are whole on every rank: they wait for the refresh."""
         refreshes = self.refreshes
         for block in event.needs if refreshes else ():
             if block in refreshes:

@@ -30,7 +30,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.kinds import Kinds
-from terrace.plan.layout import DEVICE, Layout, message_lane
+from terrace.plan.layout import Layout, message_lane
 from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, residual_numels
@@ -225,7 +225,7 @@ def model_states(
     again = num_micros > plan.unit
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
     steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers"), 0)
-    buffered = [0] * len(stage.sizes)
+    buffered, comes_and_goes = [0] * len(stage.sizes), [0] * len(stage.sizes)
     together = shared(TENSOR) if len(stage.flats) > 1 and shared is not None else layout  # names the lanes
     lanes: dict[int, int] = {}
     tie = 0
@@ -246,6 +246,8 @@ def model_states(
         # Only gradients that are reduced need a whole buffer.
         if not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
+        if here.frees:
+            comes_and_goes = [before + size for before, size in zip(comes_and_goes, sizes, strict=True)]
         # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
         tie = max(tie, flats.tied // here.span(here.grads) * master)
         alone = replace(stage, flats=(flats,))
@@ -257,7 +259,7 @@ def model_states(
             lanes[lane] = max(lanes.get(lane, 0), size)
     steady["buffers"] = sum(lanes.values()) + tie
     gradients = gradient_numels(stage.with_sizes(tuple(buffered)), again)
-    gathered = gathered_numels(stage, plan.prefetch) if layout.params != DEVICE else (0,) * len(stage.sizes)
+    gathered = gathered_numels(stage.with_sizes(tuple(comes_and_goes)), plan.prefetch)
     return States(
         steady=steady,
         gathered=tuple(numel * item for numel in gathered),
@@ -301,13 +303,13 @@ def _messages(
         cases.append((MessageClass.OUTER, None, largest))
     if matrices:
         cases.append((MessageClass.ORTHOGONALISE, None, matrices))
-    if layout.params != DEVICE:
-        cases.append((MessageClass.GATHER, layout.params, largest))
+    if layout.gathers:
+        cases.append((MessageClass.GATHER, together.params, largest))
         if 2 * len(stage.order) - 1 > max(1, prefetch):  # else every block stays for the whole step
-            cases.append((MessageClass.GATHER_BACKWARD, layout.params_backward, largest))
+            cases.append((MessageClass.GATHER_BACKWARD, together.params_backward, largest))
             # A borrower far from its lender gathers it for a second forward.
             lends_late = any(borrower - lender > max(1, prefetch) for borrower, lender in stage.lent)
-            cases += [(MessageClass.GATHER, layout.params_backward, largest)] if again or lends_late else []
+            cases += [(MessageClass.GATHER, together.params_backward, largest)] if again or lends_late else []
     lanes: dict[int, int] = {}
     for message, source, numel in cases:
         reduction, gathering = block_hops(layout, plan, message, numel, source)

@@ -15,7 +15,6 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.model.config import num_params
-from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.train.config import RunConfig, TrainConfig, section
@@ -50,7 +49,7 @@ def _prompt(run: RunConfig) -> str:
 
 
 def _prefetch(run: RunConfig) -> str:
-    if Layout.of(run.cluster, run.plan).params != DEVICE:
+    if run.plan.params != "device":
         return ""
     return 'under params = "device" nothing is gathered: leave it out, or shard the parameters'
 

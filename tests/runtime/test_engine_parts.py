@@ -11,6 +11,7 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
+from terrace.plan.presets import PRESETS, preset
 from terrace.program import lowering
 from terrace.program.lowering import build, forward_programs, restoring_program
 from terrace.program.period import Period, Turn
@@ -168,3 +169,29 @@ def test_a_step_that_repeats_has_the_bits_of_the_one_written_out(monkeypatch: py
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
     assert found[0][2] == found[1][2]
+
+
+def test_one_rank_makes_the_same_step_under_every_preset_and_has_no_lane() -> None:
+    found = []
+    for name in PRESETS:
+        blocks = MODEL.blocks(torch.float32)
+        engine = Engine(
+            blocks,
+            names=NAMES,
+            cluster=CLUSTER,
+            plan=preset(name, CLUSTER),
+            num_micros=2,
+            objective=MODEL.objective,
+            optimizer=ADAMW,
+            declared=MODEL.declared,
+        )
+        assert not engine.comm.lanes
+        results = [engine.step(batches_of(step), ADAMW.lr) for step in range(3)]
+        results.append(engine.evaluate(batches_of(3)))
+        engine.check_bytes()
+        assert engine.report({}).memory_bytes.get("gathered", 0) == 0
+        found.append(([(each.loss, each.grad_norm) for each in results], flatten(blocks)))
+        engine.close()
+    for losses, parameters in found[1:]:
+        assert losses == found[0][0]
+        assert torch.equal(parameters, found[0][1])

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.layout import Layout
 from terrace.plan.residency import recomputed
 from terrace.plan.routes import block_hops
 from terrace.plan.state_bytes import accumulates_in_place
@@ -104,7 +104,7 @@ class _World:
         for needed in read:
             if needed in rank.gathers:
                 rank.wait(*rank.gathers.pop(needed))
-            if self.program.layout.params == DEVICE and needed in rank.refreshes:
+            if not self.program.gathers(needed) and needed in rank.refreshes:
                 rank.wait(rank.refreshes.pop(needed), "wait refresh")
         if instruction.op is Op.FORWARD:
             rank.compute(self.costs.forward_s[block], "forward")
@@ -171,7 +171,7 @@ class _World:
                 (program.stage_layout, tier, num_bytes) for tier, num_bytes in program.message(instruction).sends
             )
             return
-        source = program.layout.params_backward if instruction.secondary else None
+        source = program.stage_layout.params_backward if instruction.secondary else None
         for flat in program.flats[instruction.block]:
             if flat.trainable or instruction.op is Op.GATHER:
                 reduction, gathering = block_hops(flat.layout, program.plan, message, flat.padded, source)

@@ -3,7 +3,6 @@
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
 from terrace.plan.state_bytes import accumulates_in_place
 from terrace.plan.wire import MessageClass
@@ -83,7 +82,7 @@ class _Rank:
         for needed in (block, *self.program.blocks[block].borrows):
             if needed in self.gathers:
                 self._wait(*self.gathers.pop(needed))
-            if self.program.layout.params == DEVICE and needed in self.refreshes:
+            if not self.program.gathers(needed) and needed in self.refreshes:
                 self._wait(self.refreshes.pop(needed), "wait refresh")
 
     def _opens_gradient(self, block: int) -> bool:

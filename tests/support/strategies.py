@@ -85,7 +85,7 @@ def plans(draw: st.DrawFn, cluster: Cluster) -> Plan:
         unit=draw(st.integers(1, 3)),  # in bf16 no more than 8
         **values,
     )
-    return replace(plan, wire=draw(wire_tables(Layout.of(cluster, plan), compute, master)))
+    return replace(plan, wire=draw(wire_tables(Layout.written(cluster, plan), compute, master)))
 
 
 @st.composite

@@ -224,6 +224,6 @@ WHOLE_ROWS = Rows()
 
 def with_wires(cluster: Cluster, plan: Plan, name: str) -> Plan:
     """Return the plan with every message in one format, wherever it crosses."""
-    layout = Layout.of(cluster, plan)
+    layout = Layout.written(cluster, plan)
     table = {message.value: {layout.tiers[tier]: name for tier in layout.route(message)} for message in PLACEABLE}
     return replace(plan, wire=table)

@@ -68,6 +68,7 @@ def test_every_preset_is_run_somewhere() -> None:
 OPTIONED = [
     ("zero3", (2, 2)),
     ("zero++", (1, 2, 2)),
+    ("zero++", (1, 1, 2)),  # its secondary copy is whole
     *nightly(("three-level", (2, 2, 2))),
 ]
 
