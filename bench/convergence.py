@@ -101,7 +101,7 @@ def run(world: World, job: Job) -> Found:
     batches = Batches(job.tokens, job.sequence, schedule.batch, job.seed)
     losses, errors, begin_s = [], [], time.monotonic()
     for step in range(job.steps):
-        arrays = batches.micro_batch(step, 0, world.rank, world.world_size, 1)
+        (arrays,) = batches.micro_batches(step, world.rank, world.world_size, 1)
         inputs, labels = (torch.from_numpy(array) for array in arrays)
         result = engine.step([Batch(inputs, labels)], learning_rate(step, schedule, optimizer))
         losses.append(result.loss)

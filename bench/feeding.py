@@ -1,25 +1,40 @@
 """Speed at which one core makes batches from a token cache: `python -m bench.feeding`.
 
 A corpus of random ids in documents of geometric lengths is written to a temporary folder, then micro-batches are read
-from it in the order of a run, in each mode of `data.documents` and from a mixture.
+from it in the order of a run, in each mode of `data.documents` and from a mixture: checksums, order, documents and ids
+held against the vocabulary included. Torch's `DataLoader` reads the same number of tokens, shuffled, without any of
+these. Each has a process of its own, they take turns, and the time is processor time.
 """
 
-import argparse
-import json
+import statistics
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from bench.common import bench_parser, judge, print_table, ratio_words
+from bench.contest import Contestant, Work, take_turns
 from terrace.data.batches import Batches, Source
 from terrace.data.block_sums import write_sums
 from terrace.data.feeding import Feeder
 from terrace.data.token_file import TokenFile
 
 TARGET_TOKENS_PER_S = 5e6
+
+
+class Size(NamedTuple):
+    """Tokens of a row, rows of a micro-batch."""
+
+    sequence: int
+    rows: int
 
 
 def corpus(folder: Path, name: str, num_tokens: int, mean_length: int) -> TokenFile:
@@ -44,16 +59,6 @@ def corpus(folder: Path, name: str, num_tokens: int, mean_length: int) -> TokenF
     return replace(tokens, sums_digest=write_sums(tokens))
 
 
-def rate(make: Callable[[int], object], tokens_a_step: int, seconds: float) -> float:
-    """Tokens per second of `make`, called for one step after the other."""
-    make(0)
-    begin, step = time.perf_counter(), 1
-    while time.perf_counter() - begin < seconds:
-        make(step)
-        step += 1
-    return (step - 1) * tokens_a_step / (time.perf_counter() - begin)
-
-
 def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, list[Source]]:
     """Sources to read: each way of putting documents into sequences, and a mixture of all."""
     tokens = {name: corpus(folder, name, num_tokens, mean_length) for name in ("join", "separate", "whole")}
@@ -69,47 +74,86 @@ def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, list[Sour
     return {name: [each] for name, each in sources.items()} | {"mixture": mixture}
 
 
-def main() -> None:
-    """Measure and print one line of JSON per way."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=50_000_000, help="of each corpus")
-    parser.add_argument("--document", type=int, default=400, help="mean tokens of a document")
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+def own(sources: list[Source], size: Size, num_calls: int, is_fed: bool) -> Work:
+    """Micro-batches as a run takes them: one a step, as torch tensors, from a feeder's thread if `is_fed`."""
+    batches = Batches(sources, size.sequence, size.rows, 0, vocab_size=50_000)
+
+    def make(step: int) -> list[Tensor]:
+        (arrays,) = batches.micro_batches(step, 0, 1, size.rows)
+        return [torch.from_numpy(array) for array in arrays]
+
+    first = 0
+
+    def work() -> None:
+        nonlocal first
+        if is_fed:
+            with closing(Feeder(make, first, first + num_calls)) as feeder:
+                for _ in range(num_calls):
+                    feeder.next()
+        else:
+            for step in range(first, first + num_calls):
+                make(step)
+        first += num_calls
+
+    return work
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a token file, as torch's loader wants them: no checksums, no documents."""
+
+    def __init__(self, tokens: TokenFile, sequence: int) -> None:
+        self._ids, self._sequence = np.asarray(tokens.open()), sequence
+
+    def __len__(self) -> int:
+        return (len(self._ids) - 1) // self._sequence
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        first = index * self._sequence
+        whole = torch.from_numpy(self._ids[first : first + self._sequence + 1].astype(np.int64))
+        return whole[:-1], whole[1:]
+
+
+def theirs(tokens: TokenFile, size: Size, num_calls: int) -> Work:
+    """Torch's loader on the same tokens, shuffled, in the process itself."""
+    rows = Rows(tokens, size.sequence)
+
+    def forever() -> Iterator[Any]:
+        while True:
+            yield from DataLoader(rows, batch_size=size.rows, shuffle=True, drop_last=True)
+
+    endless = forever()
+    return lambda: [None for _ in zip(range(num_calls), endless, strict=False)] and None
+
+
+def main() -> int:
+    """Print the table; return 1 when --check is given and the target is missed."""
+    parser = bench_parser(__doc__, rounds=7, corpus=20_000_000, document=400, rows=4, calls=1000)
+    parser.add_argument("--sequence", type=int, nargs="+", default=[128, 2048])
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, sources in ways(Path(folder), options.tokens, options.document).items():
-            begin = time.perf_counter()
-            batches = Batches(sources, options.sequence, 8 * options.micro_batch, 0)
-            opened_s = time.perf_counter() - begin
-
-            def make(step: int, batches: Batches = batches) -> object:
-                return batches.micro_batch(step, step % 8, 0, 1, options.micro_batch)
-
-            tokens_a_step = options.sequence * options.micro_batch
-            alone = rate(make, tokens_a_step, options.seconds)
-            feeder = Feeder(make, 0, 1 << 40)
-
-            def take(step: int, feeder: Feeder[object] = feeder) -> object:
-                return feeder.next()
-
-            fed = rate(take, tokens_a_step, options.seconds)
-            feeder.close()
-            far = 10**9
-            begin = time.perf_counter()
-            batches.micro_batch(far, 0, 0, 1, options.micro_batch)
-            row = {
-                "documents": name,
-                "positions": batches.has_positions,
-                "opened_s": round(opened_s, 3),
-                "tokens_per_s": round(alone),
-                "tokens_per_s_fed": round(fed),
-                "step_1e9_s": round(time.perf_counter() - begin, 6),
-                "met": min(alone, fed) >= TARGET_TOKENS_PER_S,
+    rival = f"DataLoader of torch {torch.__version__}"
+    table, missed = [], []
+    for sequence in options.sequence:
+        size = Size(sequence, options.rows)
+        with tempfile.TemporaryDirectory() as name:
+            sources = ways(Path(name), options.corpus, options.document)
+            contestants: dict[str, Contestant] = {
+                "theirs": (theirs, (sources["join"][0].tokens, size, options.calls)),
+                "join, fed": (own, (sources["join"], size, options.calls, True)),
             }
-            print(json.dumps(row), flush=True)
+            contestants |= {way: (own, (read, size, options.calls, False)) for way, read in sources.items()}
+            seconds, _ = take_turns(contestants, options.rounds)
+        tokens = size.rows * sequence * options.calls
+        for way, took_s in seconds.items():
+            rate = tokens / statistics.median(took_s)
+            cells = [f"{size.rows} x {sequence}", rival if way == "theirs" else way, f"{rate / 1e6:.2f}"]
+            if way != "theirs":
+                cells += [ratio_words(seconds["theirs"], took_s, 1), f"{TARGET_TOKENS_PER_S / 1e6:g}"]
+                if rate < TARGET_TOKENS_PER_S:
+                    missed.append(f"{cells[0]}, {way}: {rate / 1e6:.2f} M tokens/s")
+            table.append(cells + [""] * (5 - len(cells)))
+    print_table(["micro-batch", "documents", "M tokens/s of a core", "times the rival's (quartiles)", "goal"], table)
+    return judge(missed, options.check)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

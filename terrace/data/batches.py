@@ -15,7 +15,7 @@ global batch, whatever the world size; every rank has equally many, and any step
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,10 @@ from terrace.data.packing import Packing, Tally, packed
 from terrace.data.samples import Packed, Parts, Windows
 from terrace.data.sources import Documented, TooLong
 from terrace.data.token_file import TokenFile
+
+# A permutation of few positions costs little more than that of one (terrace.data.order), so a rank's next steps are
+# placed together, up to this number of rows.
+_ROWS_PLACED_AHEAD = 4096
 
 Ids = npt.NDArray[np.int64]
 Arrays = tuple[Ids, ...]  # inputs, labels and, where documents are kept apart, positions
@@ -88,6 +92,12 @@ class SourceUse:
         return self.num_taken / self.num_samples
 
 
+class _Placed(NamedTuple):
+    key: tuple[int, ...]  # first step; data rank, their number, rows of a micro-batch
+    sources: Ids  # (steps, rows of the rank), as are the samples
+    samples: Ids
+
+
 class Batches:
     """Training batches of a token file or of weighted sources, and the held-out samples, which are never trained on.
 
@@ -132,6 +142,7 @@ class Batches:
         self.has_positions = any(samples.has_positions for samples in self._samples)
         self.num_samples = sum(order.num_samples for order in self._orders)
         self.num_holdout_samples = sum(self._held)
+        self._ahead: _Placed | None = None
 
     def uses(self, num_steps: int) -> list[SourceUse]:
         """Use of each source by the first `num_steps` steps."""
@@ -148,24 +159,22 @@ class Batches:
             for source, order, held, count in zip(self.sources, self._orders, self._held, taken, strict=True)
         ]
 
-    def micro_batch(self, step: int, micro: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Arrays:
-        """Arrays of one micro-batch, each int64 of shape (micro_batch, sequence).
+    def micro_batches(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[Arrays]:
+        """The micro-batches of a data rank in `step`; each array is int64 of shape (micro_batch, sequence).
 
-        `micro` counts from 0 to batch / (num_data_ranks * micro_batch). Raises `DataError` when that is not a whole
-        number.
+        Raises `DataError` when batch / (num_data_ranks * micro_batch), their number, is not whole.
         """
         if micro_batch < 1 or num_data_ranks < 1 or self.batch % (num_data_ranks * micro_batch):
             raise DataError(
                 f"batch = {self.batch} is not a multiple of num_data_ranks = {num_data_ranks} times "
                 f"micro_batch = {micro_batch}; change one of them"
             )
-        num_micros = self.batch // (num_data_ranks * micro_batch)
         assert step >= 0, f"step {step}"
         assert 0 <= data_rank < num_data_ranks, f"data_rank {data_rank} of {num_data_ranks}"
-        assert 0 <= micro < num_micros, f"micro {micro} of {num_micros}"
-        # Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks.
-        first = (micro * num_data_ranks + data_rank) * micro_batch
-        return self.rows(step, np.arange(first, first + micro_batch, dtype=np.int64))
+        # All are read at once and then cut: a read costs as much as a thousand tokens.
+        whole = self._gather(*self._placed_ahead(step, data_rank, num_data_ranks, micro_batch))
+        ends = range(micro_batch, len(whole[0]) + 1, micro_batch)
+        return [tuple(array[end - micro_batch : end] for array in whole) for end in ends]
 
     def rows(self, step: int, rows: Ids) -> Arrays:
         """Rows `rows`, shape (n,), of the global batch of `step`: inputs, labels and, if `has_positions`, positions,
@@ -201,6 +210,23 @@ class Batches:
         firsts: Ids = sizes - ends + np.asarray(self._held, dtype=np.int64)
         return self._gather(sources, chosen + firsts[sources])
 
+    def _placed_ahead(self, step: int, *split: int) -> tuple[Ids, Ids]:
+        # Source and sample of the rows of a data rank in `step`. A pure function: only its last result is kept.
+        data_rank, num_data_ranks, micro_batch = split
+        num_rows = self.batch // num_data_ranks
+        num_steps = max(1, _ROWS_PLACED_AHEAD // num_rows)
+        first = step - step % num_steps
+        ahead = self._ahead
+        if ahead is None or ahead.key != (first, *split):
+            # Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks.
+            micros = np.arange(data_rank, self.batch // micro_batch, num_data_ranks)
+            rows = (micros[:, None] * micro_batch + np.arange(micro_batch)).ravel()
+            positions = np.arange(first, first + num_steps)[:, None] * self.batch + rows
+            sources, samples = self._placed(positions.ravel())
+            ahead = _Placed((first, *split), sources.reshape(positions.shape), samples.reshape(positions.shape))
+            self._ahead = ahead
+        return ahead.sources[step - first], ahead.samples[step - first]
+
     def _placed(self, positions: Ids) -> tuple[Ids, Ids]:
         # A position gives a source and an index within it; the source's own order turns the index into a sample.
         sources, indices = self._blend.place(positions)
@@ -210,39 +236,30 @@ class Batches:
         return sources, indices
 
     def _gather(self, sources: Ids, samples: Ids) -> Arrays:
-        # One source fills all rows: no copy.
-        if len(self._samples) == 1:
-            return self._arrays(0, samples)
-        whole = tuple(np.empty((len(samples), self.sequence), dtype=np.int64) for _ in range(2 + self.has_positions))
-        for source in np.unique(sources):
-            chosen = np.flatnonzero(sources == source)
-            for all_rows, rows in zip(whole, self._arrays(int(source), samples[chosen]), strict=True):
-                all_rows[chosen] = rows
-        return whole
-
-    def _arrays(self, source: int, samples: Ids) -> Arrays:
-        inputs, labels, positions = self._samples[source].rows(samples)
+        shape = len(samples), self.sequence
+        inputs, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        positions = np.empty(shape, dtype=np.int64) if self.has_positions else None
+        for row, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
+            place = None if positions is None else positions[row]
+            self._samples[source].fill(sample, inputs[row], labels[row], place)
         if self._vocab_size is not None:
-            self._check_vocab(self.sources[source], samples, inputs, labels)
-        if not self.has_positions:
-            return inputs, labels
-        if positions is None:  # mixed with separate documents, a row of joined ones counts as one document
-            positions = np.broadcast_to(np.arange(self.sequence), inputs.shape)
-        return inputs, labels, positions
+            self._check_vocab(self._vocab_size, sources, samples, inputs, labels)
+        return (inputs, labels) if positions is None else (inputs, labels, positions)
 
-    def _check_vocab(self, source: Source, samples: Ids, inputs: Ids, labels: Ids) -> None:
+    def _check_vocab(self, vocab_size: int, sources: Ids, samples: Ids, inputs: Ids, labels: Ids) -> None:
         # An id without a row would be looked up beyond the embedding. Labels are inputs but for the last of a row, or
-        # ignored, which is negative.
+        # ignored, which is negative. A negative id is huge as an unsigned number.
+        if not inputs.size or max(inputs.view(np.uint64).max(), labels.max()) < vocab_size:
+            return
         largest = np.maximum(inputs.max(axis=1), labels.max(axis=1))
-        wrong = np.flatnonzero((largest >= self._vocab_size) | (inputs.min(axis=1) < 0))
-        if wrong.size:
-            row = int(wrong[0])
-            found = int(inputs[row].min()) if int(inputs[row].min()) < 0 else int(largest[row])
-            raise DataError(
-                f"sample {samples[row]} of {source.name or source.tokens.path} has token id {found}, but the model's "
-                f"vocab_size is {self._vocab_size}: {source.tokens.path} is damaged or belongs to another tokenizer; "
-                "delete it if it is in the cache, and it will be made again"
-            )
+        row = int(np.flatnonzero((largest >= vocab_size) | (inputs.min(axis=1) < 0))[0])
+        source = self.sources[sources[row]]
+        found = int(inputs[row].min()) if int(inputs[row].min()) < 0 else int(largest[row])
+        raise DataError(
+            f"sample {samples[row]} of {source.name or source.tokens.path} has token id {found}, but the model's "
+            f"vocab_size is {vocab_size}: {source.tokens.path} is damaged or belongs to another tokenizer; "
+            "delete it if it is in the cache, and it will be made again"
+        )
 
 
 def _num_held(source: Source, num_samples: int, holdout: float) -> int:

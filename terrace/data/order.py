@@ -98,6 +98,9 @@ def _encrypt(values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], num_b
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Spreads every input bit over the 64 output bits; products wrap modulo 2^64 on purpose."""
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return values ^ (values >> np.uint64(33))
+    values = values ^ (values >> np.uint64(33))
+    values *= np.uint64(0xFF51AFD7ED558CCD)
+    values ^= values >> np.uint64(33)
+    values *= np.uint64(0xC4CEB9FE1A85EC53)
+    values ^= values >> np.uint64(33)
+    return values

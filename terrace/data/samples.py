@@ -1,5 +1,8 @@
 """From a sample's number to its row: inputs, labels and, where documents are kept apart, positions.
 
+Rows are filled one by one, document by document: each is a copy of runs, which costs little more than its bytes, and
+sources of a mixture need not be sorted out.
+
 Three ways to make sequences of documents, chosen by `data.documents`:
 
     join      windows of the token stream; windows and attention run across document ends. No positions.
@@ -29,7 +32,6 @@ from terrace.data.packing import Packing
 IGNORED = -100  # the label of a place that has no target, as everywhere in this project
 
 Ids = npt.NDArray[np.int64]
-Rows = tuple[Ids, Ids, Ids | None]  # inputs, labels, positions; each (n, sequence)
 Parts = tuple[tuple[int, int], ...]  # of a row
 
 
@@ -50,56 +52,49 @@ class Windows:
         self.num_samples = (len(documents.ids) - 1) // sequence
         self.has_positions = separate
         self._sequence = sequence
+        self._count = np.arange(sequence)
         self._documents = documents
         self._starts = documents.starts
-        # (num_windows, sequence + 1), overlapping by one token; no copy
-        self._windows = _windows(documents.ids, sequence)
-        self._mask = None if documents.mask is None else _windows(documents.mask, sequence)
+        self._ids, self._mask = documents.ids, documents.mask
 
-    def rows(self, samples: Ids) -> Rows:
-        """Rows of `samples`, shape (n,)."""
-        for sample in samples.tolist():
-            self._check(sample)
-        whole = self._windows[samples]  # (n, sequence + 1), a copy in the stored dtype
-        inputs, labels = whole[:, :-1].astype(np.int64), whole[:, 1:].astype(np.int64)
+    def fill(self, sample: int, inputs: Ids, labels: Ids, positions: Ids | None) -> None:
+        """Writes the row of `sample` into arrays of shape (sequence,); joined documents count as one in `positions`."""
+        first, end = sample * self._sequence, (sample + 1) * self._sequence
+        self._documents.check(first, end + 1)
+        inputs[:] = self._ids[first:end]
+        labels[:] = self._ids[first + 1 : end + 1]
         if self._mask is not None:
-            labels[self._mask[samples, 1:] == 0] = IGNORED
-        if not self.has_positions:
-            return inputs, labels, None
-        firsts = samples * self._sequence
-        # All document starts inside the windows of all samples at once: their row and their column.
-        # side="right": a document that begins with the window needs no mark.
-        low = np.searchsorted(self._starts, firsts, side="right")
-        row, which = _runs(low, np.searchsorted(self._starts, firsts + self._sequence, side="right"))
-        columns = self._starts[which] - firsts[row]  # starts of documents: 1 ... sequence
-        # The last token of a document would predict the first of the next.
-        labels[row, columns - 1] = IGNORED
-        # The running maximum of the start columns gives each token the start of its own document.
-        begins = np.zeros_like(inputs)
-        inside = columns < self._sequence
-        begins[row[inside], columns[inside]] = columns[inside]
-        return inputs, labels, np.arange(self._sequence) - np.maximum.accumulate(begins, axis=1)
+            labels[self._mask[first + 1 : end + 1] == 0] = IGNORED
+        if positions is None:
+            return
+        begin = 0
+        for start in self._inside(first) if self.has_positions else ():
+            # The last token of a document would predict the first of the next.
+            labels[start - 1] = IGNORED
+            positions[begin:start] = self._count[: start - begin]
+            begin = start
+        positions[begin:] = self._count[: self._sequence - begin]
 
     def parts(self, samples: Ids) -> list[Parts]:
         """Trained parts of each row of `samples`, shape (n,)."""
         return [self._parts(int(sample)) for sample in samples]
 
-    def _check(self, sample: int) -> None:
-        first = sample * self._sequence
-        self._documents.check(first, first + self._sequence + 1)
-
     def _parts(self, sample: int) -> Parts:
-        self._check(sample)
         first, size = sample * self._sequence, self._sequence
-        ends = np.zeros(0, dtype=np.int64)
-        if self.has_positions:
-            low, high = np.searchsorted(self._starts, (first, first + size), side="right")
-            ends = self._starts[low:high] - first  # starts of documents, 1 ... size; the documents before end there
-        has_label = np.ones(size, dtype=bool) if self._mask is None else self._mask[sample, 1:] != 0
-        # As in `rows`: the last token of a document has no label.
-        has_label[ends - 1] = False
-        bounds = [0, *ends[ends < size].tolist(), size]
+        self._documents.check(first, first + size + 1)
+        ends = self._inside(first) if self.has_positions else []  # the documents before end there
+        has_label = np.ones(size, dtype=bool) if self._mask is None else self._mask[first + 1 : first + size + 1] != 0
+        # As in `fill`: the last token of a document has no label.
+        has_label[[end - 1 for end in ends]] = False
+        bounds = [0, *(end for end in ends if end < size), size]
         return tuple((begin, end) for begin, end in pairwise(bounds) if has_label[begin:end].any())
+
+    def _inside(self, first: int) -> list[int]:
+        """Columns 1 ... sequence at which documents start, in the window from token `first` on."""
+        # side="right": a document that begins with the window needs no mark.
+        low, high = self._starts.searchsorted((first, first + self._sequence), side="right")
+        columns: list[int] = (self._starts[low:high] - first).tolist()
+        return columns
 
 
 class Packed:
@@ -114,44 +109,25 @@ class Packed:
         self._packing = packing
         self._count = np.arange(sequence)
 
-    def rows(self, samples: Ids) -> Rows:
-        """Rows of `samples`, shape (n,)."""
+    def fill(self, sample: int, inputs: Ids, labels: Ids, positions: Ids) -> None:
+        """Writes the row of `sample` into arrays of shape (sequence,)."""
         packing, ids, mask = self._packing, self._documents.ids, self._documents.mask
-        shape = len(samples), self._sequence
-        # Padding is token 0 without a label.
-        inputs, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
-        positions = np.empty(shape, dtype=np.int64)
-        bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
-        for row, (low, high) in enumerate(bounds):
-            # Copies of runs: a run of any length costs little more than its bytes.
-            end = 0
-            for start, length in zip(
-                packing.starts[low:high].tolist(), packing.lengths[low:high].tolist(), strict=True
-            ):
-                place, end = slice(end, end + length), end + length
-                self._documents.check(start, start + length + 1)
-                inputs[row, place] = ids[start : start + length]
-                labels[row, place] = ids[start + 1 : start + length + 1]
-                positions[row, place] = self._count[:length]
-                if mask is not None:
-                    labels[row, place][mask[start + 1 : start + length + 1] == 0] = IGNORED
-            # Padding is a document of its own: no token of a real one can see it.
-            positions[row, end:] = self._count[: self._sequence - end]
-        return inputs, labels, positions
+        low, high = packing.offsets[sample : sample + 2].tolist()
+        end = 0
+        for start, length in zip(packing.starts[low:high].tolist(), packing.lengths[low:high].tolist(), strict=True):
+            place, end = slice(end, end + length), end + length
+            self._documents.check(start, start + length + 1)
+            inputs[place] = ids[start : start + length]
+            labels[place] = ids[start + 1 : start + length + 1]
+            positions[place] = self._count[:length]
+            if mask is not None:
+                labels[place][mask[start + 1 : start + length + 1] == 0] = IGNORED
+        # Padding is token 0 without a label, and a document of its own: no token of a real one can see it.
+        inputs[end:], labels[end:] = 0, IGNORED
+        positions[end:] = self._count[: self._sequence - end]
 
     def parts(self, samples: Ids) -> list[Parts]:
         """Trained parts of each row of `samples`, shape (n,): all documents, since others are not packed."""
         packing = self._packing
         bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
         return [tuple(pairwise([0, *np.cumsum(packing.lengths[low:high]).tolist()])) for low, high in bounds]
-
-
-def _windows(values: npt.NDArray[np.unsignedinteger], sequence: int) -> npt.NDArray[np.unsignedinteger]:
-    return np.lib.stride_tricks.sliding_window_view(values, sequence + 1)[::sequence]
-
-
-def _runs(low: Ids, high: Ids) -> tuple[Ids, Ids]:
-    """The numbers low[i] ... high[i] - 1 for all i, concatenated, and the i of each."""
-    counts = high - low
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts - low)[owner]

@@ -30,18 +30,16 @@ class MicroBatches:
 
     def step(self, step: int) -> StepBatches:
         if self._context is None:
-            return StepBatches([self._rows(step, micro) for micro in range(self._program.num_micros)], None)
+            # Tensor and pipeline ranks of one data rank read the same rows.
+            degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
+            rows = self._batches.micro_batches(step, self._place, degree, size)
+            return StepBatches([Batch(*map(self._tensor, arrays)) for arrays in rows], None)
         local = self._context.step(step)
         micros = [
             Batch(*map(self._tensor, (micro.inputs, micro.labels, micro.positions)), token_layout=micro.token_layout)
             for micro in local.micros
         ]
         return StepBatches(micros, local.balance)
-
-    def _rows(self, step: int, micro: int) -> Batch:
-        # Tensor and pipeline ranks of one data rank read the same rows.
-        degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
-        return Batch(*map(self._tensor, self._batches.micro_batch(step, micro, self._place, degree, size)))
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         # Page-locked memory lets the copy to a GPU overlap with compute.

@@ -120,7 +120,7 @@ def expected_loss(config: ModelConfig, folder: Path, job_of: RunConfig, tmp_path
                 block.get_parameter(param.name).copy_(pretrained.value(spec.name, param.name))
         train = job_of.train
         batches = Batches(job.sources, train.sequence, train.batch, train.seed)
-        inputs, labels = (torch.from_numpy(each) for each in batches.micro_batch(0, 0, 0, 1, train.batch)[:2])
+        inputs, labels = (torch.from_numpy(each) for each in batches.micro_batches(0, 0, 1, train.batch)[0][:2])
         return float(token_loss(run_blocks(blocks, inputs), labels)) / labels.numel()
 
 

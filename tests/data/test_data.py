@@ -124,13 +124,11 @@ def test_windows_are_consecutive_and_labels_are_shifted(tokens: TokenFile) -> No
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_micro_batches_make_up_the_global_batch(tokens: TokenFile, num_data_ranks: int, micro_batch: int) -> None:
     batches = Batches(tokens, sequence=16, batch=48, seed=0)
-    num_micros = 48 // (num_data_ranks * micro_batch)
-    for step in (0, 1, 7):
-        parts = [
-            batches.micro_batch(step, micro, data_rank, num_data_ranks, micro_batch)
-            for micro in range(num_micros)
-            for data_rank in range(num_data_ranks)
-        ]
+    # Steps 85 and 86 of one rank are placed apart; 1 is gone back to.
+    for step in (0, 1, 7, 85, 86, 1):
+        of_ranks = [batches.micro_batches(step, rank, num_data_ranks, micro_batch) for rank in range(num_data_ranks)]
+        parts = [arrays for micro in zip(*of_ranks, strict=True) for arrays in micro]
+        assert all(array.flags.c_contiguous and array.shape == (micro_batch, 16) for part in parts for array in part)
         inputs, labels = batches.rows(step, np.arange(batches.batch))
         assert np.array_equal(np.concatenate([part[0] for part in parts]), inputs)
         assert np.array_equal(np.concatenate([part[1] for part in parts]), labels)
@@ -197,12 +195,10 @@ def test_the_longest_sequence_makes_one_sample(tokens: TokenFile) -> None:
 def test_micro_batches_that_do_not_divide_are_refused(tokens: TokenFile) -> None:
     batches = Batches(tokens, sequence=16, batch=10, seed=0)
     with pytest.raises(DataError, match=r"batch = 10 is not a multiple of num_data_ranks = 3 times micro_"):
-        batches.micro_batch(0, 0, 0, 3, 1)
+        batches.micro_batches(0, 0, 3, 1)
     with pytest.raises(DataError, match=r"micro_batch = 0"):
-        batches.micro_batch(0, 0, 0, 1, 0)
-    with pytest.raises(AssertionError, match="micro 2 of 2"):
-        batches.micro_batch(0, 2, 0, 5, 1)
+        batches.micro_batches(0, 0, 1, 0)
     with pytest.raises(AssertionError, match="data_rank 5 of 5"):
-        batches.micro_batch(0, 0, 5, 5, 1)
+        batches.micro_batches(0, 5, 5, 1)
     with pytest.raises(DataError, match="holdout sample 0 does not exist: 0 are held out"):
         batches.holdout([0])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import DataError
-from terrace.data.documents import Documents
+from terrace.data.documents import Documents, Ids
 from terrace.data.packing import best_fit, pack, packed
 from terrace.data.samples import IGNORED, Packed, Windows
 
@@ -27,6 +27,14 @@ def trained_parts(positions: list[int], labels: list[int]) -> tuple[tuple[int, i
     return tuple((a, b) for a, b in pairwise(begins) if any(label != IGNORED for label in labels[a:b]))
 
 
+def rows_of(samples: Windows | Packed, sequence: int, numbers: Ids) -> tuple[Ids, Ids, Ids]:
+    """Inputs, labels and positions, each (n, sequence), of the rows of samples `numbers`."""
+    inputs, labels, positions = np.full((3, len(numbers), sequence), 7)  # what was there before
+    for row, sample in enumerate(numbers.tolist()):
+        samples.fill(sample, inputs[row], labels[row], positions[row])
+    return inputs, labels, positions
+
+
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(1, 9), st.randoms())
 def test_windows_by_their_definition(lengths: list[int], sequence: int, random: object) -> None:
     total = sum(lengths)
@@ -36,8 +44,7 @@ def test_windows_by_their_definition(lengths: list[int], sequence: int, random: 
     corpus = documents(lengths, mask)
     windows = Windows(corpus, sequence, separate=True)
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    inputs, labels, positions = windows.rows(np.arange(windows.num_samples))
-    assert positions is not None
+    inputs, labels, positions = rows_of(windows, sequence, np.arange(windows.num_samples))
     for row in range(windows.num_samples):
         for column in range(sequence):
             at = row * sequence + column
@@ -48,13 +55,15 @@ def test_windows_by_their_definition(lengths: list[int], sequence: int, random: 
             assert positions[row, column] == at - first
     parts = windows.parts(np.arange(windows.num_samples))
     assert parts == list(map(trained_parts, positions.tolist(), labels.tolist()))
-    joined, joined_labels, none = Windows(corpus, sequence, separate=False).rows(np.arange(windows.num_samples))
-    assert none is None
+    whole = Windows(corpus, sequence, separate=False)
+    joined, joined_labels, counted = rows_of(whole, sequence, np.arange(windows.num_samples))
+    assert (counted == np.arange(sequence)).all()
     assert np.array_equal(joined, inputs)
     expected = np.where(np.array(mask)[1 : 1 + joined.size].reshape(joined.shape) == 1, joined + 1, IGNORED)
     assert np.array_equal(joined_labels, expected)
-    whole = Windows(corpus, sequence, separate=False).parts(np.arange(windows.num_samples))
-    assert whole == [((0, sequence),) * bool((row != IGNORED).any()) for row in expected]
+    assert whole.parts(np.arange(windows.num_samples)) == [
+        ((0, sequence),) * bool((row != IGNORED).any()) for row in expected
+    ]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.sampled_from(["cut", "split", "drop"]))
@@ -79,8 +88,7 @@ def test_whole_documents_by_their_definition(lengths: list[int], too_long: str) 
     packing = pack(corpus, sequence, too_long)  # type: ignore[arg-type]
     samples = Packed(corpus, sequence, packing)
     order = np.random.default_rng(0).permutation(samples.num_samples)
-    inputs, labels, positions = samples.rows(order)
-    assert positions is not None
+    inputs, labels, positions = rows_of(samples, sequence, order)
     assert samples.parts(order) == list(map(trained_parts, positions.tolist(), labels.tolist()))
     found = []
     for row in range(len(order)):

@@ -100,10 +100,8 @@ def fine_tune(
     place, degree = engine.program.layout.data_place(world.rank), engine.program.layout.data_degree
     results = []
     for step in range(NUM_STEPS):
-        micros = []
-        for micro in range(num_micros):
-            arrays = batches.micro_batch(step, micro, place, degree, micro_batch)
-            micros.append(Batch(*map(torch.from_numpy, arrays)))
+        rows = batches.micro_batches(step, place, degree, micro_batch)
+        micros = [Batch(*map(torch.from_numpy, arrays)) for arrays in rows]
         results.append(engine.step(micros, ADAMW.lr))
     engine.close()
     return [r.loss for r in results], [r.grad_norm for r in results], [r.num_tokens for r in results]
