@@ -52,7 +52,7 @@ RUNS = (
     Run("checkpoint", "checkpoint --rounds 5"),
     Run("peer-copies", "peer_copies"),
     Run("assign", "assign --gpus 8 128"),
-    Run("feeding", "feeding --seconds 1"),
+    Run("feeding", "feeding"),
     Run("planner", "planner --rounds 5"),
     Run("simulator", "simulator"),
 )
