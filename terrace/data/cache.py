@@ -102,6 +102,8 @@ def made_once(
                         for file in files if not described.exists() else ():
                             file.unlink(missing_ok=True)
                         raise
+        else:
+            _clear_lock(target)
     found = opened(description)
     BlockSums(found).check_starts()
     return found
@@ -174,7 +176,7 @@ def _exist(*files: Path) -> bool:
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Waits until no other process makes `target`, and keeps others waiting."""
-    path = target.with_name(f".{target.stem}.lock")
+    path = _lock_of(target)
     while True:
         with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -188,6 +190,21 @@ def _alone(target: Path) -> Iterator[None]:
                 return
             finally:
                 path.unlink(missing_ok=True)
+
+
+def _clear_lock(target: Path) -> None:
+    # A process that was killed while it made `target` left its file; one that is at work holds it.
+    path = _lock_of(target)
+    if not path.exists():
+        return
+    with suppress(OSError), os.fdopen(open_own(path, os.O_RDWR), "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(lock.fileno()).st_ino:
+            path.unlink()
+
+
+def _lock_of(target: Path) -> Path:
+    return target.with_name(f".{target.stem}.lock")
 
 
 def token_file(target: Path, description: CorpusDescription, mask: Path | None = None) -> TokenFile:

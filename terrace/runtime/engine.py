@@ -101,6 +101,7 @@ class Engine:
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
+        self._is_refreshed = MessageClass.REFRESH.value not in plan.wire  # a wire of its own may round
         self._period: Period | None = None  # the last that was run
         self._forward: Program | None = None  # the default of `evaluate`, made by its first call
         self._given: Program | None = None  # the last that `evaluate` was given
@@ -144,6 +145,7 @@ class Engine:
         """
         if self.program.layout.num_islands > 1:
             raise ProgramError("steps alone would let the plan's islands drift apart: run a period")
+        self._settle()
         result = self._run(batches, lr, self.program)
         if isinstance(result, NotFinite):
             agree(self.comm, result)
@@ -169,6 +171,7 @@ class Engine:
                 f"batches for {len(batches)} runs, but the period has {num_runs} steps and evaluations: give the "
                 "micro-batches of each"
             )
+        self._settle()
         results, given, declared = [], iter(batches), Counter(self.runner.declared_bytes)
         problem: NotFinite | None = None
         for program in period.runs(stage):
@@ -216,6 +219,7 @@ class Engine:
             agree(self.comm, problem)
 
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
+        self._settle()
         modules = self.state.modules.values()
         # Only modules in training mode are switched back: others may have been set to eval on purpose.
         training = [module for module in modules if module.training]
@@ -279,6 +283,7 @@ class Engine:
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
         """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""
+        self._settle()
         return self._examined(self._taken(batches, self.program), self.program, random_state(self.device))
 
     def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
@@ -333,6 +338,7 @@ class Engine:
 
     def refresh(self) -> None:
         """Run the restoring program: every working copy from the master parameters, as after loading a checkpoint."""
+        self._is_refreshed = True
         self.drain()  # a refresh under way would bring old values after the new ones
         program = restoring_program(self.program)
         verify(program, self.rank)
@@ -340,6 +346,11 @@ class Engine:
             self.runner.run((), program=program)
         self._outside.update(program.sent_bytes)
         self.drain()
+
+    def _settle(self) -> None:
+        # The first step, too, computes with rounded parameters, as it does when resumed from its own checkpoint.
+        if not self._is_refreshed:
+            self.refresh()
 
     def close(self) -> None:
         """Stop the lanes. The groups stay with the world."""

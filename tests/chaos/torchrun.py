@@ -19,6 +19,7 @@ END_S = 30.0  # that torchrun leaves a rank after SIGTERM
 _LOG = "log"
 # Torch's own warnings, with frames, when the store's process is gone.
 _OF_TORCH = re.compile(r"(\[rank\d+\]:)?\[[WE]\d{3,4} |frame #\d+:|<omitting |Exception raised from |\s*$")
+_OF_TERRACE = re.compile(r'File ".*/terrace/(?!__init__\.py", line \d+, in <module>)|^terrace: ', re.MULTILINE)
 _PHASES = ("starting", "calibrating", "computing", "computing", "saving", "ending")
 _SIGNALS = {
     "worker": ("SIGKILL", "SIGKILL", "SIGSTOP", "stall", "SIGTERM"),
@@ -84,9 +85,15 @@ class Torchrun:
         return "", self.errors()
 
     def errors(self) -> str:
-        """All that the ranks have said on stderr."""
+        """All that the ranks have said on stderr, once they were Terrace's."""
         files = sorted(set(self._log.rglob("stderr.log")) - self._before)
-        return "".join(path.read_text(errors="replace") for path in files)
+        texts = [path.read_text(errors="replace") for path in files]
+        return "".join(text for text in texts if not is_of_python(text))
+
+
+def is_of_python(text: str) -> bool:
+    """Whether `text` is the traceback of an interpreter that was interrupted before it ran a line of Terrace."""
+    return text.rstrip().endswith("KeyboardInterrupt") and not _OF_TERRACE.search(text)
 
 
 def judged(what: Strike, code: int, took_s: float, errors: str, pids: Sequence[int], named_s: float) -> tuple[str, str]:

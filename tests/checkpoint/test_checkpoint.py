@@ -81,6 +81,22 @@ def test_going_on_is_bitwise_the_same(
     assert (checkpoint.step, checkpoint.num_updates, checkpoint.facts) == (3, 3, {"note": "hello"})
 
 
+def begin_again(world: World, folder: Path, tiers: tuple[int, ...], plan: str) -> tuple[list[float], list[float]]:
+    """Losses of an undisturbed run, and of one that goes on from its checkpoint before the first step."""
+    straight = make(world, tiers, plan, "fp32")
+    saved = save(straight, folder, 0, {}, keep=1)
+    other = make(world, tiers, plan, "fp32", scale=2.0)
+    resume(other, Checkpoint(saved))
+    return train(straight, 0, 3), train(other, 0, 3)
+
+
+@pytest.mark.parametrize("plan", ["three-level-compressed", "zero++"])
+def test_the_first_step_is_the_same_when_resumed(pool: LocalPool, tmp_path: Path, plan: str) -> None:
+    """Working parameters that a refresh rounds are rounded before the first step, too."""
+    for losses, again in pool.run(4, begin_again, tmp_path, (2, 1, 2), plan):
+        assert again == losses
+
+
 def go_on(world: World, source: Path, folder: Path, tiers: tuple[int, ...], plan: str) -> list[float]:
     """Load and save at once, then train three more steps."""
     engine = make(world, tiers, plan, scale=2.0)

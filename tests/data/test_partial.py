@@ -1,5 +1,6 @@
 """Hidden files of a cache that others may write in: links that they plant there are not followed."""
 
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -12,6 +13,8 @@ from terrace.base.errors import DataError
 from terrace.data.cache import Description, made_once
 from terrace.data.originals import Originals
 from terrace.data.partial import Noted, Partial
+from terrace.data.tokenizer import ByteTokenizer
+from terrace.data.tokens import prepare_tokens
 
 
 def planted(folder: Path, name: str) -> Path:
@@ -31,6 +34,23 @@ def test_a_planted_lock_is_refused_and_its_target_is_whole(tmp_path: Path) -> No
     with pytest.raises(DataError):
         made_once(tmp_path / "corpus.tokens", [".tokens"], Description, refuse, refuse, Originals("corpus", list))
     assert theirs.read_text() == "precious"
+
+
+def test_the_lock_of_a_process_that_was_killed_is_cleared_and_one_that_is_held_stays(tmp_path: Path) -> None:
+    text, tokenizer = tmp_path / "text.txt", ByteTokenizer()
+    text.write_text("a text")
+    cache = tmp_path / "cache"
+    prepare_tokens(text, tokenizer, cache)
+    (tokens,) = cache.glob("*.tokens")
+    left = tokens.with_name(f".{tokens.stem}.lock")
+    assert not left.exists()
+    left.touch()
+    prepare_tokens(text, tokenizer, cache)
+    assert not left.exists()
+    with left.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        prepare_tokens(text, tokenizer, cache)
+        assert left.exists()
 
 
 def test_planted_partial_files_are_replaced_and_their_targets_are_whole(tmp_path: Path) -> None:

@@ -161,9 +161,7 @@ def test_measured_error_is_there_for_block_formats_and_nothing_else(pool: LocalP
     plan = replace(plan, wire={"reduce": {"node": "int4:32"}, "refresh": {"node": "int8"}})
     everyone = pool.run(4, errors_of, cluster, plan, -1)
     assert all(found == everyone[0] for found in everyone), "every rank knows the same figure"
-    first, *later = everyone[0]
-    assert first.keys() == {"reduce"}, "a refresh comes after the first step's sum"
-    for found in later:
+    for found in everyone[0]:
         # Rounding to steps of size 2/(2q+1) of the largest element, uniform inside: far below, never zero.
         assert 0.02 < found["reduce"] < 0.2
         assert 0.001 < found["refresh"] < 0.02
