@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.files import write_atomic
+from terrace.base.printable import printable
 
 FOLDER = "flight"  # in the run folder
 _SIZE, _FORMER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"  # torch reads both
@@ -65,6 +66,12 @@ class FlightRecorder:
         writer.start()
         writer.join(LIMIT_S)
         return problem[0]
+
+    def keep_or_say(self, step: int, rank: int) -> None:
+        """As `keep`; the problem becomes a line on stderr."""
+        problem = self.keep(step, rank)
+        if problem is not None:
+            os.write(2, f"terrace: rank {rank} cannot keep its last collectives: {printable(problem)}\n".encode())
 
     @property
     def _kind(self) -> str:

@@ -20,7 +20,7 @@ from typing import Literal
 State = Literal["computing", "waiting", "idle", "left", "failed", "dragged", "absent"]
 
 # `dragged`: a rank that leaves because another one failed; it is never the culprit.
-_GONE = ("left", "failed", "dragged")
+GONE = ("left", "failed", "dragged")
 _MAX_PIECES = 8
 
 
@@ -102,9 +102,7 @@ def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: 
     """Name the rank that stopped the step, from two readings of every rank `window_s` apart."""
     # Among equal candidates the one that others wait for is the likelier cause.
     awaited = frozenset().union(*(expand(group) for group in {beat.group for beat in after}))
-    silent = [
-        new for old, new in zip(before, after, strict=True) if new.number == old.number and new.state not in _GONE
-    ]
+    silent = [new for old, new in zip(before, after, strict=True) if new.number == old.number and new.state not in GONE]
     if silent:
         culprit = min(silent, key=lambda beat: (beat.rank not in awaited, beat.position, beat.rank))
         return Diagnosis("silent", _silent(culprit, silent, after, window_s))

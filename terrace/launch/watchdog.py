@@ -29,6 +29,7 @@ from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
+from terrace.launch.silence import Silence
 from terrace.launch.slow import Comparison, OwnTimes, SlowRank
 from terrace.launch.world import World, is_communication_error
 
@@ -40,7 +41,7 @@ _WINDOW_INTERVALS = 4.0
 _ATTEMPTS = 3
 _COMPARE_S = 2.0  # between two looks for slow ranks, in a small world
 
-_Cause = Literal["error", "stalled", "stopped", "settled"]
+_Cause = Literal["error", "stalled", "stopped", "settled", "silent"]
 # step, counter, instruction, ranks waited with (None outside a step)
 _Place = tuple[int, int, object, tuple[int, ...] | None]
 
@@ -84,7 +85,8 @@ class Watchdog:
             )
         self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
         self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops
-        self._recorder = recorder
+        self._recorder, self._kept = recorder, "" if recorder is None else recorder.words()
+        self._silence, self._is_silent = Silence(timeout_s), False
         self._heartbeats = HeartbeatStore(store, rank, world_size, timeout_s, seal)
         self._place: _Place = (0, 0, "start", None)
         self._seen: _Place = self._place
@@ -215,11 +217,14 @@ class Watchdog:
 
     def _compare(self) -> None:
         now_s = time.monotonic()
-        if self._rank != 0 or self._comparison is None or now_s - self._compared_s < self._compare_s:
+        if self._rank != 0 or now_s - self._compared_s < self._compare_s:
             return
         self._compared_s = now_s
         with suppress(RuntimeError):
-            self.slow = self._comparison.look(self._heartbeats.read_all())
+            beats = self._heartbeats.read_all()
+            self._is_silent = self._silence.look(beats, now_s)
+            if self._comparison is not None:
+                self.slow = self._comparison.look(beats)
 
     def _sleep(self, duration_s: float) -> None:
         if select.select([self._wake_read], [], [], duration_s)[0]:
@@ -275,6 +280,8 @@ class Watchdog:
         # Without its store a run cannot end in order: it ends now, not after a long measurement or step.
         if self._mute_s >= self._window_s:
             return "stalled"
+        if self._is_silent:
+            return "silent"
         if self._place is not self._seen or self._place[3] is None:
             return None
         # The look takes a window, so it starts that much before the timeout.
@@ -294,8 +301,8 @@ class Watchdog:
         if verdict is None:
             return
         kind, _, message = verdict.partition(" ")
-        if kind == "hang":
-            self._keep_records()
+        if kind == "hang" and self._recorder is not None:
+            self._recorder.keep_or_say(self._place[0], self._rank)
         if self._state == "dragged" and not self._told_to_stop:
             self._answer = message
             self._answered.set()
@@ -313,7 +320,9 @@ class Watchdog:
                 verdict = self._look(cause)
                 # The step went on while heartbeats were read: slow, not stalled.
                 moved_on = cause == "stalled" and self._place is not place and self._state is None
-                if moved_on or (patient and verdict.startswith("stop ")):
+                # All ranks are heard again: the machine had slept.
+                heard = cause == "silent" and not self._is_silent
+                if moved_on or heard or (patient and verdict.startswith("stop ")):
                     self._heartbeats.withdraw(attempt)
                     return None
                 return self._heartbeats.settle(verdict)
@@ -335,6 +344,7 @@ class Watchdog:
             self._sleep(self._beat_s)
             self._beat()
         verdict = diagnose(before, self._heartbeats.read_all(), time.monotonic() - start_s)
+        self._is_silent = verdict.rule == "silent"
         # All ranks are alive, so the stop was meant for the whole run.
         if cause == "stopped" and verdict.rule in ("behind", "nobody"):
             told = f"rank {self._rank} was told to stop ({self._told_to_stop})"
@@ -342,22 +352,12 @@ class Watchdog:
                 return f"stop {told} before its first step; {self._stops}"
             return f"stop {told} at {self._describe(self._place, None).where()}; no rank was missing"
         # After an error of a rank's own, the last collectives tell nothing.
-        return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept()}"
-
-    def _keep_records(self) -> None:
-        if self._recorder is None:
-            return
-        problem = self._recorder.keep(self._place[0], self._rank)
-        if problem is not None:
-            os.write(2, f"terrace: rank {self._rank} cannot keep its last collectives: {printable(problem)}\n".encode())
-
-    def _kept(self) -> str:
-        return "" if self._recorder is None else self._recorder.words()
+        return f"failed {verdict.message}" if verdict.rule == "failed" else f"hang {verdict.message}{self._kept}"
 
     def _own_words(self) -> str:
         beat = self._describe(self._place, None)
         group = f"; it waits with ranks {beat.group}" if beat.group else ""
-        return f"rank {self._rank} stopped at {beat.where()}{group}; no post-mortem could be made{self._kept()}"
+        return f"rank {self._rank} stopped at {beat.where()}{group}; no post-mortem could be made{self._kept}"
 
     def _without_store(self, error: RuntimeError) -> str:
         host = "the launcher" if self._store_rank is None else f"rank {self._store_rank}"

@@ -108,7 +108,11 @@ def judged(what: Strike, code: int, took_s: float, errors: str, pids: Sequence[i
         return "killed", ""
     if what.signal in _STOPPED:
         return "stopped in order", "" if took_s < named_s + END_S else f"stopped after {took_s:.1f} s"
-    if what.victim == "worker" and any(f"pid {pid}" in errors for pid in pids):
+    # Its last heartbeat may reach the store late: it is then named by where it is, without its process.
+    named = re.search(r"^terrace: rank (\d+)", errors, re.MULTILINE)
+    if what.victim == "worker" and (
+        any(f"pid {pid}" in errors for pid in pids) or (named is not None and int(named[1]) == what.rank)
+    ):
         return "named", "" if took_s < named_s + END_S else f"the culprit was named after {took_s:.1f} s"
     if what.victim == "worker" and what.phase not in _WATCHED and what.signal == "SIGKILL":
         return "named", ""  # by torchrun

@@ -109,11 +109,16 @@ def _command(
     for signal_number in SIGNALS:  # the fork server ignores them
         signal.signal(signal_number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _starter.spawnv_passfds = _fork_fork_server
     calibrate._BUDGET_S, calibrate._REPEATS = _MOMENT_S, _FEW
     multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the parent's
-    sys.exit(main())
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # one may have come meanwhile
+        code = main()
+    except KeyboardInterrupt:  # as in terrace/__main__.py
+        print("terrace: interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
 
 
 _starter: Any = util

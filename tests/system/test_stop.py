@@ -251,7 +251,10 @@ def told_early(world: World) -> None:
         ) as dog,
     ):
         dog.at(0, 0, "MEASURE node", (0, 1))
-        if world.rank == 1:
+        if world.rank == 0:
+            world.store.set("watching", "")
+        else:
+            world.store.wait(["watching"])
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60.0)
@@ -283,6 +286,23 @@ def test_a_rank_whose_store_is_gone_ends_though_it_computes(pool: LocalPool) -> 
     begin_s = time.monotonic()
     with pytest.raises(HangError, match=r"^rank 0 stopped: the store it hosts does not answer .* `MEASURE node`"):
         pool.run(2, without_store)
+    assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
+
+
+def frozen(world: World) -> None:
+    """Two ranks outside a step, one of which is frozen."""
+    with Watchdog(world.store, world.rank, 2, timeout_s=4.0, on_hang=world.on_hang, seal=world.seal) as dog:
+        dog.idle("finishing a checkpoint")
+        time.sleep(1.5)
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60.0)
+
+
+def test_a_rank_that_freezes_outside_a_step_is_named(pool: LocalPool) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(HangError, match=r"^rank 1 stopped at .*`finishing a checkpoint` \(no heartbeat for .*"):
+        pool.run(2, frozen)
     assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
 
 
