@@ -186,8 +186,9 @@ def test_a_wait_names_the_messages_it_outlasts(monkeypatch: pytest.MonkeyPatch) 
     words = _words_of_waits("three-level", (2, 2, 2))
     assert "wait gather: FORWARD b0 m0 waits for REFRESH b0, then GATHER b0 for forward" in words
     assert "wait control: CLIP" in words
-    alone = _words_of_waits("three-level", (1, 2, 2))  # a gather within one device takes no time
-    assert "wait gather: FORWARD b0 m0 waits for REFRESH b0" in alone
+    alone = _words_of_waits("three-level", (1, 2, 2))  # in a package of one nothing is gathered
+    assert "wait refresh: FORWARD b0 m0 waits for REFRESH b0" in alone
+    assert not any("GATHER" in words for words in alone)
     queued = "wait reduce: BACKWARD b2 m1 waits for GATHER b1 for backward, then {}, then REDUCE b4 m1"
     assert queued.format("GATHER b0 for backward") in _words_of_waits("zero3", (2, 2), prefetch=4)
     monkeypatch.setattr(bars, "_MAX_NAMED", 2)
