@@ -38,6 +38,7 @@ class Run:
 
 RUNS = (
     Run("one-rank", "one_rank --rounds 20"),
+    Run("one-rank-hf", "one_rank --rounds 20 --model transformers"),
     Run("fsdp", "against_fsdp --rounds 6"),
     Run("tensor-512", "against_tensor --rounds 6"),
     Run("tensor-1024", "against_tensor --hidden 1024 --intermediate 2816 --ranks 4 --rounds 5"),
