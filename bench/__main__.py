@@ -54,6 +54,7 @@ RUNS = (
     Run("peer-copies", "peer_copies"),
     Run("assign", "assign --gpus 8 128"),
     Run("feeding", "feeding"),
+    Run("generation", "generation"),
     Run("planner", "planner --rounds 5"),
     Run("simulator", "simulator"),
 )

@@ -1,9 +1,9 @@
 """The key-value cache of a decoder that generates text.
 
 A token's keys and values depend only on the tokens before it, so the next token needs its own and the cached ones. A
-`KVCache` holds them for several rows of text, preallocated; it is handed to `run_cached`, and nothing else knows of it.
-A row begins with `run_cached(blocks, tokens, cache, row)`, which fills the row as the tokens pass the layers; then
-`run_cached(blocks, tokens, cache)` takes one more token of every row, each at its own place.
+`KVCache` holds them for several rows of text, preallocated; it is handed to `begin_rows`, which fills empty rows as the
+beginnings of their texts pass the layers, end to end and without padding, and to `continue_rows`, which takes one more
+token of each of the first rows, each at its own place. Nothing else knows of it.
 
 With a sliding window of W a layer needs only the last W keys, and the cache is a ring of W: token p lies at p mod W.
 Keys are rotated before they are stored, and a softmax has no order, so attention over the ring equals attention over
@@ -13,7 +13,8 @@ that have seen them, unlike in a shorter text.
 Shape legend: B rows, S tokens of a call, K key-value heads, N query heads, D head_dim, C capacity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,16 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.model.attention import MaskPlan, attend
 from terrace.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of the next token of each row, the same in all layers."""
+
+    targets: Tensor  # (B K,), among the (rows K C) places of a layer
+    num_rows: int
+    num_seen: int  # entries that the longest row sees
+    mask: Tensor | None  # (B, 1, 1, num_seen), where rows see different numbers
 
 
 class KVCache:
@@ -47,10 +58,8 @@ class KVCache:
         # Preallocated, so that a token costs a write and not a copy of the row.
         shape = (num_rows, config.num_kv_heads, self.capacity, config.head_dim)
         self.layers = [LayerCache(self, shape, device, dtype) for _ in range(config.num_layers)]
-        self.filling: int | None = None  # the row whose beginning passes the layers
-        self.places = torch.zeros(num_rows, dtype=torch.int64, device=device)  # where each row's next token is put
-        self.num_seen = 0  # entries that the longest row sees
-        self.mask: Tensor | None = None  # (B, 1, 1, num_seen), where rows see different numbers
+        self.passing: _Places | list[tuple[int, int, int]] = []  # or (row, first token, tokens) of each beginning
+        self._num_kv_heads = config.num_kv_heads
 
     @property
     def nbytes(self) -> int:
@@ -64,85 +73,127 @@ class KVCache:
         """Forget a row, so that another may begin there."""
         self.lengths[row] = 0
 
-    def begin(self, row: int, num_tokens: int) -> None:
-        """Have the next tokens that pass fill an empty row."""
-        if self.lengths[row]:
-            raise ModelError(f"row {row} of the cache holds {self.lengths[row]} tokens: clear it before it begins anew")
-        if num_tokens > self.capacity and not self.is_ring:
-            raise ModelError(f"{num_tokens} tokens do not fit in a cache of {self.capacity}")
-        self.filling = row
+    def move(self, source: int, target: int) -> None:
+        """Have row `target` forget its text and take that of row `source`, which is then empty."""
+        held = min(self.lengths[source], self.capacity)
+        for layer in self.layers:
+            for kind in (layer.keys, layer.values):
+                kind[target, :, :held] = kind[source, :, :held]
+        self.lengths[target], self.lengths[source] = self.lengths[source], 0
 
-    def advance(self) -> Tensor:
-        """Have a token of every row pass next; return the positions (B, 1) of these."""
-        full = [row for row in range(len(self.lengths)) if self.is_full(row)]
+    def begin(self, lengths: Mapping[int, int]) -> None:
+        """Have the next tokens that pass fill empty rows, each with its number of tokens."""
+        beginnings, first = [], 0
+        for row, length in lengths.items():
+            if self.lengths[row]:
+                raise ModelError(
+                    f"row {row} of the cache holds {self.lengths[row]} tokens: clear it before it begins anew"
+                )
+            if length > self.capacity and not self.is_ring:
+                raise ModelError(f"{length} tokens do not fit in a cache of {self.capacity}")
+            beginnings.append((row, first, length))
+            first += length
+        self.passing = beginnings
+
+    def advance(self, num_rows: int) -> Tensor:
+        """Have a token of each of the first rows pass next; return their positions (B, 1)."""
+        full = [row for row in range(num_rows) if self.is_full(row)]
         if full:
             raise ModelError(f"row {full[0]} of the cache is full ({self.capacity} tokens): begin it anew with fewer")
-        self.filling = None
-        device, dtype = self.places.device, self.layers[0].keys.dtype
-        lengths = torch.tensor(self.lengths, device=device)
-        self.places = lengths % self.capacity
-        seen = [min(length + 1, self.capacity) for length in self.lengths]
+        keys, lengths = self.layers[0].keys, self.lengths[:num_rows]
+        heads = range(self._num_kv_heads)
+        targets = [
+            (row * self._num_kv_heads + head) * self.capacity + length % self.capacity
+            for row, length in enumerate(lengths)
+            for head in heads
+        ]
+        seen = [min(length + 1, self.capacity) for length in lengths]
+        mask = None
         # Rows of one length need no mask and keep the faster kernel.
-        self.num_seen, self.mask = max(seen), None
-        if min(seen) < self.num_seen:
-            beyond = torch.arange(self.num_seen, device=device) >= torch.tensor(seen, device=device)[:, None]
-            mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
-            self.mask = mask[:, None, None]
-        return lengths[:, None]
+        if min(seen) < max(seen):
+            beyond = torch.arange(max(seen), device=keys.device) >= torch.tensor(seen, device=keys.device)[:, None]
+            mask = torch.zeros(beyond.shape, dtype=keys.dtype, device=keys.device).masked_fill_(beyond, -torch.inf)
+            mask = mask[:, None, None]
+        self.passing = _Places(torch.tensor(targets, device=keys.device), num_rows, max(seen), mask)
+        return torch.tensor(lengths, device=keys.device)[:, None]
 
 
 class LayerCache:
-    """Keys and values (B, K, C, D) of one layer; `of` holds the tokens that are passing."""
+    """Keys and values (rows, K, C, D) of one layer; `of` holds the places of the tokens that are passing."""
 
     def __init__(self, of: KVCache, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:
         self._of = of
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
+    @property
+    def continues(self) -> bool:
+        """Whether the passing tokens continue rows, and so need no mask plan."""
+        return isinstance(self._of.passing, _Places)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
         """Store key and value (B, K, S, D) of the passing tokens; the attention output of query (B, N, S, D) over all
         so far.
 
-        `plan` is the mask plan at the beginning of a row.
+        `plan` is the mask plan at the beginning of rows, which are then (1, ., S, D) end to end.
         """
-        of, rows = self._of, torch.arange(len(query), device=query.device)
-        if of.filling is not None:
-            length, capacity = key.shape[2], of.capacity
-            # A ring keeps only the last tokens of a long beginning.
-            kept = torch.arange(max(0, length - capacity), length, device=key.device)
-            for kind, part in ((self.keys, key), (self.values, value)):
-                kind[of.filling].index_copy_(1, kept % capacity, part[0, :, kept])
+        of, passing = self._of, self._of.passing
+        if not isinstance(passing, _Places):
+            for row, first, length in passing:
+                # A ring keeps only the last tokens of a long beginning.
+                kept = torch.arange(max(0, length - of.capacity), length, device=key.device)
+                for kind, part in ((self.keys, key), (self.values, value)):
+                    kind[row].index_copy_(1, kept % of.capacity, part[0, :, first + kept])
             return attend(query, key, value, plan)
         for kind, part in ((self.keys, key), (self.values, value)):
             # Each row writes at its own place: rows differ in length.
-            kind[rows, :, of.places] = part[:, :, 0]
-        keys, values = (kind[:, :, : of.num_seen] for kind in (self.keys, self.values))
+            kind.view(-1, kind.shape[3]).index_copy_(0, passing.targets, part.reshape(-1, kind.shape[3]))
+        keys, values = (kind[: passing.num_rows, :, : passing.num_seen] for kind in (self.keys, self.values))
         # Several heads with the same keys are as several queries of one head.
         queries = query.reshape(len(query), keys.shape[1], -1, query.shape[3])  # (B, K, N / K, D)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=of.mask)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=passing.mask)
         return mixed.flatten(1, 2).unsqueeze(2)  # (B, N, 1, D)
 
 
-@torch.no_grad()
-def run_cached(blocks: Sequence[nn.Module], tokens: Tensor, cache: KVCache, row: int | None = None) -> Tensor:
-    """Run tokens through a decoder's blocks and return the logits (B, V) of the last of each row.
+@torch.inference_mode()
+def begin_rows(blocks: Sequence[nn.Module], texts: Mapping[int, Sequence[int]], cache: KVCache) -> Tensor:
+    """Read the beginning of a text into each row of `texts` in one pass; the logits (B, V) of the last tokens.
 
-    Tokens (1, S) begin `row`, which must be empty; without it tokens (B, 1) are the next one of every row. Raises
-    `ModelError` for a row that is full, or not empty when it begins.
+    Raises `ModelError` for a row that is not empty.
     """
-    if row is None:
-        positions: Tensor | None = cache.advance()
-        assert tokens.shape == (len(cache.lengths), 1), f"tokens {tuple(tokens.shape)} are not one for every row"
-    else:
-        cache.begin(row, tokens.shape[1])
-        positions = None
-    embedding, *layers, head = blocks
-    x = embedding(tokens, positions)
-    for layer, kept in zip(layers, cache.layers, strict=True):
-        x = layer(x, positions, kept)
-    # Only the last token's logits are needed, and they are the largest tensor.
-    logits: Tensor = head(x[:, -1:])[:, 0]
-    # Lengths move after all layers have stored their keys at the same places.
-    for index in range(len(cache.lengths)) if row is None else (row,):
-        cache.lengths[index] += tokens.shape[1]
+    cache.begin({row: len(text) for row, text in texts.items()})
+    device = cache.layers[0].keys.device
+    tokens = torch.tensor([[token for text in texts.values() for token in text]], device=device)
+    positions = None
+    if len(texts) > 1:
+        # Positions restart with each text, which isolates them from each other.
+        positions = torch.cat([torch.arange(len(text), device=device) for text in texts.values()])[None]
+    x = _through(blocks[:-1], tokens, positions, cache)
+    ends = torch.tensor([len(text) for text in texts.values()], device=device).cumsum(0)
+    # Only the last tokens' logits are needed, and they are the largest tensor.
+    logits: Tensor = blocks[-1](x[:, ends - 1])[0]
+    for row, text in texts.items():
+        cache.lengths[row] = len(text)
     return logits
+
+
+@torch.inference_mode()
+def continue_rows(blocks: Sequence[nn.Module], tokens: Sequence[int], cache: KVCache) -> Tensor:
+    """Take the next token of each of the first rows; the logits (B, V) after them.
+
+    Raises `ModelError` for a row that is full.
+    """
+    positions = cache.advance(len(tokens))
+    x = _through(blocks[:-1], torch.tensor(tokens, device=positions.device)[:, None], positions, cache)
+    logits: Tensor = blocks[-1](x)[:, 0]
+    for row in range(len(tokens)):
+        cache.lengths[row] += 1
+    return logits
+
+
+def _through(blocks: Sequence[nn.Module], tokens: Tensor, positions: Tensor | None, cache: KVCache) -> Tensor:
+    x: Tensor = blocks[0](tokens, positions)
+    # Lengths move after all layers have stored their keys at the same places: the callers do it.
+    for layer, kept in zip(blocks[1:], cache.layers, strict=True):
+        x = layer(x, positions, kept)
+    return x

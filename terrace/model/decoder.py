@@ -8,6 +8,7 @@ several documents, every block takes the position of each token in its own: see 
 Shape legend: B batch, S sequence, H hidden, V vocabulary, P max_positions.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -79,10 +80,13 @@ class Head(nn.Module):
             weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.weight = weight
         self.norm = build_norm(config, **where)
+        # The product with `weight`, where terrace.model.arranged keeps it in another form.
+        self.product: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of x (B, S, H)."""
-        return F.linear(self.norm(x), self.weight)
+        x = self.norm(x)
+        return F.linear(x, self.weight) if self.product is None else self.product(x)
 
 
 def build_blocks(

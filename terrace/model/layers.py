@@ -127,7 +127,7 @@ class Attention(nn.Module):
         key = self._heads(self.key(x), self.key_norm)
         value = self._heads(self.value(x), None)
         # Looked up before rotation: it depends on positions and shapes only.
-        plan = self.plans.plan(positions, query)
+        plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         mixed = (attend if cache is None else cache.attend)(query, key, value, plan)  # (B, N, S, D)

@@ -1,9 +1,9 @@
 """Continues texts token by token, with the whole model on one device and a KV cache.
 
-`continue_texts` reads every prompt once, then runs one token of every text at a time. A text attends to at most
-`context` tokens. When they are used up and no sliding window says which may be dropped, the last half of them is read
-again as if the text began there. A token therefore costs one pass of one token, plus a longer pass now and then,
-however long the text.
+`continue_texts` reads every prompt once, then runs one token of every text at a time; a text that ends leaves the
+batch. A text attends to at most `context` tokens. When they are used up and no sliding window says which may be
+dropped, the last half of them is read again as if the text began there. A token therefore costs one pass of one token,
+plus a longer pass now and then, however long the text.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError
-from terrace.model.cache import KVCache, run_cached
+from terrace.model.arranged import arrange
+from terrace.model.cache import KVCache, begin_rows, continue_rows
 from terrace.model.config import ModelConfig
+
+_PASS_TOKENS = 2048  # of prompts read together on a CPU; elsewhere a mask over all of them would grow with its square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,13 @@ class Sampling:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least {least} and below 2^63")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p = {self.top_p} must be above 0 and at most 1, which keeps all")
+
+    def draw_all(self, logits: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+        """A token for each row of logits (B, V), drawn with the row's generator."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
+        if self.temperature <= 0:
+            return [int(token) for token in logits.argmax(1).tolist()]
+        return [self.draw(row, generator) for row, generator in zip(logits, generators, strict=True)]
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token drawn from logits (V), in fp32 or wider on the CPU."""
@@ -63,32 +73,37 @@ def continue_texts(
 ) -> list[list[int]]:
     """Up to `num_tokens` further tokens of every prompt; a text ends early at a token in `stops`, which is left out.
 
-    Only the last `context` tokens of a prompt are read. A prompt needs at least one token.
+    Only the last `context` tokens of a prompt are read. A prompt needs at least one token. Frozen matrices of the
+    blocks are rearranged in memory (terrace.model.arranged).
     """
     # Learned positions end; RoPE does not.
     context = min(context, config.max_positions) if config.learned_positions else context
+    made: list[list[int]] = [[] for _ in prompts]
+    if num_tokens < 1 or not prompts:
+        return made
+    arrange(blocks, len(prompts))
     writing = _Writing(blocks, config, prompts, num_tokens, context)
     # One generator a text, so that a continuation does not depend on the other prompts of the batch.
-    generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
-    made: list[list[int]] = [[] for _ in prompts]
-    rows = set(range(len(prompts))) if num_tokens > 0 else set()
-    logits = {row: writing.read(row, context) for row in sorted(rows)}
-    while rows:
-        for row, found in logits.items():
-            token = sampling.draw(found.to(torch.promote_types(found.dtype, torch.float32)).cpu(), generators[row])
+    generators = [torch.Generator().manual_seed(sampling.seed + text) for text in range(len(prompts))]
+    logits = writing.begin()
+    while True:
+        tokens = sampling.draw_all(logits, [generators[text] for text in writing.texts])
+        # From the last row on: the row that takes the place of one that ends has its token by then.
+        for row, text in reversed(list(enumerate(writing.texts))):
             # The stopping token is not part of the text.
-            if token in stops:
-                rows.remove(row)
-                continue
-            writing.texts[row].append(token)
-            made[row].append(token)
-            if len(made[row]) == num_tokens:
-                rows.remove(row)
-        logits = writing.further(rows)
-    return made
+            if tokens[row] not in stops:
+                made[text].append(tokens[row])
+                writing.ids[text].append(tokens[row])
+            if tokens[row] in stops or len(made[text]) == num_tokens:
+                writing.end(row)
+        if not writing.texts:
+            return made
+        logits = writing.further()
 
 
 class _Writing:
+    """Texts in the rows of a cache, without a gap: the last text takes the row of one that ends."""
+
     def __init__(
         self,
         blocks: Sequence[nn.Module],
@@ -98,28 +113,42 @@ class _Writing:
         context: int,
     ) -> None:
         self._blocks, self._context = blocks, context
-        self.texts = [list(prompt) for prompt in prompts]
+        self.ids = [list(prompt) for prompt in prompts]
+        self.texts = list(range(len(prompts)))  # of the rows
         weight = next(blocks[0].parameters())
-        self._device = weight.device
         longest = max(map(len, prompts)) + num_tokens  # positions beyond the last token need no cache
         most = context if 0 < config.sliding_window <= context else min(context, longest)
-        self.cache = KVCache(config, len(prompts), most, weight.device, weight.dtype)
+        self._cache = KVCache(config, len(prompts), most, weight.device, weight.dtype)
+        self._pass_tokens = _PASS_TOKENS if weight.device.type == "cpu" else 0
 
-    def read(self, row: int, length: int) -> Tensor:
-        # A ring cache drops old tokens by itself.
-        text = self.texts[row] if self.cache.is_ring else self.texts[row][-length:]
-        self.cache.clear(row)
-        return run_cached(self._blocks, torch.tensor([text], device=self._device), self.cache, row)[0]
+    def begin(self) -> Tensor:
+        """Read all prompts; the logits (B, V) after them."""
+        found: list[Tensor] = []
+        texts: dict[int, list[int]] = {}
+        for row, ids in enumerate(self.ids):
+            # A ring cache drops old tokens by itself.
+            text = ids if self._cache.is_ring else ids[-self._context :]
+            if texts and sum(map(len, texts.values())) + len(text) > self._pass_tokens:
+                found.append(begin_rows(self._blocks, texts, self._cache))
+                texts = {}
+            texts[row] = text
+        found.append(begin_rows(self._blocks, texts, self._cache))
+        return torch.cat(found)
 
-    def further(self, rows: Collection[int]) -> dict[int, Tensor]:
-        # A full cache is rebuilt from the last half of its context; the other texts advance together.
-        full = [row for row in rows if self.cache.is_full(row)]
-        going = [row for row in rows if row not in full]
-        for row in set(range(len(self.texts))).difference(going):
-            self.cache.clear(row)  # a cleared row costs least in the batched pass
-        logits = {}
-        if going:
-            last = [[text[-1] if row in going else 0] for row, text in enumerate(self.texts)]
-            found = run_cached(self._blocks, torch.tensor(last, device=self._device), self.cache)
-            logits = {row: found[row] for row in going}
-        return logits | {row: self.read(row, max(1, self._context // 2)) for row in full}
+    def further(self) -> Tensor:
+        """Take the last token of every text; the logits (B, V) after them."""
+        for row, text in enumerate(self.texts):
+            # A full row is rebuilt from the last half of its context, whose last token passes with those of the others.
+            if self._cache.is_full(row):
+                self._cache.clear(row)
+                half = self.ids[text][-max(1, self._context // 2) : -1]
+                if half:
+                    begin_rows(self._blocks, {row: half}, self._cache)
+        return continue_rows(self._blocks, [self.ids[text][-1] for text in self.texts], self._cache)
+
+    def end(self, row: int) -> None:
+        """Have the text of a row leave."""
+        last = self.texts.pop()
+        if row < len(self.texts):
+            self.texts[row] = last
+            self._cache.move(len(self.texts), row)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, ModelError
-from terrace.model.cache import KVCache, run_cached
+from terrace.model.arranged import PackedLinear, arrange
+from terrace.model.cache import KVCache, begin_rows, continue_rows
 from terrace.model.config import load_model, to_table
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train.generate import generate_texts
@@ -36,18 +37,25 @@ def test_a_cached_token_has_the_logits_of_a_whole_pass(name: str) -> None:
     assert cache.capacity == (5 if name == "window" else 32)
     begun = [3, 9]
     found: list[list[Tensor]] = []
-    for row, (text, n) in enumerate(zip(rows, begun, strict=True)):
-        found.append([run_cached(blocks, torch.tensor([text[:n]]), cache, row)[0]])
+    for logits in begin_rows(
+        blocks, {row: text[:n] for row, (text, n) in enumerate(zip(rows, begun, strict=True))}, cache
+    ):
+        found.append([logits])
     for step in range(8):
-        now = torch.tensor([[text[n + step]] for text, n in zip(rows, begun, strict=True)])
-        for row, logits in enumerate(run_cached(blocks, now, cache)):
+        now = [text[n + step] for text, n in zip(rows, begun, strict=True)]
+        for row, logits in enumerate(continue_rows(blocks, now, cache)):
             found[row].append(logits)
     for text, n, logits in zip(rows, begun, found, strict=True):
         whole = run_blocks(blocks, torch.tensor([text]))[0]
         torch.testing.assert_close(torch.stack(logits), whole[n - 1 : n + 8], atol=1e-10, rtol=0)
-    cache.clear(0)
-    again = run_cached(blocks, torch.tensor([rows[1][:4]]), cache, 0)[0]
+    # The second text goes on in the first row, and another begins where it was.
+    cache.move(1, 0)
+    assert cache.lengths == [17, 0]
+    again = begin_rows(blocks, {1: rows[1][:4]}, cache)[0]
     torch.testing.assert_close(again, run_blocks(blocks, torch.tensor([rows[1][:4]]))[0, -1], atol=1e-10, rtol=0)
+    (moved,) = continue_rows(blocks, [5], cache)
+    whole = run_blocks(blocks, torch.tensor([[*rows[1], 5]]))[0, -1]
+    torch.testing.assert_close(moved, whole, atol=1e-10, rtol=0)
 
 
 def test_a_cache_is_as_large_as_its_heads_and_says_when_it_is_full() -> None:
@@ -55,11 +63,11 @@ def test_a_cache_is_as_large_as_its_heads_and_says_when_it_is_full() -> None:
     cache, blocks = KVCache(config, 3, 8), make(config)
     assert cache.nbytes == 2 * 2 * 3 * 2 * 8 * 4 * 4  # layers, keys and values, rows, heads of keys, tokens, D, fp32
     cache = KVCache(config, 1, 8, dtype=torch.float64)
-    run_cached(blocks, torch.tensor([tokens_of(8)]), cache, 0)
+    begin_rows(blocks, {0: tokens_of(8)}, cache)
     with pytest.raises(ModelError, match=r"row 0 of the cache is full \(8 tokens\)"):
-        run_cached(blocks, torch.tensor([[1]]), cache)
+        continue_rows(blocks, [1], cache)
     with pytest.raises(ModelError, match="row 0 of the cache holds 8 tokens"):
-        run_cached(blocks, torch.tensor([[1]]), cache, 0)
+        begin_rows(blocks, {0: [1]}, cache)
     with pytest.raises(ModelError, match="40 tokens need as many positions; the model has 32"):
         KVCache(MODELS["gpt2"], 1, 40)
 
@@ -101,14 +109,60 @@ class Counted(nn.Module):
 
 
 def test_a_token_costs_one_pass_of_one_token() -> None:
-    """200 tokens beyond a prompt of 10; with a context of 40 also 20 tokens read again, once in 20 tokens."""
+    """200 tokens beyond a prompt of 10; with a context of 40 also 19 tokens read again, once in 20 tokens."""
     for config, context, again in ((MODELS["llama"], 300, 0), (MODELS["llama"], 40, 9), (MODELS["window"], 40, 0)):
         embedding, *others = make(config)
         counted = Counted(embedding)
         continue_texts([counted, *others], config, [tokens_of(10)], num_tokens=200, context=context, sampling=GREEDY)
         assert counted.calls[0] == 10
-        assert len(counted.calls) == 200
-        assert sorted(counted.calls[1:]) == [1] * (199 - again) + [20] * again
+        assert sorted(counted.calls[1:]) == [1] * 199 + [19] * again
+
+
+def test_a_text_that_ends_leaves_the_batch() -> None:
+    """Prompts pass end to end; each later pass has one token of every text that goes on, wherever its row was."""
+    config = MODELS["llama"]
+    embedding, *others = make(config)
+    counted, lengths = Counted(embedding), [3, 8, 1, 5]
+    prompts = [tokens_of(length, seed) for seed, length in enumerate(lengths)]
+    alone = [
+        continue_texts([embedding, *others], config, [prompt], num_tokens=12, context=32, sampling=GREEDY)[0]
+        for prompt in prompts
+    ]
+    stop = alone[1][4]
+    wanted = [text[: text.index(stop)] if stop in text else text for text in alone]
+    assert len(set(map(len, wanted))) > 1
+    made = continue_texts([counted, *others], config, prompts, num_tokens=12, context=32, sampling=GREEDY, stops=[stop])
+    assert made == wanted
+    going = [sum(len(text) > step for text in wanted) for step in range(11)]
+    assert counted.calls == [sum(lengths), *(number for number in going if number)]
+
+
+@pytest.mark.parametrize("num_texts", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "window", "tied"])
+def test_arranged_matrices_give_the_same_numbers(name: str, num_texts: int) -> None:
+    """Frozen fp32 matrices by columns or packed, biases included; what is trained and fp64 stay as they are."""
+    config = replace(MODELS["llama"], tied_embeddings=True) if name == "tied" else MODELS[name]
+    plain, arranged = make(config), make(config)
+    for block in arranged:
+        block.float().requires_grad_(False)
+    tokens, positions = torch.tensor([tokens_of(9)]), torch.tensor([[*range(4), *range(5)]])
+    wanted = run_blocks(plain, tokens, positions)
+    arrange(plain, num_texts)
+    assert torch.equal(run_blocks(plain, tokens, positions), wanted)
+    before = {key: id(value) for key, value in named(arranged).items()}
+    arrange(arranged, num_texts)
+    arrange(arranged, num_texts)  # once more changes nothing
+    torch.testing.assert_close(run_blocks(arranged, tokens, positions).double(), wanted, atol=1e-3, rtol=1e-4)
+    is_packed = any(isinstance(module, PackedLinear) for block in arranged for module in block.modules())
+    assert is_packed == (num_texts > 1)
+    if not is_packed:
+        assert {key: id(value) for key, value in named(arranged).items()} == before
+        assert all(
+            module.weight.stride(0) == 1
+            for block in arranged
+            for module in block.modules()
+            if isinstance(module, nn.Linear)
+        )
 
 
 def test_texts_do_not_depend_on_those_beside_them_and_end_where_they_are_told_to() -> None:
@@ -160,6 +214,18 @@ def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: 
     model = load_trained(folder, dtype="fp64", tokenizer="bytes")
     made = continue_texts(model.blocks, model.config, [ids], num_tokens=12, context=model.context, sampling=GREEDY)
     assert made[0] == wanted[0, len(ids) :].tolist()
+    # Texts of mixed length, which transformers pads on the left; in fp32 their matrices are packed.
+    texts = [ids, ids[:1], ids[2:8], ids + ids]
+    longest = max(map(len, texts))
+    padded = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+    wanted = theirs.generate(
+        padded, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    for dtype in ("fp64", "fp32"):
+        model = load_trained(folder, dtype=dtype, tokenizer="bytes")
+        mixed = continue_texts(model.blocks, model.config, texts, num_tokens=12, context=model.context, sampling=GREEDY)
+        assert mixed == wanted[:, longest:].tolist()
     assert generate_texts(model, [prompt, ""], 3, GREEDY)[0] == model.tokenizer.decode(made[0][:3])
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json: .* or --tokenizer bytes if"):
         load_trained(folder)

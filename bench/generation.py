@@ -1,0 +1,107 @@
+"""Greedy generation against `transformers.generate` from one exported folder: `python -m bench.generation`.
+
+A Llama of 34 M parameters continues one text, and eight texts of mixed length at once. Each library has a process of
+its own, one thread and fp32, and they take turns; transformers gets the eight texts padded on the left, under a mask.
+The time is processor time of the whole call, prompts included.
+"""
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.claims import compared, judge, print_table, ratio_words, versioned
+from bench.common import bench_parser
+from bench.contest import Work, take_turns
+from terrace.train.sampling import Sampling, continue_texts
+from terrace.train.trained import load_trained
+
+TARGETS = {"one text": 0.8, "eight texts": 0.5}
+LENGTHS = {"one text": [64], "eight texts": [12, 200, 37, 90, 150, 64, 25, 120]}
+VOCAB = 8192
+
+
+def write_folder(folder: Path, hidden: int, layers: int) -> int:
+    """Write a Llama of random values as a Hugging Face folder; the number of its parameters."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        intermediate_size=-(-8 * hidden // 3 // 128) * 128,
+        initializer_range=0.05,  # likeliest tokens are then far apart, and rounding chooses none
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
+    """A text of random tokens for each length."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def own(folder: Path, prompts: list[list[int]], num_tokens: int) -> Work:
+    """Terrace."""
+    model = load_trained(folder, tokenizer="bytes")
+    return partial(
+        continue_texts,
+        model.blocks,
+        model.config,
+        prompts,
+        num_tokens=num_tokens,
+        context=model.context,
+        sampling=Sampling(temperature=0.0),
+    )
+
+
+def theirs(folder: Path, prompts: list[list[int]], num_tokens: int) -> Work:
+    """Transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
+
+    def work() -> Any:
+        return model.generate(tokens, attention_mask=mask, **options)[:, longest:].tolist()
+
+    return work
+
+
+def main() -> int:
+    """Print the table; return 1 when --check is given and a target is missed."""
+    parser = bench_parser(__doc__, rounds=7, hidden=512, layers=8, tokens=64)
+    options = parser.parse_args()
+    rows, claims, wrong = [], [], []
+    rival = versioned("transformers", "generate")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        num_params = write_folder(folder, options.hidden, options.layers)
+        print(f"{num_params / 1e6:.1f} M parameters, {options.tokens} tokens, fp32, one thread\n")
+        for setting, lengths in LENGTHS.items():
+            job = folder, prompts_of(lengths), options.tokens
+            seconds, made = take_turns({"own": (own, job), "theirs": (theirs, job)}, options.rounds)
+            claim = f"greedy generation, {setting}, processor time"
+            claims.append(compared(claim, seconds["own"], seconds["theirs"], TARGETS[setting], rival=rival))
+            differ = sum(a != b for a, b in zip(made["own"], made["theirs"], strict=True))
+            if differ:
+                wrong.append(f"{setting}: {differ} of {len(lengths)} differ from those of {rival}")
+            medians = (f"{statistics.median(seconds[who]) * 1e3 / options.tokens:.1f}" for who in ("theirs", "own"))
+            rows.append([setting, rival, *medians, ratio_words(seconds["own"], seconds["theirs"])])
+    print_table(["texts", "rival", "its CPU ms a token", "own", "ratio (quartiles)"], rows)
+    return judge(claims, options, wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
