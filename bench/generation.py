@@ -67,7 +67,7 @@ def own(folder: Path, prompts: list[list[int]], num_tokens: int) -> Work:
 
 def theirs(folder: Path, prompts: list[list[int]], num_tokens: int) -> Work:
     """Transformers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])

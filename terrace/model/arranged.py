@@ -66,7 +66,7 @@ def _arrange_head(head: Head, is_tied: bool, num_rows: int) -> None:
 
 
 def _packs(num_rows: int) -> bool:
-    return num_rows > 1 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return num_rows > 1 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _suits(weight: Tensor) -> bool:
