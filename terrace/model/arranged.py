@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.decoder import Head
+from terrace.model.layers import MLP, Attention
+
+# Products of the same input, which are faster as one.
+_TOGETHER: dict[type[nn.Module], tuple[str, ...]] = {Attention: ("query", "key", "value"), MLP: ("gate", "up")}
 
 
 class PackedLinear(nn.Module):
@@ -23,12 +27,25 @@ class PackedLinear(nn.Module):
         super().__init__()
         # Torch's compiler packs the matrices of frozen models by the same two operators.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), num_rows)
-        self.bias = bias
+        self._bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """The product of x (..., in) and the transposed matrix, (..., out)."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
+
+
+class ColumnsLinear(nn.Module):
+    """A Linear whose matrix (out, in) has its columns one after the other in memory."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.columns = weight.detach().t().contiguous().t()
+        self._bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product of x (..., in) and the transposed matrix, (..., out)."""
+        return F.linear(x, self.columns, self._bias)
 
 
 def arrange(blocks: Sequence[nn.Module], num_rows: int) -> None:
@@ -37,32 +54,52 @@ def arrange(blocks: Sequence[nn.Module], num_rows: int) -> None:
     The blocks compute the same as before. Only frozen fp32 matrices on a CPU are arranged; packed ones are no
     parameters any more. A second copy is made of the output matrix alone, where it is packed or tied.
     """
-    for block in blocks:
-        for module in list(block.modules()):
-            if isinstance(module, Head) and module.product is None and _suits(module.weight):
-                _arrange_head(module, module.weight is getattr(blocks[0], "weight", None), num_rows)
-            for name, child in list(module.named_children()):
-                if type(child) is nn.Linear and _suits(child.weight):
-                    if _packs(num_rows):
-                        setattr(module, name, PackedLinear(child.weight, child.bias, num_rows))
-                    else:
-                        child.weight.data = by_columns(child.weight)
+    for module in [module for block in blocks for module in block.modules()]:
+        if isinstance(module, Head):
+            _arrange_head(module, module.weight is getattr(blocks[0], "weight", None), num_rows)
+        together = _TOGETHER.get(type(module), ())
+        linears = [child for name in together if isinstance(child := getattr(module, name, None), nn.Linear)]
+        # An MLP without a gate has nothing to join.
+        if len(linears) < len(together):
+            linears = []
+        if linears:
+            _join(module, together, linears, num_rows)
+        for name, child in list(module.named_children()):
+            if child not in linears and type(child) is nn.Linear and _suits(child.weight):
+                product = _product(child.weight, child.bias, num_rows)
+                if isinstance(product, ColumnsLinear):
+                    child.weight.data = product.columns
+                else:
+                    setattr(module, name, product)
 
 
-def by_columns(matrix: Tensor) -> Tensor:
-    """The same matrix with its columns one after the other in memory."""
-    return matrix.detach().t().contiguous().t()
+def _join(module: nn.Module, names: Sequence[str], linears: Sequence[nn.Linear], num_rows: int) -> None:
+    is_done = isinstance(module.joined, ColumnsLinear) and not _packs(num_rows)
+    if is_done or not all(type(each) is nn.Linear and _suits(each.weight) for each in linears):
+        return
+    bias = None if linears[0].bias is None else torch.cat([each.bias for each in linears])
+    module.joined = product = _product(torch.cat([each.weight for each in linears]), bias, num_rows)
+    if isinstance(product, ColumnsLinear):
+        # The parameters are parts of the joined matrix: nothing is kept twice.
+        parts = torch.split(product.columns, [each.out_features for each in linears])
+        for each, part in zip(linears, parts, strict=True):
+            each.weight.data = part
+    else:
+        for name in names:
+            delattr(module, name)
 
 
 def _arrange_head(head: Head, is_tied: bool, num_rows: int) -> None:
-    if _packs(num_rows):
-        head.product = PackedLinear(head.weight, None, num_rows)
-    elif is_tied:
-        # The embedding looks up rows.
-        columns = by_columns(head.weight)
-        head.product = lambda x: F.linear(x, columns)
-    else:
-        head.weight.data = by_columns(head.weight)
+    is_done = head.product is not None and not (isinstance(head.product, ColumnsLinear) and _packs(num_rows))
+    if _suits(head.weight) and not is_done:
+        head.product = product = _product(head.weight, None, num_rows)
+        # The embedding of a tied head looks up rows.
+        if isinstance(product, ColumnsLinear) and not is_tied:
+            head.weight.data = product.columns
+
+
+def _product(weight: Tensor, bias: Tensor | None, num_rows: int) -> nn.Module:
+    return PackedLinear(weight, bias, num_rows) if _packs(num_rows) else ColumnsLinear(weight, bias)
 
 
 def _packs(num_rows: int) -> bool:

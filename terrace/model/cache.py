@@ -30,9 +30,8 @@ class _Places:
     """The places of the next token of each row, the same in all layers."""
 
     targets: Tensor  # (B K,), among the (rows K C) places of a layer
-    num_rows: int
-    num_seen: int  # entries that the longest row sees
-    mask: Tensor | None  # (B, 1, 1, num_seen), where rows see different numbers
+    seen: list[int]  # entries that each row sees
+    mask: Tensor | None  # (B, 1, 1, most seen), where rows see different numbers, but not on a CPU
 
 
 class KVCache:
@@ -109,12 +108,12 @@ class KVCache:
         ]
         seen = [min(length + 1, self.capacity) for length in lengths]
         mask = None
-        # Rows of one length need no mask and keep the faster kernel.
-        if min(seen) < max(seen):
+        # Rows of one length need no mask and keep the faster kernel; on a CPU rows of other lengths attend one by one.
+        if min(seen) < max(seen) and keys.device.type != "cpu":
             beyond = torch.arange(max(seen), device=keys.device) >= torch.tensor(seen, device=keys.device)[:, None]
             mask = torch.zeros(beyond.shape, dtype=keys.dtype, device=keys.device).masked_fill_(beyond, -torch.inf)
             mask = mask[:, None, None]
-        self.passing = _Places(torch.tensor(targets, device=keys.device), num_rows, max(seen), mask)
+        self.passing = _Places(torch.tensor(targets, device=keys.device), seen, mask)
         return torch.tensor(lengths, device=keys.device)[:, None]
 
 
@@ -148,11 +147,23 @@ class LayerCache:
         for kind, part in ((self.keys, key), (self.values, value)):
             # Each row writes at its own place: rows differ in length.
             kind.view(-1, kind.shape[3]).index_copy_(0, passing.targets, part.reshape(-1, kind.shape[3]))
-        keys, values = (kind[: passing.num_rows, :, : passing.num_seen] for kind in (self.keys, self.values))
         # Several heads with the same keys are as several queries of one head.
-        queries = query.reshape(len(query), keys.shape[1], -1, query.shape[3])  # (B, K, N / K, D)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=passing.mask)
-        return mixed.flatten(1, 2).unsqueeze(2)  # (B, N, 1, D)
+        queries = query.reshape(len(query), self.keys.shape[1], -1, query.shape[3])  # (B, K, N / K, D)
+        seen = passing.seen
+        if passing.mask is not None or min(seen) == max(seen):
+            runs = [(0, len(seen), max(seen))]
+        else:
+            runs = [(row, row + 1, length) for row, length in enumerate(seen)]
+        mixed = [
+            F.scaled_dot_product_attention(
+                queries[first:end],
+                self.keys[first:end, :, :length],
+                self.values[first:end, :, :length],
+                attn_mask=passing.mask,
+            )
+            for first, end, length in runs
+        ]
+        return torch.cat(mixed).flatten(1, 2).unsqueeze(2)  # (B, N, 1, D)
 
 
 @torch.inference_mode()

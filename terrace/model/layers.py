@@ -114,6 +114,9 @@ class Attention(nn.Module):
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)
         self.output = nn.Linear(query_size, hidden, bias=config.attention_bias, **where)
+        # The three products as one, where terrace.model.arranged has joined their matrices; its parts.
+        self.joined: nn.Module | None = None
+        self._sizes = query_size, key_size, key_size
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
 
@@ -123,9 +126,12 @@ class Attention(nn.Module):
         `positions` (B, S) int64, each token's place in its document, restrict a token to its own document; a `cache`
         adds the tokens before these.
         """
-        query = self._heads(self.query(x), self.query_norm)
-        key = self._heads(self.key(x), self.key_norm)
-        value = self._heads(self.value(x), None)
+        if self.joined is None:
+            parts = self.query(x), self.key(x), self.value(x)
+        else:
+            parts = self.joined(x).split(self._sizes, -1)
+        query, key = self._heads(parts[0], self.query_norm), self._heads(parts[1], self.key_norm)
+        value = self._heads(parts[2], None)
         # Looked up before rotation: it depends on positions and shapes only.
         plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         if self.rotary is not None:
@@ -148,13 +154,18 @@ class MLP(nn.Module):
         hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = ACTIVATIONS[config.activation]
         self.gate = nn.Linear(hidden, intermediate, bias=bias, **where) if config.gated_mlp else None
+        self.joined: nn.Module | None = None  # gate and up, as in Attention
         self.up = nn.Linear(hidden, intermediate, bias=bias, **where)
         self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to each position of x (B, S, H) by itself."""
-        up = self.up(x)  # (B, S, I)
-        inner = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
+        if self.joined is not None:
+            gate, up = self.joined(x).chunk(2, -1)
+            inner = self.activation(gate) * up
+        else:
+            up = self.up(x)  # (B, S, I)
+            inner = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         output: Tensor = self.down(inner)
         return output
 

@@ -138,7 +138,7 @@ def test_a_text_that_ends_leaves_the_batch() -> None:
 
 
 @pytest.mark.parametrize("num_texts", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "window", "tied"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "normed heads", "tied"])
 def test_arranged_matrices_give_the_same_numbers(name: str, num_texts: int) -> None:
     """Frozen fp32 matrices by columns or packed, biases included; what is trained and fp64 stay as they are."""
     config = replace(MODELS["llama"], tied_embeddings=True) if name == "tied" else MODELS[name]
@@ -163,6 +163,10 @@ def test_arranged_matrices_give_the_same_numbers(name: str, num_texts: int) -> N
             for module in block.modules()
             if isinstance(module, nn.Linear)
         )
+        # Arranged for several texts afterwards.
+        arrange(arranged, 3)
+        torch.testing.assert_close(run_blocks(arranged, tokens, positions).double(), wanted, atol=1e-3, rtol=1e-4)
+        assert any(isinstance(module, PackedLinear) for block in arranged for module in block.modules())
 
 
 def test_texts_do_not_depend_on_those_beside_them_and_end_where_they_are_told_to() -> None:
