@@ -111,9 +111,9 @@ class MegatronEvaluator(ExposedEvaluator):
     def lines(self, candidate: Candidate) -> list[dict[str, float]]:
         # Not overlapped: the messages of the blocks follow each other.
         numels, message_prices = self.estimator.numels(candidate.mesh), self.bounds.message_prices
-        seconds = message_prices.messages(candidate.mesh.state, numels, candidate.placement).sync.seconds
+        of_kind = message_prices.messages(candidate.mesh.state, numels, candidate.placement).sync
         parts = self.stages(candidate)[0].parts
-        sums = [math.fsum(count * seconds[kind] for kind, count in part.runs) for part in parts]
+        sums = [math.fsum(count * of_kind[kind] for kind, count in part.runs) for part in parts]
         return [line | {SYNC: sync_s} for line, sync_s in zip(super().lines(candidate), sums, strict=True)]
 
 

@@ -26,43 +26,25 @@ every form does; otherwise no bound on schedules is claimed.
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate, Sizes
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import MessagePrices, Messages
-from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
-from terrace.planner.pipelines import Pipeline, build_pipeline, least_span_s
-from terrace.planner.shares import shares_of
-from terrace.planner.space import OpenMesh
-from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, held, last_layers, traits
+from terrace.planner.parts import Runs, parts_of, work_of_runs
+from terrace.planner.pipelines import Pipeline, build_pipeline
+from terrace.planner.space import Group, OpenMesh
+from terrace.planner.spans import Span, Spans
+from terrace.planner.stages import SERIAL, held
 from terrace.planner.task import Placement
 from terrace.planner.works import BlockWorks, Works
 
 
 def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
     return core.schedule, core.shape.mesh.total("pipeline"), core.chunks, core.num_micros, core.unit
-
-
-class _Priced(NamedTuple):
-    """Seconds of a root's blocks, logits and edge; in an open shape, the logits in layers of the dearest form."""
-
-    works: BlockWorks
-    dearest_layers: float | None
-    logits: Work
-    edge_s: float
-
-
-class Span(NamedTuple):
-    """Bound in seconds of a root with a schedule, and the blocks of its busiest stage, if known."""
-
-    schedule: str
-    chunks: int
-    span_s: float
-    heavy: Runs | None
 
 
 class Bounds:
@@ -74,6 +56,7 @@ class Bounds:
         self.num_inner = len(self.task.inner)
         self.message_prices = MessagePrices(estimator)
         self.works = Works(estimator)
+        self.spans_of = Spans(self.split)
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
 
@@ -107,21 +90,14 @@ class Bounds:
         # By position: a search makes ten thousand of these.
         return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, 0.0, least_held, sizes)
 
-    def bounded(self, outline: PartialCandidate, *, context: bool = True) -> PartialCandidate:
-        """The root of an outline; without `context` it leaves out the messages of context ranks: lower, and found in
-        less time.
-        """
+    def bounded(self, outline: PartialCandidate) -> PartialCandidate:
+        """The root of an outline."""
         shape, micro_batch, recompute, _, _, micros, heavy, _, _, least_held, sizes, _, _ = outline
-        works, alike = self.works.of(shape, micro_batch, recompute, micros > 1, context), self.split.alike
-        stages = sizes.num_stages
-        # No schedule has lighter virtual stages than one with the most chunks.
-        least_s = 0.0 if alike is None else max(1, self.num_inner // (stages * MOST_CHUNKS)) * works.each[alike][0]
+        works, stages = self.works.of(shape, micro_batch, recompute, micros > 1), sizes.num_stages
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
-        # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
-        ramp_s = (stages - 1) / 2 * (least_s + edge_s)
-        mean_s = micros * works.whole_s / stages
+        mean_s, span_s = self.spans_of.least_s(works, edge_s, stages, micros)
         return PartialCandidate(
-            shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, mean_s + ramp_s, least_held, sizes
+            shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, span_s, least_held, sizes
         )
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
@@ -139,77 +115,30 @@ class Bounds:
         )
 
     def spans(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> list[Span]:
-        """Bounds of a root with each schedule; none with more virtual stages than layers, or too many passes.
-
-        An open shape keeps the root's bound if its context forms may split the layers differently.
-        """
-        stages = root.sizes.num_stages
-        most_chunks = min(self.num_inner // stages, MOST_PASSES // (stages * root.num_micros))
-        known: dict[tuple[bool, bool, bool, int], tuple[float, Runs | None]] = {}
-        found, priced = [], None
-        for schedule, chunks in schedules:
-            if schedule == SERIAL:
-                found.append(Span(SERIAL, 1, root.span_s, root.heavy))
-            # The same limits as of splits and of `pipeline`, without the cost of an exception.
-            elif chunks <= most_chunks:
-                trait = traits()[schedule]
-                # Schedules with equal traits share a bound.
-                key = (trait.split, trait.looped, trait.folded, chunks)
-                if key not in known:
-                    priced = priced or self._priced(root)
-                    known[key] = self._span(root, stages, chunks, trait, priced)
-                found.append(Span(schedule, chunks, *known[key]))
-        return found
-
-    def _span(
-        self, root: PartialCandidate, stages: int, chunks: int, trait: Trait, priced: _Priced
-    ) -> tuple[float, Runs | None]:
-        works, dearest_layers, logits, edge_s = priced
-        num_layers, alike, num_virtual = self.num_inner, self.split.alike, stages * chunks
-        if alike is None:
-            return self._span_of_differing(root, chunks, works.each, trait, edge_s), root.heavy
-        last = last_layers(num_layers, num_virtual, works.logits_layers)
-        # The split is monotone in the logits' cost, so equal ends mean that every form between them has this split.
-        if dearest_layers is not None and last != last_layers(num_layers, num_virtual, dearest_layers):
-            return root.span_s, None
-        shares = shares_of(num_layers, stages, chunks, last, trait.looped, trait.folded)
-        forward_s, backward_s, weight_s = works.each[alike]
-        logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
-        micros, least = root.num_micros, shares.least
-        # A split schedule may delay the weight gradient beyond the path to the previous stage.
-        back_s = backward_s - weight_s if trait.split else backward_s
-        hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
-        # Only the looped placement tells here which virtual stages share a stage; for others, the mean and the last
-        # stage's least share.
-        busiest_s, last_s = root.mean_s, micros * chunks * least * (forward_s + backward_s)
-        if trait.looped:
-            last_s = micros * (shares.last_stage * (forward_s + backward_s) + logits_s)
-            busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s), last_s)
-        # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
-        hops = num_virtual - 1 - (0 if trait.looped else chunks - 1)
-        before = num_layers - shares.last
-        path_s = before * (forward_s + back_s) + 2 * hops * edge_s
-        path_s += micros * (shares.last * (forward_s + back_s) + logits_forward_s)
-        span_s = max(root.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
-        return span_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
-
-    def _priced(self, root: PartialCandidate) -> _Priced:
+        """Bounds of a root with each schedule; none with more virtual stages than layers, or too many passes."""
         shape, numbers = root.shape, (root.micro_batch, root.recompute, root.num_micros > 1)
-        works, in_layers, alike = self.works.of(shape, *numbers), self.split.logits_in_layers, self.split.alike
-        dearest = in_layers(self.works.most(shape, *numbers)) if shape.is_open and alike is not None else None
-        logits = work_of_runs(works.each, self.split.after)
-        return _Priced(works, dearest, logits, self.estimator.boundary_s(shape.mesh, root.micro_batch))
+        works, dearest = self.works.of(shape, *numbers), None
+        if shape.is_open:
+            dearest = 0.0 if self.split.alike is None else self.split.logits_in_layers(self.works.most(shape, *numbers))
+        edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
+        return self.spans_of.each(works, dearest, edge_s, root.sizes.num_stages, root.num_micros, schedules)
 
-    def _span_of_differing(
-        self, root: PartialCandidate, chunks: int, works: Sequence[Work], trait: Trait, edge_s: float
-    ) -> float:
-        # The forms of an open shape may split the blocks in different ways.
-        if root.shape.is_open:
-            return root.span_s
-        stages = root.shape.mesh.total("pipeline")
-        contents = self.split.contents(self.split.counts(works, stages * chunks))
-        virtual = [work_of_runs(works, runs) for runs in contents]
-        return max(root.span_s, least_span_s(virtual, stages, root.num_micros, edge_s, trait))
+    def group_s(self, group: Group) -> float:
+        """Lower bound in seconds over everything in a group."""
+        return self.spans_of.least_s(*self._least(group))[1] * SLACK
+
+    def group_span_s(self, group: Group, schedules: Sequence[tuple[str, int]]) -> float:
+        """The same, from a bound with each schedule; infinite if none is possible."""
+        # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer.
+        works, *numbers = self._least(group)
+        spans = self.spans_of.each(works, 0.0, *numbers, schedules)
+        return min((span.span_s for span in spans), default=math.inf) * SLACK
+
+    def _least(self, group: Group) -> tuple[BlockWorks, float, int, int]:
+        shape, micro_batch, recompute, micros, _ = group
+        works = self.works.of(shape, micro_batch, recompute, micros > 1, context=False)
+        stages = shape.mesh.total("pipeline")
+        return works, self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0, stages, micros
 
     def staged(self, core: PartialCandidate) -> PartialCandidate:
         """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""
@@ -294,9 +223,7 @@ class Bounds:
         works = self.works.most(shape, core.micro_batch, core.recompute, core.num_micros > 1)
         held = sum(numels[kind] * count for kind, count in runs)
         update_s = estimator.update_s(shape.mesh.state, placement, held)
-        refresh_s, gather_s, reduce_s, sync_s = (
-            lane.seconds for lane in (messages.refresh, messages.gather, messages.reduce, messages.sync)
-        )
+        refresh_s, gather_s, reduce_s, sync_s = messages.refresh, messages.gather, messages.reduce, messages.sync
         # The first block's backward is the last of the step; its synchronisation ends the chain.
         first = runs[0][0]
         starts_s = ends_s = 0.0
@@ -318,7 +245,31 @@ class Bounds:
             backward_s += count * unit * work[1]
         compute_s = core.num_micros * sum(count * (works[kind][0] + works[kind][1]) for kind, count in runs)
         busiest_s = max(self._lanes_s(runs, messages, core.num_micros // unit).values())
-        return max(starts_s + ends_s + messages.control_s, busiest_s - compute_s)
+        return max(starts_s + ends_s + messages.control[0], busiest_s - compute_s)
+
+    def least_excess_s(self, root: PartialCandidate, placements: Iterable[Placement]) -> float:
+        """The same for a root of a pipeline with the best of `placements`, whatever the schedule.
+
+        Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
+        passes of look-ups before them. Schedules that pass chunks in units have chains of their own.
+        """
+        shape, stages, alike = root.shape, root.sizes.num_stages, self.split.alike
+        if alike is None or stages == 1:
+            return 0.0
+        works = self.works.most(shape, root.micro_batch, root.recompute, root.num_micros > 1)
+        numels, most = root.sizes.numels, -(-self.num_inner // stages)
+        forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
+        found = []
+        for placement in placements:
+            messages = self.message_prices.messages(shape.mesh.state, numels, placement)
+            refresh_s, gather_s, reduce_s, sync_s = (each[alike] for each in messages[:4])
+            first_s = min([sync_s, *(messages.sync[kind] for kind, _ in self.split.before[:1])])
+            update_s = self.estimator.update_s(shape.mesh.state, placement, most * numels[alike])
+            starts_s = max(max(update_s, refresh_s), max(update_s, most * refresh_s) - forwards_s) + gather_s
+            ends_s = max(sync_s, most * sync_s - backwards_s) + reduce_s
+            ends_s = max(ends_s, first_s + most * reduce_s - backwards_s)
+            found.append(starts_s + ends_s + messages.control[0])
+        return max(0.0, min(found, default=0.0) - sum(work_of_runs(works, self.split.before)[:2]))
 
     def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
         """The same where units pass whole chunks, with every chunk as small as the smallest.
@@ -337,10 +288,10 @@ class Bounds:
         messages = self.message_prices.messages(shape.mesh.state, (least,), placement)
         update_s = estimator.update_s(shape.mesh.state, placement, chunks * least)
         ends = (messages.gather, messages.reduce, messages.sync)
-        once_s = update_s + sum(lane.seconds[0] for lane in ends) + messages.control_s
+        once_s = update_s + sum(lane[0] for lane in ends) + messages.control[0]
         lanes: defaultdict[int, float] = defaultdict(float)
         units = core.num_micros // core.unit
-        for (lane, seconds), times in (
+        for seconds, times in (
             (messages.refresh, chunks),
             (messages.sync, chunks),
             (messages.reduce, chunks * units),
@@ -348,7 +299,7 @@ class Bounds:
             (messages.further, (chunks - 1) * (units - 1)),
             (messages.backward, (chunks - 1) * units),
         ):
-            lanes[lane] += times * seconds[0]
+            lanes[seconds.lane] += times * seconds[0]
         before_s, after_s = (sum(work_of_runs(works, runs)[:2]) for runs in (self.split.before, self.split.after))
         layer_s = works[alike][0] + works[alike][1]
         # The lane belongs to some stage; without knowing which, the one with the least computing is assumed.
@@ -362,7 +313,7 @@ class Bounds:
         for index, (kind, count) in enumerate(runs):
             # The first and the last block of a stage keep their gathered parameters between two consecutive visits.
             apart = max(0, count - (index == 0) - (index == len(runs) - 1))
-            for (lane, seconds), times in (
+            for seconds, times in (
                 (messages.refresh, count),
                 (messages.sync, count),
                 (messages.reduce, count * units),
@@ -370,7 +321,7 @@ class Bounds:
                 (messages.further, apart * (units - 1)),
                 (messages.backward, apart * units + (count - apart) * (units - 1)),
             ):
-                lanes[lane] += times * seconds[kind]
+                lanes[seconds.lane] += times * seconds[kind]
         return lanes
 
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:

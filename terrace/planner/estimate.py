@@ -32,7 +32,7 @@ from terrace.simulate.footprint import (
 )
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
-from terrace.simulate.masks import has_flash_attention
+from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.states import StageBlocks, stage_blocks, state_layout
 from terrace.simulate.work import Work
 
@@ -57,6 +57,10 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self.inner = Inner(task)
         self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
+        # Whether a rank's computing follows from its tokens, in whatever context form: not so the tiles of products of
+        # scores, which depend on the shape of each.
+        one = Work(model=task.model, sequence=task.sequence, flash=self._flash, compute=task.compute)
+        self.computes_by_tokens = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
         self._works: dict[tuple[tuple[int, ...], int, int], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[int, Mesh, int, bool], PassSeconds] = {}

@@ -3,6 +3,8 @@
 Prices are cached by the placements a message depends on: a reduction does not depend on the optimizer's tier.
 """
 
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec, ParamSpec
@@ -17,23 +19,34 @@ from terrace.simulate.cost import Costs
 Numels = tuple[int, ...]  # elements of a block of each kind on a rank
 
 
-class LanePrice(NamedTuple):
-    """The lane of a message, and its seconds for a block of each kind."""
+class LanePrice:
+    """The lane of a message, and its seconds for a block of each kind; each is priced once it is asked for."""
 
-    lane: int
-    seconds: tuple[float, ...]
+    def __init__(self, instruction: Instruction, costs: Callable[[], Costs]) -> None:
+        self._instruction, self._costs = instruction, costs
+        self._seconds: dict[int, float] = {}
+
+    @cached_property
+    def lane(self) -> int:
+        return self._costs().program.message(self._instruction).lane
+
+    def __getitem__(self, kind: int) -> float:
+        found = self._seconds.get(kind)
+        if found is None:
+            found = self._seconds[kind] = self._costs().collective_s(self._instruction._replace(block=kind))
+        return found
 
 
 class Messages(NamedTuple):
     """Data-parallel messages of a plan; `further` is the forward gather of every unit after the first."""
 
+    refresh: LanePrice
     gather: LanePrice
-    further: LanePrice
-    backward: LanePrice
     reduce: LanePrice
     sync: LanePrice
-    refresh: LanePrice
-    control_s: float
+    further: LanePrice
+    backward: LanePrice
+    control: LanePrice
 
 
 class MessagePrices:
@@ -56,18 +69,11 @@ class MessagePrices:
     def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
         params, grads, optimizer, backward = placement
 
-        def lane(instruction: Instruction, *places: int, num_blocks: int = len(numels)) -> LanePrice:
+        def lane(instruction: Instruction, *places: int) -> LanePrice:
             key = (degrees, numels, instruction, places)
             found = self._lanes.get(key)
             if found is None:
-                costs = self._priced(degrees, numels, placement)
-                each = tuple(
-                    costs.collective_s(
-                        Instruction(instruction.op, block, -1, instruction.backward, instruction.secondary)
-                    )
-                    for block in range(num_blocks)
-                )
-                found = self._lanes[key] = LanePrice(costs.program.message(instruction).lane, each)
+                found = self._lanes[key] = LanePrice(instruction, partial(self._priced, degrees, numels, placement))
             return found
 
         # Only the placements passed to `lane` enter its key, so placements that share them share a price.
@@ -79,7 +85,7 @@ class MessagePrices:
             reduce=lane(Instruction(Op.REDUCE), grads),
             sync=lane(Instruction(Op.SYNC), grads, optimizer),
             refresh=lane(Instruction(Op.REFRESH), params, optimizer),
-            control_s=lane(Instruction(Op.CLIP), params, grads, optimizer, backward, num_blocks=1).seconds[0],
+            control=lane(Instruction(Op.CLIP), params, grads, optimizer, backward),
         )
 
     def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:

@@ -33,11 +33,12 @@ from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate, Window, ranked, window
 from terrace.planner.space import (
+    Group,
     OpenMesh,
     Space,
     closed,
+    groups,
     micro_batches,
-    open_meshes,
     passing_units,
     placements,
     units,
@@ -57,7 +58,8 @@ class Found:
 
     best: tuple[Estimate, ...]
     nearest: Estimate | None
-    num_roots: int
+    num_roots: int  # shapes and micro-batches, with and without recomputation
+    num_opened: int  # of these, with a bound of their own
     num_played: int  # pipelines whose orders were played
     num_evaluated: int
     least_s: float
@@ -67,16 +69,17 @@ class Found:
 class Level(IntEnum):
     """Stage of refinement of a search entry."""
 
-    OUTLINE = 0  # no schedule yet, and no messages of context ranks
-    ROOT = 1  # no schedule yet
-    CORE = 2  # the bound in closed form
-    CHEAPEST = 3  # with the messages of its cheapest placement
-    PLACED = 4  # a whole candidate
+    GROUP = 0  # computing and stages alone, over all schedules
+    SCHEDULED = 1  # a group, with the schedule that may be fastest
+    ROOT = 2  # a shape and micro-batch, with the messages of context ranks
+    CORE = 3  # with a schedule: the bound in closed form
+    CHEAPEST = 4  # with the messages of its cheapest placement
+    PLACED = 5  # a whole candidate
 
 
-# Bound, level, tie break, candidate, placement, unit; then the entries that follow this one in ascending order. Each
+# Bound, level, tie break, group or candidate, placement, unit; then the entries that follow this one in ascending order. Each
 # enters the heap when the one before it leaves, since most of a search's entries are never reached.
-Entry = tuple[float, Level, tuple[object, ...], PartialCandidate, Placement, int, "Iterator[Entry]"]
+Entry = tuple[float, Level, tuple[object, ...], Group | PartialCandidate, Placement, int, "Iterator[Entry]"]
 Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
 
 _NOWHERE = Placement(DEVICE, DEVICE, DEVICE)  # of an entry without placement
@@ -89,12 +92,12 @@ class Search:
         self.bounds = evaluator.bounds
         self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, list[tuple[str, int]]] = {}
-        self._num_roots = self._num_played = 0
+        self._num_roots = self._num_opened = self._num_played = 0
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
         """The `count` best candidates after at most `limit` evaluations."""
-        heap = list(self._roots())
+        heap = list(self._groups())
         heapq.heapify(heap)
         tried = 0
         fitting: list[Estimate] = []  # in ascending order of time
@@ -112,6 +115,7 @@ class Search:
                 continue
             tried += 1
             core, placement, unit = entry[3:6]
+            assert isinstance(core, PartialCandidate), "a group has no placement"
             estimate = attempt(self.evaluator, core.candidate(placement, unit))
             if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.candidate, placement, unit)):
                 # The window shrinks as better candidates are found, and ends the search once no bound lies within it.
@@ -123,6 +127,7 @@ class Search:
             best=tuple(best),
             nearest=nearest,
             num_roots=self._num_roots,
+            num_opened=self._num_opened,
             num_played=self._num_played,
             num_evaluated=tried,
             least_s=least_s,
@@ -131,39 +136,35 @@ class Search:
 
     def _is_worse(self, entry: Entry, open_window: Window) -> bool:
         bound_s, _, _, core, placement, unit, _ = entry
+        assert isinstance(core, PartialCandidate), "a group has no placement"
         # It may still lead a group. A slower one only matters if it is simpler than the worst of its group.
         if bound_s <= open_window.leader_s:
             return False
         return (core.recompute, self.bounds.least_bytes(core, placement, unit)) > open_window.worst
 
-    def _roots(self) -> Iterator[Entry]:
-        space, bounds = self.space, self.bounds
-        for shape in open_meshes(space):
-            sizes = bounds.works.sizes(shape)
-            places = placements(space, shape.mesh)[::-1]  # the one that shards most first
-            for micro_batch in micro_batches(space, sizes.data):
-                # Memory grows with the micro-batch, so the first one that fits nowhere ends the shape.
-                outlines = [bounds.outline_of(sizes, shape, micro_batch, again) for again in recomputations(space)]
-                fitting = [outline for outline in outlines if self._fits_somewhere(outline, places)]
-                if not fitting:
-                    break
-                self._num_roots += len(fitting)
-                # Recomputation takes longer, so most roots with it never need a bound.
-                yield from islice(self._bounded(fitting), 1)
+    def _groups(self) -> Iterator[Entry]:
+        again = recomputations(self.space)
+        for group in groups(self.space, by_tokens=self.evaluator.estimator.computes_by_tokens):
+            self._num_roots += len(group.members) * len(again)
+            # Recomputation takes longer, so most groups with it never need a bound.
+            yield from islice(self._bounded([group._replace(recompute=each) for each in again]), 1)
 
-    def _bounded(self, outlines: Sequence[PartialCandidate]) -> Iterator[Entry]:
-        following = self._bounded(outlines[1:])
-        for outline in outlines[:1]:
-            # Most are never opened, so the messages of their context ranks need no price.
-            root = self.bounds.bounded(outline, context=False)
-            level = Level.OUTLINE if root.shape.is_open else Level.ROOT
-            yield root.bound_s, level, root.key, root, _NOWHERE, 0, following
+    def _bounded(self, found: Sequence[Group]) -> Iterator[Entry]:
+        following = self._bounded(found[1:])
+        for group in found[:1]:
+            yield self.bounds.group_s(group), Level.GROUP, group.key, group, _NOWHERE, 0, following
 
     def _opened(self, entry: Entry) -> Iterator[Entry]:
         bound_s, level, _, core, _, _, _ = entry
-        if level is Level.OUTLINE:
-            root = self.bounds.bounded(core)
-            yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
+        if isinstance(core, Group):
+            if level is Level.GROUP:
+                # Most are never opened further, so their members need no price.
+                schedules = self._schedules_of(core.shape.mesh.total("pipeline"))
+                at_least_s = self.bounds.group_span_s(core, schedules)
+                yield max(bound_s, at_least_s), Level.SCHEDULED, core.key, core, _NOWHERE, 0, _NONE
+                return
+            for root in self._members(core):
+                yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
         elif level is Level.ROOT:
             yield from islice(self._cores(bound_s, core), 1)
         elif level is Level.CORE and not core.played:
@@ -186,9 +187,22 @@ class Search:
                     return
                 yield from self._all_placed(bound_s, core)
 
+    def _members(self, group: Group) -> Iterator[PartialCandidate]:
+        for shape, micro_batch in group.members:
+            outline = self.bounds.outline(shape, micro_batch, group.recompute)
+            if self._fits_somewhere(outline, placements(self.space, shape.mesh)[::-1]):
+                self._num_opened += 1
+                yield self.bounds.bounded(outline)
+
     def _cores(self, bound_s: float, root: PartialCandidate) -> Iterator[Entry]:
         spans = self.bounds.spans(root, self._schedules_of(root.shape.mesh.total("pipeline")))
-        found = iter(sorted((max(bound_s, span.span_s * SLACK), span) for span in spans))
+        excess_s = self.bounds.least_excess_s(root, self._fitting(root))
+        found = iter(
+            sorted(
+                (max(bound_s, (span.span_s + (0.0 if takes_unit(span.schedule) else excess_s)) * SLACK), span)
+                for span in spans
+            )
+        )
 
         def following() -> Iterator[Entry]:
             for core_s, span in found:
@@ -241,6 +255,9 @@ class Search:
                 if self._fits(root, placement, unit)
             )
         return found
+
+    def _fitting(self, root: PartialCandidate) -> Iterator[Placement]:
+        return (each for each in placements(self.space, root.shape.mesh) if self._fits(root, each, 1))
 
     def _fits_somewhere(self, root: PartialCandidate, places: Sequence[Placement]) -> bool:
         return any(self._fits(root, placement, 1) for placement in places)

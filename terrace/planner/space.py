@@ -40,6 +40,25 @@ class OpenMesh(NamedTuple):
     is_open: bool = False
 
 
+class Group(NamedTuple):
+    """Shapes with the same tensor ranks and stages, each with the micro-batch that gives a rank as many tokens.
+
+    They differ in how the other ranks are shared between the context and the data axis; their steps have equally many
+    micro-batches. `shape` and `micro_batch` have the least computing of all (`_least`).
+    """
+
+    shape: OpenMesh
+    micro_batch: int
+    recompute: int
+    num_micros: int
+    members: tuple[tuple[OpenMesh, int], ...]  # with their micro-batches
+
+    @property
+    def key(self) -> tuple[int, str, int, int, OpenMesh, int]:
+        """Tie break between groups, or a group and a core, of equal bound."""
+        return self.recompute, "", 1, self.micro_batch, self.shape, 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """Allowed choices: axes above degree 1, pins, and placements if they are given."""
@@ -89,6 +108,42 @@ def _forms(
         if all(each.can_split(ulysses) for each in heads) and sequence % math.lcm(chunks, ring * ulysses) == 0:
             found.append(forms)
     return tuple(sorted(found, key=lambda forms: (math.prod(forms), forms)))
+
+
+def groups(space: Space, *, by_tokens: bool) -> Iterator[Group]:
+    """Every mesh, with the context forms left open, and micro-batch in groups, without recomputation.
+
+    Where a rank's computing is not only a matter of its tokens (not `by_tokens`), each is alone.
+    """
+    alike: dict[Mesh, list[OpenMesh]] = {}
+    for shape in open_meshes(space):
+        alike.setdefault(shape.mesh.only("tensor", "pipeline") if by_tokens else shape.mesh, []).append(shape)
+    for mesh, shapes in alike.items():
+        members: dict[int, list[tuple[OpenMesh, int]]] = {}
+        for shape in shapes:
+            data = shape.mesh.total("data")
+            for micro_batch in micro_batches(space, data):
+                members.setdefault(space.task.batch // (data * micro_batch), []).append((shape, micro_batch))
+        for num_micros, found in members.items():
+            shape, micro_batch = _least(space, mesh, *found[0]) if by_tokens else found[0]
+            yield Group(shape, micro_batch, 0, num_micros, tuple(found))
+
+
+def _least(space: Space, mesh: Mesh, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh, int]:
+    """The fewest context ranks, and of these the most in Ulysses form, that have the tokens of a member of a group.
+
+    Let a/b be its sequences per context rank in lowest terms. Any member has a multiple of b context ranks, and its
+    Ulysses degree divides the heads h, so that its ring is a multiple of b / gcd(b, h). A member of k b context ranks
+    has k a sequences: the same tokens, and the same products, in as many rounds or more.
+    """
+    context = shape.mesh.total("context")
+    common = math.gcd(micro_batch, context)
+    context //= common
+    ulysses = math.gcd(context, *(heads.queries for heads in space.task.heads(mesh.total("rows"))))
+    # No message is priced on these ranks, so they may be on any tier.
+    columns, rows, _, _, _, pipeline = mesh.degrees[0]
+    innermost = (columns, rows, ulysses, context // ulysses, 1, pipeline)
+    return OpenMesh(Mesh((innermost, *mesh.degrees[1:]))), micro_batch // common
 
 
 def open_meshes(space: Space) -> Iterator[OpenMesh]:

@@ -1,0 +1,130 @@
+"""Lower bounds on the computing of a pipeline, in closed form: over all schedules, and with each (terrace.planner.bound).
+
+They hold for every form and for every shape whose blocks take at least the seconds of `Priced`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from terrace.planner.parts import Runs, Split, Work, work_of_runs
+from terrace.planner.pipelines import least_span_s
+from terrace.planner.shares import shares_of
+from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, last_layers, traits
+from terrace.planner.works import BlockWorks
+
+
+class _Priced(NamedTuple):
+    works: BlockWorks
+    logits: Work
+    dearest_layers: float | None
+    edge_s: float
+    num_stages: int
+    num_micros: int
+    mean_s: float
+    span_s: float
+
+
+class Span(NamedTuple):
+    """Bound in seconds with a schedule, and the blocks of its busiest stage, if known."""
+
+    schedule: str
+    chunks: int
+    span_s: float
+    heavy: Runs | None
+
+
+class Spans:
+    """Bounds on pipelines of one model."""
+
+    def __init__(self, split: Split) -> None:
+        self.split, self.num_layers = split, len(split.inner)
+        (self.whole,) = split.whole().chunks
+
+    def least_s(self, works: BlockWorks, edge_s: float, num_stages: int, num_micros: int) -> tuple[float, float]:
+        """The mean over stages, and a bound over all schedules."""
+        alike = self.split.alike
+        # No schedule has lighter virtual stages than one with the most chunks.
+        least = 0.0 if alike is None else max(1, self.num_layers // (num_stages * MOST_CHUNKS)) * works.each[alike][0]
+        mean_s = num_micros * works.whole_s / num_stages
+        # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
+        return mean_s, mean_s + (num_stages - 1) / 2 * (least + edge_s)
+
+    def each(
+        self,
+        works: BlockWorks,
+        dearest_layers: float | None,
+        edge_s: float,
+        num_stages: int,
+        num_micros: int,
+        schedules: Sequence[tuple[str, int]],
+    ) -> list[Span]:
+        """Bounds with each schedule; none with more virtual stages than layers, or too many passes.
+
+        `dearest_layers`: where shapes or forms differ, the fewest layers that the logits cost as much as.
+        """
+        mean_s, span_s = self.least_s(works, edge_s, num_stages, num_micros)
+        logits = work_of_runs(works.each, self.split.after)
+        priced = _Priced(works, logits, dearest_layers, edge_s, num_stages, num_micros, mean_s, span_s)
+        most_chunks = min(self.num_layers // num_stages, MOST_PASSES // (num_stages * num_micros))
+        known: dict[tuple[bool, bool, bool, int], tuple[float, Runs | None]] = {}
+        found = []
+        for schedule, chunks in schedules:
+            if schedule == SERIAL:
+                found.append(Span(SERIAL, 1, span_s, self.whole))
+            # The same limits as of splits and of `pipeline`, without the cost of an exception.
+            elif chunks <= most_chunks:
+                trait = traits()[schedule]
+                # Schedules with equal traits share a bound.
+                key = (trait.split, trait.looped, trait.folded, chunks)
+                if key not in known:
+                    known[key] = self._span(priced, chunks, trait)
+                found.append(Span(schedule, chunks, *known[key]))
+        return found
+
+    def _span(self, priced: _Priced, chunks: int, trait: Trait) -> tuple[float, Runs | None]:
+        works, num_virtual = priced.works, priced.num_stages * chunks
+        if self.split.alike is None:
+            return self._span_of_differing(priced, num_virtual, trait), None
+        first = last = last_layers(self.num_layers, num_virtual, works.logits_layers)
+        if priced.dearest_layers is not None:
+            # The split is monotone in the logits' cost, so every form has a split between these two.
+            last = last_layers(self.num_layers, num_virtual, priced.dearest_layers)
+        if first == last:
+            return self._span_of(priced, chunks, trait, last)
+        return min(self._span_of(priced, chunks, trait, each)[0] for each in range(first, last + 1)), None
+
+    def _span_of(
+        self, priced: _Priced, chunks: int, trait: Trait, last: int
+    ) -> tuple[float, Runs | None]:
+        works, logits, _, edge_s, stages, micros, mean_s, _ = priced
+        alike, num_layers = self.split.alike, self.num_layers
+        assert alike is not None, "only equal layers are told by their number"
+        shares = shares_of(num_layers, stages, chunks, last, trait.looped, trait.folded)
+        forward_s, backward_s, weight_s = works.each[alike]
+        logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
+        least = shares.least
+        # A split schedule may delay the weight gradient beyond the path to the previous stage.
+        back_s = backward_s - weight_s if trait.split else backward_s
+        hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
+        # Only the looped placement tells here which virtual stages share a stage; for others, the mean and the last
+        # stage's least share.
+        busiest_s, last_s = mean_s, micros * chunks * least * (forward_s + backward_s)
+        if trait.looped:
+            last_s = micros * (shares.last_stage * (forward_s + backward_s) + logits_s)
+            busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s), last_s)
+        # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
+        hops = stages * chunks - 1 - (0 if trait.looped else chunks - 1)
+        before = num_layers - shares.last
+        path_s = before * (forward_s + back_s) + 2 * hops * edge_s
+        path_s += micros * (shares.last * (forward_s + back_s) + logits_forward_s)
+        span_s = max(mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
+        return span_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
+
+    def _span_of_differing(self, priced: _Priced, num_virtual: int, trait: Trait) -> float:
+        # Forms may split the blocks in different ways.
+        if priced.dearest_layers is not None:
+            return priced.span_s
+        works, stages = priced.works.each, priced.num_stages
+        contents = self.split.contents(self.split.counts(works, num_virtual))
+        virtual = [work_of_runs(works, runs) for runs in contents]
+        return max(priced.span_s, least_span_s(virtual, stages, priced.num_micros, priced.edge_s, trait))
