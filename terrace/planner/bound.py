@@ -34,13 +34,14 @@ from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate, Sizes
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import MessagePrices, Messages
-from terrace.planner.parts import Runs, parts_of, work_of_runs
+from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
 from terrace.planner.pipelines import Pipeline, build_pipeline
 from terrace.planner.space import Group, OpenMesh
 from terrace.planner.spans import Span, Spans
 from terrace.planner.stages import SERIAL, held
 from terrace.planner.task import Placement
 from terrace.planner.works import BlockWorks, Works
+from terrace.program.schedules.registry import takes_unit
 
 
 def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
@@ -102,37 +103,55 @@ class Bounds:
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
         """The core of a root with one schedule; None where `spans` leaves it out."""
-        found = [self.spanning(root, span) for span in self.spans(root, [(schedule, chunks)])]
+        found = [self.spanning(root, span) for span in self.spans(root, [(schedule, chunks)], exact=True)]
         return found[0] if found else None
 
     def spanning(self, root: PartialCandidate, span: Span) -> PartialCandidate:
         """The core of a root with a schedule."""
-        schedule, chunks, span_s, heavy = span
+        schedule, chunks, span_s, _, heavy = span
         shape, micro_batch, recompute, _, _, micros, _, mean_s, _, least_held, sizes, _, _ = root
         played = schedule == SERIAL
         return PartialCandidate(
             shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, least_held, sizes, played
         )
 
-    def spans(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> list[Span]:
-        """Bounds of a root with each schedule; none with more virtual stages than layers, or too many passes."""
+    def spans(
+        self, root: PartialCandidate, schedules: Sequence[tuple[str, int]], *, exact: bool = False
+    ) -> list[Span]:
+        """Bounds of a root with each schedule; none with more virtual stages than layers, or too many passes.
+
+        An `exact` one tells how the forms of an open shape split the layers, which takes longer.
+        """
         shape, numbers = root.shape, (root.micro_batch, root.recompute, root.num_micros > 1)
         works, dearest = self.works.of(shape, *numbers), None
         if shape.is_open:
-            dearest = 0.0 if self.split.alike is None else self.split.logits_in_layers(self.works.most(shape, *numbers))
+            # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer.
+            dearest = 0.0
+            if exact and self.split.alike is not None:
+                dearest = self.split.logits_in_layers(self.works.most(shape, *numbers))
         edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
         return self.spans_of.each(works, dearest, edge_s, root.sizes.num_stages, root.num_micros, schedules)
+
+    def tightened(self, core: PartialCandidate) -> PartialCandidate:
+        """The core of an open shape with its `exact` span."""
+        if not core.shape.is_open:
+            return core
+        exact = self.core(core, core.schedule, core.chunks)
+        assert exact is not None, "a core has a span"
+        return exact if not core.unit else core._replace(span_s=exact.span_s)
 
     def group_s(self, group: Group) -> float:
         """Lower bound in seconds over everything in a group."""
         return self.spans_of.least_s(*self._least(group))[1] * SLACK
 
-    def group_span_s(self, group: Group, schedules: Sequence[tuple[str, int]]) -> float:
-        """The same, from a bound with each schedule; infinite if none is possible."""
-        # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer.
-        works, *numbers = self._least(group)
-        spans = self.spans_of.each(works, 0.0, *numbers, schedules)
-        return min((span.span_s for span in spans), default=math.inf) * SLACK
+    def group_spans(self, group: Group, schedules: Sequence[tuple[str, int]]) -> list[Span]:
+        """Bounds over everything in a group with each schedule."""
+        works, edge_s, stages, micros = self._least(group)
+        return self.spans_of.each(works, 0.0, edge_s, stages, micros, schedules)
+
+    def group_excess_s(self, group: Group, placements: Iterable[Placement]) -> float:
+        """`least_excess_s` of everything in a group, whose members share their states among the same ranks."""
+        return self.least_excess_s(group.members[0][0].mesh, self._least(group)[0].each, placements)
 
     def _least(self, group: Group) -> tuple[BlockWorks, float, int, int]:
         shape, micro_batch, recompute, micros, _ = group
@@ -247,29 +266,35 @@ class Bounds:
         busiest_s = max(self._lanes_s(runs, messages, core.num_micros // unit).values())
         return max(starts_s + ends_s + messages.control[0], busiest_s - compute_s)
 
-    def least_excess_s(self, root: PartialCandidate, placements: Iterable[Placement]) -> float:
-        """The same for a root of a pipeline with the best of `placements`, whatever the schedule.
+    def least_excess_s(self, mesh: Mesh, works: Sequence[Work], placements: Iterable[Placement]) -> float:
+        """The same for a pipeline with the best of `placements`, whatever its schedule and split, to be added to
+        `Span.chained_s`.
 
         Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
-        passes of look-ups before them. Schedules that pass chunks in units have chains of their own.
+        passes of look-ups before them. `works` may be the least of several forms: those whose layers take longer hide
+        more of the chain, but no more than their pipeline takes longer.
         """
-        shape, stages, alike = root.shape, root.sizes.num_stages, self.split.alike
+        stages, alike = mesh.total("pipeline"), self.split.alike
         if alike is None or stages == 1:
             return 0.0
-        works = self.works.most(shape, root.micro_batch, root.recompute, root.num_micros > 1)
-        numels, most = root.sizes.numels, -(-self.num_inner // stages)
+        numels, most = self.estimator.own_numels(mesh), -(-self.num_inner // stages)
         forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
         found = []
         for placement in placements:
-            messages = self.message_prices.messages(shape.mesh.state, numels, placement)
+            messages = self.message_prices.messages(mesh.state, numels, placement)
             refresh_s, gather_s, reduce_s, sync_s = (each[alike] for each in messages[:4])
             first_s = min([sync_s, *(messages.sync[kind] for kind, _ in self.split.before[:1])])
-            update_s = self.estimator.update_s(shape.mesh.state, placement, most * numels[alike])
+            update_s = self.estimator.update_s(mesh.state, placement, most * numels[alike])
             starts_s = max(max(update_s, refresh_s), max(update_s, most * refresh_s) - forwards_s) + gather_s
             ends_s = max(sync_s, most * sync_s - backwards_s) + reduce_s
             ends_s = max(ends_s, first_s + most * reduce_s - backwards_s)
             found.append(starts_s + ends_s + messages.control[0])
         return max(0.0, min(found, default=0.0) - sum(work_of_runs(works, self.split.before)[:2]))
+
+    @staticmethod
+    def chained_s(span: Span, excess_s: float) -> float:
+        """Bound in seconds with a schedule and the least excess; schedules that pass units have chains of their own."""
+        return span.span_s if takes_unit(span.schedule) else max(span.span_s, span.chained_s + excess_s)
 
     def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
         """The same where units pass whole chunks, with every chunk as small as the smallest.

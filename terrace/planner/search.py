@@ -43,6 +43,7 @@ from terrace.planner.space import (
     placements,
     units,
 )
+from terrace.planner.spans import Span
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
@@ -71,10 +72,11 @@ class Level(IntEnum):
 
     GROUP = 0  # computing and stages alone, over all schedules
     SCHEDULED = 1  # a group, with the schedule that may be fastest
-    ROOT = 2  # a shape and micro-batch, with the messages of context ranks
-    CORE = 3  # with a schedule: the bound in closed form
-    CHEAPEST = 4  # with the messages of its cheapest placement
-    PLACED = 5  # a whole candidate
+    CHAINED = 2  # and the messages of data ranks
+    ROOT = 3  # a shape and micro-batch, with the messages of context ranks
+    CORE = 4  # with a schedule: the bound in closed form
+    CHEAPEST = 5  # with the messages of its cheapest placement
+    PLACED = 6  # a whole candidate
 
 
 # Bound, level, tie break, group or candidate, placement, unit; then the entries that follow this one in ascending order. Each
@@ -93,6 +95,7 @@ class Search:
         self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, list[tuple[str, int]]] = {}
         self._num_roots = self._num_opened = self._num_played = 0
+        self._spans: dict[tuple[object, ...], list[Span]] = {}  # of groups on level `SCHEDULED`
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
@@ -157,17 +160,11 @@ class Search:
     def _opened(self, entry: Entry) -> Iterator[Entry]:
         bound_s, level, _, core, _, _, _ = entry
         if isinstance(core, Group):
-            if level is Level.GROUP:
-                # Most are never opened further, so their members need no price.
-                schedules = self._schedules_of(core.shape.mesh.total("pipeline"))
-                at_least_s = self.bounds.group_span_s(core, schedules)
-                yield max(bound_s, at_least_s), Level.SCHEDULED, core.key, core, _NOWHERE, 0, _NONE
-                return
-            for root in self._members(core):
-                yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
+            yield from self._opened_group(bound_s, level, core)
         elif level is Level.ROOT:
             yield from islice(self._cores(bound_s, core), 1)
         elif level is Level.CORE and not core.played:
+            core = self.bounds.tightened(core)
             # The first has the shortest messages: the bound over all placements, before any order is played.
             for excess_s, _, _ in self._placed(core)[:1]:
                 at_least_s = self.bounds.least_s(core, excess_s)
@@ -187,6 +184,22 @@ class Search:
                     return
                 yield from self._all_placed(bound_s, core)
 
+    def _opened_group(self, bound_s: float, level: Level, group: Group) -> Iterator[Entry]:
+        if level is Level.CHAINED:
+            for root in self._members(group):
+                yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
+            return
+        if level is Level.GROUP:
+            spans = self.bounds.group_spans(group, self._schedules_of(group.shape.mesh.total("pipeline")))
+            self._spans[group.key] = spans
+            level, least_s = Level.SCHEDULED, min((span.span_s for span in spans), default=math.inf)
+        else:
+            excess_s = self.bounds.group_excess_s(group, placements(self.space, group.members[0][0].mesh))
+            spans = self._spans.pop(group.key)
+            level, least_s = Level.CHAINED, min((self.bounds.chained_s(span, excess_s) for span in spans), default=math.inf)
+        if least_s < math.inf:  # else no schedule takes its numbers
+            yield max(bound_s, least_s * SLACK), level, group.key, group, _NOWHERE, 0, _NONE
+
     def _members(self, group: Group) -> Iterator[PartialCandidate]:
         for shape, micro_batch in group.members:
             outline = self.bounds.outline(shape, micro_batch, group.recompute)
@@ -195,14 +208,10 @@ class Search:
                 yield self.bounds.bounded(outline)
 
     def _cores(self, bound_s: float, root: PartialCandidate) -> Iterator[Entry]:
-        spans = self.bounds.spans(root, self._schedules_of(root.shape.mesh.total("pipeline")))
-        excess_s = self.bounds.least_excess_s(root, self._fitting(root))
-        found = iter(
-            sorted(
-                (max(bound_s, (span.span_s + (0.0 if takes_unit(span.schedule) else excess_s)) * SLACK), span)
-                for span in spans
-            )
-        )
+        spans = self.bounds.spans(root, self._schedules_of(root.sizes.num_stages))
+        works = self.bounds.works.of(root.shape, root.micro_batch, root.recompute, root.num_micros > 1)
+        excess_s = self.bounds.least_excess_s(root.shape.mesh, works.each, self._fitting(root))
+        found = iter(sorted((max(bound_s, self.bounds.chained_s(span, excess_s) * SLACK), span) for span in spans))
 
         def following() -> Iterator[Entry]:
             for core_s, span in found:

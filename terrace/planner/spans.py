@@ -25,11 +25,15 @@ class _Priced(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bound in seconds with a schedule, and the blocks of its busiest stage, if known."""
+    """Bound in seconds with a schedule, and the blocks of its busiest stage, if known.
+
+    `chained_s` bounds the computing to which `Bounds.least_excess_s` may be added.
+    """
 
     schedule: str
     chunks: int
     span_s: float
+    chained_s: float
     heavy: Runs | None
 
 
@@ -66,11 +70,11 @@ class Spans:
         logits = work_of_runs(works.each, self.split.after)
         priced = _Priced(works, logits, dearest_layers, edge_s, num_stages, num_micros, mean_s, span_s)
         most_chunks = min(self.num_layers // num_stages, MOST_PASSES // (num_stages * num_micros))
-        known: dict[tuple[bool, bool, bool, int], tuple[float, Runs | None]] = {}
+        known: dict[tuple[bool, bool, bool, int], tuple[float, float, Runs | None]] = {}
         found = []
         for schedule, chunks in schedules:
             if schedule == SERIAL:
-                found.append(Span(SERIAL, 1, span_s, self.whole))
+                found.append(Span(SERIAL, 1, span_s, span_s, self.whole))
             # The same limits as of splits and of `pipeline`, without the cost of an exception.
             elif chunks <= most_chunks:
                 trait = traits()[schedule]
@@ -81,21 +85,23 @@ class Spans:
                 found.append(Span(schedule, chunks, *known[key]))
         return found
 
-    def _span(self, priced: _Priced, chunks: int, trait: Trait) -> tuple[float, Runs | None]:
+    def _span(self, priced: _Priced, chunks: int, trait: Trait) -> tuple[float, float, Runs | None]:
         works, num_virtual = priced.works, priced.num_stages * chunks
         if self.split.alike is None:
-            return self._span_of_differing(priced, num_virtual, trait), None
+            span_s = self._span_of_differing(priced, num_virtual, trait)
+            return span_s, span_s, None
         first = last = last_layers(self.num_layers, num_virtual, works.logits_layers)
         if priced.dearest_layers is not None:
             # The split is monotone in the logits' cost, so every form has a split between these two.
             last = last_layers(self.num_layers, num_virtual, priced.dearest_layers)
         if first == last:
             return self._span_of(priced, chunks, trait, last)
-        return min(self._span_of(priced, chunks, trait, each)[0] for each in range(first, last + 1)), None
+        spans = [self._span_of(priced, chunks, trait, each) for each in range(first, last + 1)]
+        return min(span[0] for span in spans), min(span[1] for span in spans), None
 
     def _span_of(
         self, priced: _Priced, chunks: int, trait: Trait, last: int
-    ) -> tuple[float, Runs | None]:
+    ) -> tuple[float, float, Runs | None]:
         works, logits, _, edge_s, stages, micros, mean_s, _ = priced
         alike, num_layers = self.split.alike, self.num_layers
         assert alike is not None, "only equal layers are told by their number"
@@ -108,17 +114,22 @@ class Spans:
         hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
         # Only the looped placement tells here which virtual stages share a stage; for others, the mean and the last
         # stage's least share.
-        busiest_s, last_s = mean_s, micros * chunks * least * (forward_s + backward_s)
+        busiest_s, on_last, last_s = mean_s, chunks * least, 0.0
         if trait.looped:
-            last_s = micros * (shares.last_stage * (forward_s + backward_s) + logits_s)
-            busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s), last_s)
+            on_last, last_s = shares.last_stage, micros * logits_s
+            busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s))
+        last_s += micros * on_last * (forward_s + backward_s)
         # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
         hops = stages * chunks - 1 - (0 if trait.looped else chunks - 1)
         before = num_layers - shares.last
         path_s = before * (forward_s + back_s) + 2 * hops * edge_s
         path_s += micros * (shares.last * (forward_s + back_s) + logits_forward_s)
-        span_s = max(mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
-        return span_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
+        chained_s = max(mean_s + (stages - 1) / 2 * hop_s, busiest_s, path_s)
+        span_s = max(chained_s, last_s + (stages - 1) * hop_s)
+        # Every second more of a layer lengthens the other terms by at least the layers that a chain counts as hiding.
+        if micros * on_last >= -(-num_layers // stages) - 1:
+            chained_s = span_s
+        return span_s, chained_s, None if shares.heavy is None else self.split.equal(*shares.heavy)
 
     def _span_of_differing(self, priced: _Priced, num_virtual: int, trait: Trait) -> float:
         # Forms may split the blocks in different ways.
