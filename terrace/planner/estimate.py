@@ -94,7 +94,7 @@ class Estimator:
 
     def block(self, kind: int, mesh: Mesh, micro_batch: int) -> Seconds:
         """Seconds of a block on one micro-batch."""
-        return self._block(kind, (mesh.inside,), micro_batch, self.accumulates(mesh, micro_batch))
+        return self._block(kind, mesh.inside, micro_batch, self.accumulates(mesh, micro_batch))
 
     def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
         """Whether a step adds up the gradients of several micro-batches."""
@@ -103,42 +103,37 @@ class Estimator:
     def least_block(
         self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, *, context: bool = True
     ) -> Seconds:
-        """Lower bound on the seconds of a block over `forms` of a mesh's context ranks, sorted by Ulysses degree.
+        """Lower bound on the seconds of a block over `forms` of a mesh's context ranks.
 
-        Without `context` it leaves out the messages of context ranks, most of what a bound costs.
+        Without `context` it leaves out the messages of context ranks.
         """
         if not self.specs[kind].attends:
-            return self._block(kind, forms[:1], micro_batch, accumulate)
-        # With flash attention the form with the highest Ulysses degree computes least: equal FLOPs in the fewest ring
-        # rounds. Overlap saves at most the computing it hides behind, so that computing plus the least messages is a
-        # bound.
-        if self._flash:
-            return self._block(kind, forms, micro_batch, accumulate, context)
-        each = [self._block(kind, (form,), micro_batch, accumulate, context) for form in forms]
-        # Without it no form is best in all four; the minima may come from different forms.
-        return Seconds(*map(min, zip(*each, strict=True)))
+            return self._block(kind, forms[0], micro_batch, accumulate)
+        each = [self._block(kind, form, micro_batch, accumulate, context) for form in forms]
+        # No form is best in all four; the minima may come from different forms.
+        return each[0] if len(each) == 1 else Seconds(*map(min, zip(*each, strict=True)))
 
-    def _block(
-        self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, context: bool = True
-    ) -> Seconds:
-        mesh = forms[-1]
-        key: tuple[object, ...] = (kind, mesh, len(forms), micro_batch, accumulate, context)
+    def least_waits(self, kind: int, forms: Sequence[Mesh], micro_batch: int) -> PassSeconds:
+        """Least seconds that a block's passes wait for context ranks, over `forms`."""
+        waits = [self.inner.context(kind, form, self.work(form, micro_batch)) for form in forms]
+        forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
+        return forward_s, backward_s, again_s
+
+    def _block(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool = True) -> Seconds:
+        key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context)
         if not self.specs[kind].attends:  # it sees tokens only, whatever the context ranks
             key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._summed(kind, forms, micro_batch, accumulate, context)
+            found = self._blocks[key] = self._summed(kind, mesh, micro_batch, accumulate, context)
         return found
 
-    def _summed(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, context: bool) -> Seconds:
-        mesh = forms[-1]
+    def _summed(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool) -> Seconds:
         own = self._compute(kind, mesh, micro_batch, accumulate)
         forward_s, backward_s, again_s = self._tensor(kind, mesh, micro_batch, accumulate)
         if context and self.specs[kind].attends and mesh.total("context") > 1:
-            # Several forms ask for a bound: the computing of the last with the cheapest messages of any.
-            waits = [self.inner.context(kind, form, self.work(form, micro_batch)) for form in forms]
-            least = list(map(min, zip(*waits, strict=True)))
-            forward_s, backward_s, again_s = forward_s + least[0], backward_s + least[1], again_s + least[2]
+            waits = self.inner.context(kind, mesh, self.work(mesh, micro_batch))
+            forward_s, backward_s, again_s = forward_s + waits[0], backward_s + waits[1], again_s + waits[2]
         return Seconds(
             own.forward_s + forward_s, own.input_s + own.weight_s + backward_s, own.weight_s, own.forward_s + again_s
         )

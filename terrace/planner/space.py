@@ -44,7 +44,7 @@ class Group(NamedTuple):
     """Shapes with the same tensor ranks and stages, each with the micro-batch that gives a rank as many tokens.
 
     They differ in how the other ranks are shared between the context and the data axis; their steps have equally many
-    micro-batches. `shape` and `micro_batch` have the least computing of all (`_least`).
+    micro-batches. `shape` and `micro_batch` have the least computing of all (`least_of`).
     """
 
     shape: OpenMesh
@@ -125,25 +125,27 @@ def groups(space: Space, *, by_tokens: bool) -> Iterator[Group]:
             for micro_batch in micro_batches(space, data):
                 members.setdefault(space.task.batch // (data * micro_batch), []).append((shape, micro_batch))
         for num_micros, found in members.items():
-            shape, micro_batch = _least(space, mesh, *found[0]) if by_tokens else found[0]
+            shape, micro_batch = least_of(space, *found[0]) if by_tokens else found[0]
             yield Group(shape, micro_batch, 0, num_micros, tuple(found))
 
 
-def _least(space: Space, mesh: Mesh, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh, int]:
-    """The fewest context ranks, and of these the most in Ulysses form, that have the tokens of a member of a group.
+def least_of(space: Space, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh, int]:
+    """The fewest context ranks, and of these the most in Ulysses form, that have as many tokens, each in a micro-batch.
 
-    Let a/b be its sequences per context rank in lowest terms. Any member has a multiple of b context ranks, and its
-    Ulysses degree divides the heads h, so that its ring is a multiple of b / gcd(b, h). A member of k b context ranks
-    has k a sequences: the same tokens, and the same products, in as many rounds or more.
+    Let a/b be the sequences per context rank in lowest terms. Whatever has as many has a multiple of b context ranks,
+    and its Ulysses degree divides the heads h, so that its ring is a multiple of b / gcd(b, h). With k b context ranks
+    it has k a sequences: the same tokens, and the same products, in as many rounds or more.
     """
-    context = shape.mesh.total("context")
+    mesh, context = shape.mesh.only("tensor", "pipeline"), shape.mesh.total("context")
     common = math.gcd(micro_batch, context)
     context //= common
     ulysses = math.gcd(context, *(heads.queries for heads in space.task.heads(mesh.total("rows"))))
-    # No message is priced on these ranks, so they may be on any tier.
-    columns, rows, _, _, _, pipeline = mesh.degrees[0]
-    innermost = (columns, rows, ulysses, context // ulysses, 1, pipeline)
-    return OpenMesh(Mesh((innermost, *mesh.degrees[1:]))), micro_batch // common
+    if context > 1:
+        # No message is priced on these ranks, so they may be on any tier.
+        columns, rows, _, _, _, pipeline = mesh.degrees[0]
+        innermost = (columns, rows, ulysses, context // ulysses, 1, pipeline)
+        mesh = Mesh((innermost, *mesh.degrees[1:]))
+    return OpenMesh(mesh), micro_batch // common
 
 
 def open_meshes(space: Space) -> Iterator[OpenMesh]:

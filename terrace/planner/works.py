@@ -8,7 +8,7 @@ from terrace.planner.candidate import Sizes
 from terrace.planner.estimate import Estimator
 from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.pipelines import block_work
-from terrace.planner.space import OpenMesh, Space, closed
+from terrace.planner.space import OpenMesh, Space, closed, least_of
 
 
 class BlockWorks(NamedTuple):
@@ -44,11 +44,27 @@ class Works:
         key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate, context)
         found = self._block_works.get(key)
         if found is None:
-            forms, numbers = self.forms(shape), (micro_batch, recompute, accumulate)
-            kinds = range(len(self.specs))
-            each = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
+            numbers = micro_batch, recompute, accumulate
+            if context and shape.is_open and self.estimator.computes_by_tokens:
+                each = self._with_messages(shape, *numbers)
+            else:
+                forms, kinds = self.forms(shape), range(len(self.specs))
+                each = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
             layers = 0.0 if self.split.alike is None else self.split.logits_in_layers(each)
             found = self._block_works[key] = BlockWorks(each, sum(work_of_runs(each, self.whole)[:2]), layers)
+        return found
+
+    def _with_messages(self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool) -> list[Work]:
+        least, fewer = least_of(self._space, shape, micro_batch)
+        found = list(self.of(least, fewer, recompute, accumulate, context=False).each)
+        for kind, spec in enumerate(self.specs):
+            if spec.attends:
+                # Overlap saves at most the computing it hides behind, so that the least computing plus the least
+                # messages, of whatever forms, is a bound.
+                forward_s, backward_s, again_s = self.estimator.least_waits(kind, self.forms(shape), micro_batch)
+                own = found[kind]
+                backward_s += again_s if recompute else 0.0
+                found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
 
     def sizes(self, shape: OpenMesh) -> Sizes:
