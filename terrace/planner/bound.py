@@ -26,12 +26,11 @@ every form does; otherwise no bound on schedules is claimed.
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from terrace.plan.mesh import Mesh
-from terrace.planner.candidate import SLACK, PartialCandidate, Sizes
+from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import MessagePrices, Messages
 from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
@@ -70,25 +69,22 @@ class Bounds:
 
     def outline(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
         """A root without bounds on its seconds."""
-        return self.outline_of(self.works.sizes(shape), shape, micro_batch, recompute)
-
-    def outline_of(self, sizes: Sizes, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
-        """The same, with the numbers that all roots of the shape share."""
+        sizes = self.works.sizes(shape, recompute)
         stages, alike = sizes.num_stages, self.split.alike
         micros = self.task.batch // (sizes.data * micro_batch)
-        all_kept = micro_batch * sizes.all_kept[recompute]
+        all_kept = micro_batch * sizes.all_kept
         least_held: tuple[tuple[float, float], ...]
         if stages == 1:
             least_held = ((sizes.all_numel, all_kept),)
         elif alike is not None:
             # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
             most = -(-self.num_inner // stages)
-            least_held = ((most * sizes.numels[alike], most * micro_batch * sizes.kept[recompute][alike]),)
+            least_held = ((most * sizes.numels[alike], most * micro_batch * sizes.kept[alike]),)
         else:
             # Some stage holds the mean of the parameters or more, and some, maybe another, keeps the mean or more.
             least_held = ((sizes.all_numel / stages, 0), (0, all_kept / stages))
         heavy = self.works.whole if stages == 1 else None
-        # By position: a search makes ten thousand of these.
+        # By position: a search makes thousands of these.
         return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, 0.0, least_held, sizes)
 
     def bounded(self, outline: PartialCandidate) -> PartialCandidate:
@@ -97,9 +93,7 @@ class Bounds:
         works, stages = self.works.of(shape, micro_batch, recompute, micros > 1), sizes.num_stages
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
         mean_s, span_s = self.spans_of.least_s(works, edge_s, stages, micros)
-        return PartialCandidate(
-            shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, span_s, least_held, sizes
-        )
+        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, span_s, least_held, sizes)
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
         """The core of a root with one schedule; None where `spans` leaves it out."""
@@ -115,9 +109,7 @@ class Bounds:
             shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, least_held, sizes, played
         )
 
-    def spans(
-        self, root: PartialCandidate, schedules: Sequence[tuple[str, int]], *, exact: bool = False
-    ) -> list[Span]:
+    def spans(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]], *, exact: bool = False) -> list[Span]:
         """Bounds of a root with each schedule; none with more virtual stages than layers, or too many passes.
 
         An `exact` one tells how the forms of an open shape split the layers, which takes longer.
@@ -165,7 +157,7 @@ class Bounds:
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
         works, sizes = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each, core.sizes
         parts = parts_of(self.split.contents(self.split.counts(works, stages * core.chunks)), placement)
-        numels, kept = sizes.numels, [core.micro_batch * each for each in sizes.kept[core.recompute]]
+        numels, kept = sizes.numels, [core.micro_batch * each for each in sizes.kept]
         # A set: the inner stages of a deep pipeline are mostly alike.
         needs = {
             (
@@ -242,25 +234,25 @@ class Bounds:
         works = self.works.most(shape, core.micro_batch, core.recompute, core.num_micros > 1)
         held = sum(numels[kind] * count for kind, count in runs)
         update_s = estimator.update_s(shape.mesh.state, placement, held)
-        refresh_s, gather_s, reduce_s, sync_s = messages.refresh, messages.gather, messages.reduce, messages.sync
         # The first block's backward is the last of the step; its synchronisation ends the chain.
-        first = runs[0][0]
+        first_s = messages.sync[runs[0][0]]
         starts_s = ends_s = 0.0
         refreshed_s = forward_s = reduced_s = synced_s = backward_s = 0.0  # of the blocks before
         for kind, count in runs:
             work, more = works[kind], count - 1
+            refresh_s, gather_s, reduce_s, sync_s = (each[kind] for each in messages[:4])
             # Start of the chain: the first block of this kind, then the last, less the forwards that overlap.
-            ready_s = max(update_s, refreshed_s + refresh_s[kind]) + gather_s[kind] - forward_s
-            last_s = max(update_s, refreshed_s + count * refresh_s[kind]) + gather_s[kind] - forward_s
+            ready_s = max(update_s, refreshed_s + refresh_s) + gather_s - forward_s
+            last_s = max(update_s, refreshed_s + count * refresh_s) + gather_s - forward_s
             starts_s = max(starts_s, ready_s, last_s - more * unit * work[0])
             # End of the chain: from the last backward of this kind down to CLIP, less the backwards that overlap.
-            synced = reduce_s[kind] + synced_s
-            reduced = reduced_s + sync_s[first]
-            done_s = max(synced + sync_s[kind], reduced + reduce_s[kind]) - backward_s
-            last_s = max(synced + count * sync_s[kind], reduced + count * reduce_s[kind]) - backward_s
+            synced = reduce_s + synced_s
+            reduced = reduced_s + first_s
+            done_s = max(synced + sync_s, reduced + reduce_s) - backward_s
+            last_s = max(synced + count * sync_s, reduced + count * reduce_s) - backward_s
             ends_s = max(ends_s, done_s, last_s - more * unit * work[1])
-            refreshed_s, forward_s = refreshed_s + count * refresh_s[kind], forward_s + count * unit * work[0]
-            reduced_s, synced_s = reduced_s + count * reduce_s[kind], synced_s + count * sync_s[kind]
+            refreshed_s, forward_s = refreshed_s + count * refresh_s, forward_s + count * unit * work[0]
+            reduced_s, synced_s = reduced_s + count * reduce_s, synced_s + count * sync_s
             backward_s += count * unit * work[1]
         compute_s = core.num_micros * sum(count * (works[kind][0] + works[kind][1]) for kind, count in runs)
         busiest_s = max(self._lanes_s(runs, messages, core.num_micros // unit).values())

@@ -11,10 +11,10 @@ SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
 
 class Sizes(NamedTuple):
-    """Numbers that all roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
+    """Numbers that roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
 
     `gathered_bytes` are those of the block that is at least gathered where parameters are sharded. `kept` and
-    `all_kept`, without and with recomputation: bytes that a block of each kind, and the model, keeps per sequence.
+    `all_kept`: bytes that a block of each kind, and the model, keeps per sequence.
     """
 
     num_stages: int
@@ -22,8 +22,8 @@ class Sizes(NamedTuple):
     numels: tuple[int, ...]
     all_numel: int
     gathered_bytes: int
-    kept: tuple[list[int], list[int]]
-    all_kept: tuple[int, int]
+    kept: list[int]
+    all_kept: int
 
 
 class PartialCandidate(NamedTuple):

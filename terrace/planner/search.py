@@ -79,8 +79,8 @@ class Level(IntEnum):
     PLACED = 6  # a whole candidate
 
 
-# Bound, level, tie break, group or candidate, placement, unit; then the entries that follow this one in ascending order. Each
-# enters the heap when the one before it leaves, since most of a search's entries are never reached.
+# Bound, level, tie break, group or candidate, placement, unit; then the entries that follow this one in ascending
+# order. Each enters the heap when the one before it leaves, since most of a search's entries are never reached.
 Entry = tuple[float, Level, tuple[object, ...], Group | PartialCandidate, Placement, int, "Iterator[Entry]"]
 Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
 
@@ -191,14 +191,14 @@ class Search:
             return
         if level is Level.GROUP:
             spans = self.bounds.group_spans(group, self._schedules_of(group.shape.mesh.total("pipeline")))
+            level, each_s = Level.SCHEDULED, [span.span_s for span in spans]
             self._spans[group.key] = spans
-            level, least_s = Level.SCHEDULED, min((span.span_s for span in spans), default=math.inf)
         else:
             excess_s = self.bounds.group_excess_s(group, placements(self.space, group.members[0][0].mesh))
-            spans = self._spans.pop(group.key)
-            level, least_s = Level.CHAINED, min((self.bounds.chained_s(span, excess_s) for span in spans), default=math.inf)
-        if least_s < math.inf:  # else no schedule takes its numbers
-            yield max(bound_s, least_s * SLACK), level, group.key, group, _NOWHERE, 0, _NONE
+            level, each_s = Level.CHAINED, [self.bounds.chained_s(each, excess_s) for each in self._spans[group.key]]
+            del self._spans[group.key]
+        if each_s:  # else no schedule takes its numbers
+            yield max(bound_s, min(each_s) * SLACK), level, group.key, group, _NOWHERE, 0, _NONE
 
     def _members(self, group: Group) -> Iterator[PartialCandidate]:
         for shape, micro_batch in group.members:

@@ -118,7 +118,7 @@ def groups(space: Space, *, by_tokens: bool) -> Iterator[Group]:
     alike: dict[Mesh, list[OpenMesh]] = {}
     for shape in open_meshes(space):
         alike.setdefault(shape.mesh.only("tensor", "pipeline") if by_tokens else shape.mesh, []).append(shape)
-    for mesh, shapes in alike.items():
+    for shapes in alike.values():
         members: dict[int, list[tuple[OpenMesh, int]]] = {}
         for shape in shapes:
             data = shape.mesh.total("data")

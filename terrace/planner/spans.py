@@ -1,6 +1,6 @@
-"""Lower bounds on the computing of a pipeline, in closed form: over all schedules, and with each (terrace.planner.bound).
+"""Lower bounds on the computing of a pipeline in closed form (terrace.planner.bound), over all schedules or with each.
 
-They hold for every form and for every shape whose blocks take at least the seconds of `Priced`.
+They hold for all shapes and forms whose blocks take as long as the given ones or longer.
 """
 
 from collections.abc import Sequence
@@ -99,9 +99,7 @@ class Spans:
         spans = [self._span_of(priced, chunks, trait, each) for each in range(first, last + 1)]
         return min(span[0] for span in spans), min(span[1] for span in spans), None
 
-    def _span_of(
-        self, priced: _Priced, chunks: int, trait: Trait, last: int
-    ) -> tuple[float, float, Runs | None]:
+    def _span_of(self, priced: _Priced, chunks: int, trait: Trait, last: int) -> tuple[float, float, Runs | None]:
         works, logits, _, edge_s, stages, micros, mean_s, _ = priced
         alike, num_layers = self.split.alike, self.num_layers
         assert alike is not None, "only equal layers are told by their number"

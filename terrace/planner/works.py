@@ -30,7 +30,7 @@ class Works:
         (self.whole,) = self.split.whole().chunks
         self._space = Space(task=estimator.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
-        self._sizes: dict[OpenMesh, Sizes] = {}
+        self._sizes: dict[tuple[OpenMesh, int], Sizes] = {}
         self._block_works: dict[tuple[Mesh, bool, int, int, bool, bool], BlockWorks] = {}
         self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
 
@@ -67,14 +67,14 @@ class Works:
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
 
-    def sizes(self, shape: OpenMesh) -> Sizes:
+    def sizes(self, shape: OpenMesh, recompute: int) -> Sizes:
         """Numbers that do not depend on the micro-batch."""
-        found = self._sizes.get(shape)
+        found = self._sizes.get((shape, recompute))
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
             numels = self.estimator.own_numels(mesh)
-            kept = self._kept(shape, 0), self._kept(shape, 1)
-            found = self._sizes[shape] = Sizes(
+            kept = self._kept(shape, recompute)
+            found = self._sizes[shape, recompute] = Sizes(
                 num_stages=mesh.total("pipeline"),
                 data=mesh.total("data"),
                 numels=numels,
@@ -82,7 +82,7 @@ class Works:
                 # Sharded parameters need at least one gathered block.
                 gathered_bytes=(min(numels) if alike is None else numels[alike]) * self.estimator.item,
                 kept=kept,
-                all_kept=(_sum(kept[0], self.whole), _sum(kept[1], self.whole)),
+                all_kept=_sum(kept, self.whole),
             )
         return found
 

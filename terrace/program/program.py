@@ -295,10 +295,11 @@ class Program:
 
     def alike_inside(self, block: int) -> tuple[int, bool]:
         """Kind of a block, and whether it is recomputed: blocks that agree in both share one block program."""
-        return self._kinds[block], block in self._recomputed
+        return self.kinds[block], block in self._recomputed
 
     @cached_property
-    def _kinds(self) -> tuple[int, ...]:
+    def kinds(self) -> tuple[int, ...]:
+        """Kind of each block: those of one kind differ only in their names."""
         return Kinds.of(self.blocks).order
 
     def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
@@ -359,7 +360,7 @@ class Program:
 # Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
 _OF_THE_PLAN = (
     *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context"),
-    *("_of_blocks", "_of_lines", "_inside", "_block_programs", "_kinds", "_recomputed"),
+    *("_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
 )
 
 

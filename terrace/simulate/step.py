@@ -200,11 +200,23 @@ def best_stages(step: Step) -> tuple[int, ...]:
         sequence=step.sequence,
     )
     costs = step_costs(frame, step.work)
-    seconds = [round(_block_s(costs, block) / _UNIT_S) for block in range(len(step.blocks))]
+    seconds = [round(each / _UNIT_S) for each in _blocks_s(costs)]
     # Model state bounds a virtual stage's share of the blocks.
     sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
     room = cluster.device.memory_bytes * num_stages / virtual
     return tuple(map(len, share(seconds, virtual, sizes, room)))
+
+
+def _blocks_s(costs: Costs) -> list[float]:
+    # With FLOPs for prices, each block has its own.
+    known: dict[object, float] = {}
+    found = []
+    for block, passes in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
+        key = costs.program.alike_inside(block), passes
+        if key not in known:
+            known[key] = _block_s(costs, block)
+        found.append(known[key])
+    return found
 
 
 def _block_s(costs: Costs, block: int) -> float:

@@ -25,7 +25,7 @@ MODELS = {
     "large vocabulary": gpt(5, 128, 4, vocab=40_000, positions=512),
 }
 TASKS = {
-    f"{model}, {cluster}, {batch}": small_task(CLUSTERS[cluster] if cluster in CLUSTERS else wide, batch, MODELS[model])
+    f"{model}, {cluster}, {batch}": small_task(CLUSTERS.get(cluster, wide), batch, MODELS[model])
     for wide in [sized("dgx-a100", 4, 3)]
     for model, cluster, batch in [
         ("small", "frontier 2x2x2", 24),
