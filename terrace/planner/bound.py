@@ -18,10 +18,14 @@ a gather), all computing except the forwards of the blocks before j and the last
 the reductions or synchronisations of the blocks from k down to the first, and CLIP's own message. A step is also at
 least as long as the sum of the messages on any one lane.
 
-An open shape (terrace.planner.space) counts the smallest forward, backward and memory over its context forms, and hides
-messages behind the largest forward and backward. The layer split of an open shape depends on the context form only
-through the logits' cost in layers, and is monotone in it. If the cheapest and the dearest form give the same split,
-every form does; otherwise no bound on schedules is claimed.
+Many shapes at once. A group (terrace.planner.space) has the computing of its tokens on tensor ranks alone, which no
+member goes below: products and passes over memory depend on tokens only, and attention takes as many products in as
+many rounds or more. An open shape adds the least messages of any of its context forms; it counts the smallest memory,
+and hides messages behind the largest forward and backward. The layer split depends on the context form only through the
+logits' cost in layers, and is monotone in it: a bound on schedules is the least of all splits in between.
+
+Computing that takes longer in some member hides more of the chain, but only as much of it as one pass of a stage's
+layers; the pipeline itself takes longer by at least as much (`Bounds.least_excess_s`).
 
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """

@@ -1,16 +1,19 @@
 """Best-first search by lower bounds; candidates bounded above the best found are never evaluated.
 
-1. Every mapping table, micro-batch and recomputation gets a bound on its computing, shared by all its context forms,
-   without their messages. Those that do not fit with all states sharded as far as possible are dropped.
-2. The entry of lowest bound is opened: the messages of context ranks are counted, each of its schedules gets a bound,
-   then the bound with its cheapest placement, then each of its context forms likewise.
+1. Shapes (mapping tables) with the same tensor ranks and stages, each with the micro-batch that gives a rank as many
+   tokens, are a group: whatever their data and context ranks, they compute as long, or longer with messages of context
+   ranks. A group has one bound: on its computing, then with the schedule that may be fastest, then with the messages
+   of data ranks.
+2. The members of the group of lowest bound are opened: those that do not fit with all states sharded as far as possible
+   are dropped, the messages of context ranks are counted, each schedule gets a bound, then the bound with its cheapest
+   placement, then each of the shape's context forms likewise.
 3. Next its orders are played, and every placement and unit gets its own bounds on time and memory.
 4. At last it is evaluated: its step is built and simulated.
 
 Bounds never exceed the evaluation, so the `count` best are known once `count` evaluations lie below every remaining
-bound: the result equals an evaluation of the whole space (checked by tests/planner/test_planner.py). `limit` stops
-earlier; `Found.least_s` is then a lower bound on everything left. The search is deterministic; practically equal
-candidates are ordered by `terrace.planner.ranking`.
+bound: the result equals an evaluation of the whole space (checked by tests/planner/test_planner.py and
+tests/planner/test_groups.py). `limit` stops earlier; `Found.least_s` is then a lower bound on everything left. The
+search is deterministic; practically equal candidates are ordered by `terrace.planner.ranking`.
 """
 
 import gc

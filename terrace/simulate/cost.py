@@ -185,18 +185,18 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
             f"{program.tensor.rows.degree} x {program.tensor.columns.degree}: make them the same"
         )
-    known: dict[int, tuple[float, float, float, Rounds]] = {}
+    known: dict[int, tuple[tuple[float, float, float], Rounds]] = {}
     for kind, block in zip(program.kinds, program.blocks, strict=True):
         if kind not in known:
             seconds = seconds_of(device, work, block, accumulate=program.num_micros > 1)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
             weight_s = seconds.weight_s * _trained_part(block)
             rounds = core_rounds(device, work_in(work, block, device.backend))
-            known[kind] = seconds.forward_s, seconds.input_s + weight_s, weight_s, rounds
-    each = [known[kind] for kind in program.kinds]
-    forward, backward, weight = ([block[part] for block in each] for part in range(3))
+            known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds
+    forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
-    return _costs(program, forward, backward, update_seconds(program), weight, [block[3] for block in each], in_chunks)
+    each_rounds = [known[kind][1] for kind in program.kinds]
+    return _costs(program, forward, backward, update_seconds(program), weight, each_rounds, in_chunks)
 
 
 def _costs(
