@@ -37,13 +37,13 @@ from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import MessagePrices, Messages
-from terrace.planner.parts import Runs, Work, parts_of, work_of_runs
+from terrace.planner.parts import BlockWorks, Runs, Work, parts_of, work_of_runs
 from terrace.planner.pipelines import Pipeline, build_pipeline
 from terrace.planner.space import Group, OpenMesh
 from terrace.planner.spans import Span, Spans
 from terrace.planner.stages import SERIAL, held
 from terrace.planner.task import Placement
-from terrace.planner.works import BlockWorks, Works
+from terrace.planner.works import Works
 from terrace.program.schedules.registry import takes_unit
 
 
@@ -279,12 +279,13 @@ class Bounds:
         for placement in placements:
             messages = self.message_prices.messages(mesh.state, numels, placement)
             refresh_s, gather_s, reduce_s, sync_s = (each[alike] for each in messages[:4])
-            first_s = min([sync_s, *(messages.sync[kind] for kind, _ in self.split.before[:1])])
             update_s = self.estimator.update_s(mesh.state, placement, most * numels[alike])
             starts_s = max(max(update_s, refresh_s), max(update_s, most * refresh_s) - forwards_s) + gather_s
             ends_s = max(sync_s, most * sync_s - backwards_s) + reduce_s
-            ends_s = max(ends_s, first_s + most * reduce_s - backwards_s)
-            found.append(starts_s + ends_s + messages.control[0])
+            if reduce_s:
+                first_s = min([sync_s, *(messages.sync[kind] for kind, _ in self.split.before[:1])])
+                ends_s = max(ends_s, first_s + most * reduce_s - backwards_s)
+            found.append(starts_s + ends_s)
         return max(0.0, min(found, default=0.0) - sum(work_of_runs(works, self.split.before)[:2]))
 
     @staticmethod

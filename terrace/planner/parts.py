@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, groupby, pairwise
+from typing import NamedTuple
 
 from terrace.model.spec import Computes
 from terrace.plan.kinds import runs_of
@@ -14,6 +15,17 @@ from terrace.program.schedules.orders import Placement
 Runs = tuple[tuple[int, int], ...]  # (kind, number of blocks) of runs of equal blocks, in model order
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
 _UNIT_S = 1e-12  # in which differing blocks are shared, as in terrace.simulate.step
+
+
+class BlockWorks(NamedTuple):
+    """Seconds of each kind of block on a micro-batch, the sum over the model, and its logits in layers.
+
+    `logits_layers` is 0 where the blocks between look-ups and logits differ.
+    """
+
+    each: list[Work]
+    whole_s: float
+    logits_layers: float
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ They hold for all shapes and forms whose blocks take as long as the given ones o
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrace.planner.parts import Runs, Split, Work, work_of_runs
+from terrace.planner.parts import BlockWorks, Runs, Split, Work, work_of_runs
 from terrace.planner.pipelines import least_span_s
 from terrace.planner.shares import shares_of
 from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, Trait, last_layers, traits
-from terrace.planner.works import BlockWorks
 
 
 class _Priced(NamedTuple):

@@ -1,25 +1,13 @@
 """Seconds and bytes of the blocks of a shape: least and most over its context forms, if it is open."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import Sizes
 from terrace.planner.estimate import Estimator
-from terrace.planner.parts import Runs, Work, work_of_runs
+from terrace.planner.parts import BlockWorks, Runs, Work, work_of_runs
 from terrace.planner.pipelines import block_work
 from terrace.planner.space import OpenMesh, Space, closed, least_of
-
-
-class BlockWorks(NamedTuple):
-    """Seconds of each kind of block on a micro-batch, the sum over the model, and its logits in layers.
-
-    `logits_layers` is 0 where the blocks between look-ups and logits differ.
-    """
-
-    each: list[Work]
-    whole_s: float
-    logits_layers: float
 
 
 class Works:

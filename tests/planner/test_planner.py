@@ -99,12 +99,13 @@ def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
 
 
 def test_a_task_of_the_search_takes_few_evaluations() -> None:
-    """GPT-3 175B on 16,384 devices over every axis: about half a second on one core."""
+    """GPT-3 175B on 16,384 devices over every axis: half a second to one on one core."""
     model = gpt(96, 12288, 96)
     task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
     found, _ = find(Space(task=task))
-    # What takes the time, whatever the machine: 23 and 10 were counted.
-    assert found.num_roots < 10_000
+    # What takes the time, whatever the machine: 529, 23 and 10 were counted.
+    assert 8_000 < found.num_roots < 10_000
+    assert found.num_opened < 700  # the others are bounded by their group alone
     assert found.num_played <= 40
     assert found.num_evaluated <= 15
     assert found.proved
