@@ -11,8 +11,8 @@ from terrace.base.schema import merge
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import flags, parse_overrides, take_word
-from terrace.cli.output import Terminal
 from terrace.cli.task import faster_dtype
+from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.base.words import counted
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
-from terrace.cli.output import Terminal
+from terrace.cli.terminal import Terminal
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import Machine, look
 from terrace.report.tables import quantity, seconds

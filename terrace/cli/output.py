@@ -1,4 +1,4 @@
-"""Standard output that may be closed, narrow or in another encoding; and the signal that ends a run.
+"""Standard output that may be closed or in another encoding; and the signal that ends a run.
 
 While a command runs, standard output and error spell out control characters, since most lines hold names from files.
 Terrace's own drawing (colours, a line in place) goes to `raw_stream`.
@@ -11,14 +11,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from typing import Any, NoReturn, TextIO
-
-from rich.console import Console
-from rich.text import Text
+from typing import Any, TextIO
 
 from terrace.base.printable import printable
-
-_PLAIN_WIDTH = 120  # of a file or a pipe, which have no width
 
 
 class Terminated(BaseException):
@@ -30,25 +25,6 @@ class Terminated(BaseException):
     def __init__(self, name: str = "SIGTERM", words: str = "saved checkpoints are complete") -> None:
         super().__init__(name, words)
         self.name, self.words = name, words
-
-
-class Terminal(Console):
-    """Console that raises `BrokenPipeError` when its reader is gone, where rich would exit.
-
-    Markup is off: names come from files, and may hold brackets and colons.
-    """
-
-    def __init__(self, *, stderr: bool = False) -> None:
-        file = raw_stream(sys.stderr if stderr else sys.stdout)
-        super().__init__(file=file, markup=False, emoji=False, width=None if file.isatty() else _PLAIN_WIDTH)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Callback of rich, for every text that is shown."""
-        return super().render_str(printable(text), **options)
-
-    def on_broken_pipe(self) -> NoReturn:
-        """Callback of rich."""
-        raise BrokenPipeError
 
 
 def drop_stdout() -> None:

@@ -17,8 +17,8 @@ from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.launching import num_machines, torchrun
-from terrace.cli.output import Terminal
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words
+from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.plan.plan import AXES

@@ -21,8 +21,9 @@ from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
-from terrace.cli.output import Terminal, Terminated, sigterm_raises
+from terrace.cli.output import Terminated, sigterm_raises
 from terrace.cli.rehearse_screen import counts_table, figures_table, lost_delays
+from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.rehearse import wire
 from terrace.rehearse.launch import run_paced, run_ranks

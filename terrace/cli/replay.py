@@ -9,7 +9,8 @@ from typing import Any
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
-from terrace.cli.output import Terminal, sigterm_raises
+from terrace.cli.output import sigterm_raises
+from terrace.cli.terminal import Terminal
 from terrace.train.config import parse_run
 
 

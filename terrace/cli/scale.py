@@ -8,7 +8,6 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cli.files import write_file
-from terrace.cli.output import Terminal
 from terrace.cli.task import (
     TASK_EPILOG,
     add_task_options,
@@ -17,6 +16,7 @@ from terrace.cli.task import (
     task_words,
     with_formats,
 )
+from terrace.cli.terminal import Terminal
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, parse_plan, preset
 from terrace.planner.explain import placement_of

@@ -16,9 +16,9 @@ from terrace.base.words import counted
 from terrace.cli import views
 from terrace.cli.checks import slow_warning
 from terrace.cli.data_words import data_words
-from terrace.cli.output import Terminal
 from terrace.cli.programs import checked_programs, forget_programs
 from terrace.cli.progress import ProgressLine, utilisation_words
+from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import pace
 from terrace.program.report import StepReport, plain

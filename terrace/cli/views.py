@@ -9,8 +9,8 @@ from pathlib import Path
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.files import write_file
-from terrace.cli.output import Terminal
 from terrace.cli.programs import checked_programs, kept_activations
+from terrace.cli.terminal import Terminal
 from terrace.model.config import num_params
 from terrace.plan.context import is_context_parallel
 from terrace.program.program import Program

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from terrace.base.printable import escape, printable
 from terrace.cli.main import main
-from terrace.cli.output import Terminal, printable_output
+from terrace.cli.output import printable_output
+from terrace.cli.terminal import Terminal
 from terrace.report.markup import figures_row
 
 EVIL = "a\x1b]0;title\x07\r\x9b2J\u202egnp\udce9\n\tb"
