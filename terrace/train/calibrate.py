@@ -34,6 +34,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
+from terrace.simulate.step import Prediction
 from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
 
@@ -58,7 +59,12 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
 
 def predict_once(engine: Engine, run: RunConfig, cluster: Cluster) -> list[StepReport]:
     """The predicted step of every stage, played by rank 0 for all: it grows with the stages. Every rank calls this."""
-    own = [plain(report) for report in predict(run, cluster).reports] if engine.rank == 0 else None
+    return played_once(engine, lambda: predict(run, cluster))
+
+
+def played_once(engine: Engine, play: Callable[[], Prediction]) -> list[StepReport]:
+    """The reports of a prediction that rank 0 makes for all. Every rank calls this."""
+    own = [plain(report) for report in play().reports] if engine.rank == 0 else None
     return [read_plain(report) for report in engine.comm.exchange(own)[0]]
 
 
@@ -83,9 +89,10 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         progress(group.tier)
         links[group.tier] = _latency_and_bandwidth(engine, group)
     progress("messages between computation")
-    # The slowest rank's layer, since all must make the same number of calls.
+    # The slowest rank's layer, since all must make the same number of calls. A difference of two means needs more of
+    # them than a mean.
     round_s = len(groups) * max(engine.comm.exchange(layer_s))
-    repeats = max(_FEWEST, min(_REPEATS, int(_BUDGET_S / round_s))) if groups else 0
+    repeats = max(_FEWEST, min(_REPEATS, int(2 * _BUDGET_S / round_s))) if groups else 0
     own["skew"] = _skew_s(engine, groups, layer, layer_s, repeats)
     for tier in _edge_tiers(engine):
         name = cluster.tiers[tier].name

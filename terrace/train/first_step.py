@@ -24,8 +24,8 @@ from terrace.program.stages import blocks_by_stage
 from terrace.runtime.engine import Engine
 from terrace.runtime.head import ignored_label
 from terrace.runtime.random_state import random_state, restored
-from terrace.simulate.step import Step, predict_step
-from terrace.train.calibrate import measure
+from terrace.simulate.step import Prediction, Step, predict_step
+from terrace.train.calibrate import measure, played_once
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -164,16 +164,20 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     # Equivalent FLOPs: a block need not consist of matrix products.
     peak = cluster.device.peak_flops_per_s[program.plan.compute]
     flops = [peak * sum(measured[block]) / len(measured[block]) for block in range(len(engine.state.specs))]
-    plan = program.plan
-    if program.stage.num_stages > 1:  # as the engine shared the blocks, before anything was measured
-        built = build_stages(program.cluster, plan, engine.state.specs, program.num_micros, program.sequence)
-        plan = replace(plan, stages=blocks_by_stage([each.stage for each in built]))
-    step = Step(
-        cluster=cluster,
-        plan=plan,
-        blocks=tuple(engine.state.specs),
-        num_micros=program.num_micros,
-        sequence=program.sequence,
-        work=tuple(flops),
-    )
-    return predict_step(step).reports[program.stage.index]
+
+    def play() -> Prediction:
+        plan = program.plan
+        if program.stage.num_stages > 1:  # as the engine shared the blocks, before anything was measured
+            built = build_stages(program.cluster, plan, engine.state.specs, program.num_micros, program.sequence)
+            plan = replace(plan, stages=blocks_by_stage([each.stage for each in built]))
+        step = Step(
+            cluster=cluster,
+            plan=plan,
+            blocks=tuple(engine.state.specs),
+            num_micros=program.num_micros,
+            sequence=program.sequence,
+            work=tuple(flops),
+        )
+        return predict_step(step)
+
+    return played_once(engine, play)[program.stage.index]

@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -16,9 +16,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.comm.stage_p2p import StageP2P
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import build_blocks, token_loss
+from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
-from terrace.train.calibrate import calibrate
+from terrace.train import calibrate as calibrate_module
+from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.config import RunConfig, resolve
+from terrace.train.prediction import predict
 from tests.support.tiny_runs import write_run
 
 NO_FLAGS = dict.fromkeys(("model", "cluster", "plan", "data"))
@@ -27,8 +30,17 @@ LATENCY_S, S_PER_BYTE = 0.004, 2e-8  # of every message between stages: far abov
 pytestmark = pytest.mark.timeout(200)
 
 
-def slow_calibration(world: World, run: RunConfig) -> tuple[Cluster, list[str]]:
-    """The cluster that a rank measures while messages between stages take as long as above, and what it told of."""
+class Measured(NamedTuple):
+    """A rank's cluster, what it told of while it measured, the predicted steps, and how many of them it played."""
+
+    cluster: Cluster
+    told: list[str]
+    predicted: list[StepReport]
+    num_played: int
+
+
+def slow_calibration(world: World, run: RunConfig) -> Measured:
+    """One rank, which measures while messages between stages take as long as above."""
     engine = Engine(
         build_blocks(run.model),
         names=[spec.name for spec in run.blocks()],
@@ -49,9 +61,11 @@ def slow_calibration(world: World, run: RunConfig) -> tuple[Cluster, list[str]]:
 
     with patch.object(StageP2P, "send", slow):
         cluster = calibrate(engine, run, told.append)
+    with patch.object(calibrate_module, "predict", wraps=calibrate_module.predict) as played:
+        predicted = predict_once(engine, run, cluster)
     engine.check_bytes()  # what was measured is no step's
     engine.close()
-    return cluster, told
+    return Measured(cluster, told, predicted, played.call_count)
 
 
 def run_of(folder: Path, sizes: tuple[int, ...], mapping: dict[str, dict[str, int]], stages: list[int]) -> RunConfig:
@@ -77,10 +91,12 @@ def test_edges_are_measured(
 ) -> None:
     run = run_of(tmp_path, (2, 2), mapping, stages)
     with LocalPool(4) as pool:
-        results: list[tuple[Cluster, list[str]]] = pool.run(4, slow_calibration, run, timeout_s=120.0)
-    clusters = [cluster for cluster, _ in results]
+        results: list[Measured] = pool.run(4, slow_calibration, run, timeout_s=120.0)
+    clusters = [each.cluster for each in results]
     assert all(cluster == clusters[0] for cluster in clusters)
-    assert [what for what in results[0][1] if "stages" in what] == [f"{name} between stages" for name in edges]
+    assert [what for what in results[0].told if "stages" in what] == [f"{name} between stages" for name in edges]
+    assert [each.num_played for each in results] == [1, 0, 0, 0]
+    assert all(each.predicted == list(predict(run, clusters[0]).reports) for each in results)
     for tier, told in zip(clusters[0].tiers, run.cluster.tiers, strict=True):
         assert tier.marks == {"latency_s": "measured", "bandwidth_bytes_per_s": "measured"}
         assert math.isfinite(tier.latency_s)
