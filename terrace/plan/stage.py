@@ -51,10 +51,12 @@ class Group(NamedTuple):
 
     def later(self, micros: int) -> "Group":
         """The same group of later micro-batches."""
-        now = self.micros
+        pass_, chunk, now = self
         if isinstance(now, range):
-            return self._replace(micros=range(now.start + micros, now.stop + micros))
-        return self._replace(micros=tuple(micro + micros for micro in now))
+            return Group(pass_, chunk, range(now.start + micros, now.stop + micros))
+        # Most groups of a long step are of one micro-batch.
+        later = (now[0] + micros,) if len(now) == 1 else tuple(micro + micros for micro in now)
+        return Group(pass_, chunk, later)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,6 +239,8 @@ def _stage(
 
 
 def _groups(orders: Orders, stage: int, unit: int) -> list[Group]:
+    if unit == 1:  # no two tasks of a pass and a chunk are of one micro-batch
+        return [Group(_PASSES[pass_], chunk, (micro,)) for pass_, chunk, micro in orders.tasks[stage]]
     joined: list[tuple[int, int, list[int]]] = []
     for pass_, chunk, micro in orders.tasks[stage]:
         # A group must not cross a unit: gradients are reduced between units.

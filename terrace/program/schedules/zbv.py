@@ -9,8 +9,8 @@ from terrace.plan.stage import Pass
 from terrace.program.schedules.orders import Orders, StageTask, build, positive, v_shaped
 from terrace.program.schedules.registry import schedule
 
-_F0, _I0, _W0 = ((pass_, 0) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT))
-_F1, _I1, _W1 = ((pass_, 1) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT))
+_KINDS = [(pass_, chunk) for chunk in (0, 1) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)]
+_F0, _I0, _W0, _F1, _I1, _W1 = range(6)
 
 
 @schedule("zbv")
@@ -46,11 +46,11 @@ def _row(num_stages: int, num_micros: int, stage: int) -> list[StageTask]:
         *[_W0] * stage,
     ]
     # Micro-batches pass every (pass, chunk) first in, first out.
-    passed: dict[tuple[Pass, int], int] = {}
+    passed = [0] * len(_KINDS)
     row = []
-    for pass_, chunk in pattern:
-        micro = passed.get((pass_, chunk), 0)
-        passed[pass_, chunk] = micro + 1
+    for kind in pattern:
+        micro = passed[kind]
+        passed[kind] = micro + 1
         if micro < num_micros:
-            row.append(StageTask(pass_, chunk, micro))
+            row.append(StageTask(*_KINDS[kind], micro))
     return row
