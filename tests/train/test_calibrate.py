@@ -61,7 +61,7 @@ def slow_calibration(world: World, run: RunConfig) -> Measured:
 
     with patch.object(StageP2P, "send", slow):
         cluster = calibrate(engine, run, told.append)
-    with patch.object(calibrate_module, "predict", wraps=calibrate_module.predict) as played:
+    with patch.object(calibrate_module, "predict", wraps=predict) as played:
         predicted = predict_once(engine, run, cluster)
     engine.check_bytes()  # what was measured is no step's
     engine.close()
