@@ -19,7 +19,7 @@ from terrace.train.recorder import EVENTS
 from tests.chaos.plans import STEPS, TIMEOUT_S, Case, write_case
 from tests.chaos.scene import Scene
 from tests.chaos.strikes import Clock, Markers, Strike, Struck, strike
-from tests.chaos.torchrun import Torchrun, judged
+from tests.chaos.torchrun import LEAVE_S, Torchrun, judged, of_terrace
 from tests.support import warm
 from tests.support.tiny_runs import environment, metrics
 
@@ -160,9 +160,12 @@ def _attempt(scene: Scene, folder: Path, case: Case, what: Strike | None, clock:
         except subprocess.TimeoutExpired:
             errors = f"did not end within {LIMIT_S:g} s"
     took_s = time.monotonic() - begin_s
-    code, orphans = command.returncode, len(scene.orphans())
+    code = command.returncode
     if isinstance(command, Torchrun):
+        orphans = len(scene.orphans(LEAVE_S))
         errors = command.errors()  # of ranks that ended after torchrun, too
+    else:
+        orphans = len(scene.orphans())
     return End(-1000 if code is None else code, errors, took_s, struck, orphans)
 
 
@@ -185,7 +188,8 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def _judge_struck(end: End, what: Strike, result: Result) -> None:
     """Note how a struck run ended, and what should not have been so."""
-    wrong, lines = result.wrong, end.errors.strip().splitlines()
+    said = end.errors.strip()
+    wrong, lines = result.wrong, said.splitlines() if what.restarts is None else of_terrace(said)
     if end.orphans:
         wrong.append(f"{end.orphans} processes were left over")
     if end.struck is None:

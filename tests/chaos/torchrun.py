@@ -16,6 +16,7 @@ from tests.chaos.strikes import Strike
 
 SHARE, MOST_RANKS = 1 / 6, 4  # of the cases; every rank starts cold
 END_S = 30.0  # that torchrun leaves a rank after SIGTERM
+LEAVE_S = 60.0  # that ranks have to end after torchrun: those that still import end once they look for its store
 _LOG = "log"
 # Torch's own warnings, with frames, when the store's process is gone.
 _OF_TORCH = re.compile(r"(\[rank\d+\]:)?\[[WE]\d{3,4} |frame #\d+:|<omitting |Exception raised from |\s*$")
@@ -91,6 +92,11 @@ class Torchrun:
         return "".join(text for text in texts if not is_of_python(text))
 
 
+def of_terrace(errors: str) -> list[str]:
+    """The lines that are not torch's own warnings."""
+    return [line for line in errors.splitlines() if not _OF_TORCH.match(line)]
+
+
 def is_of_python(text: str) -> bool:
     """Whether `text` is the traceback of an interpreter that was interrupted before it ran a line of Terrace."""
     return text.rstrip().endswith("KeyboardInterrupt") and not _OF_TERRACE.search(text)
@@ -98,7 +104,7 @@ def is_of_python(text: str) -> bool:
 
 def judged(what: Strike, code: int, took_s: float, errors: str, pids: Sequence[int], named_s: float) -> tuple[str, str]:
     """How a struck run under torchrun ended, in a word, and what is wrong with that or \"\"."""
-    lines = [line for line in errors.splitlines() if not _OF_TORCH.match(line)]
+    lines = of_terrace(errors)
     if alien := [line for line in lines if not line.startswith("terrace: ")]:
         return "other", f"a rank said: {alien[-1]} ({len(lines)} lines)"
     if code == 0:
