@@ -22,6 +22,7 @@ from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews
+from terrace.runtime.malloc import take_large_pages
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.optimizer import Optimizer, make_optimizer
 from terrace.runtime.settings import OptimizerConfig
@@ -138,6 +139,7 @@ class FlatParam:
         """Allocate the full buffer; its content is undefined until gathered."""
         self._meter.add("gathered", self.full.nbytes)
         self._resize(self.full.nbytes)
+        take_large_pages(self.full)
 
     def free(self) -> None:
         """Drop the full parameters, unless they stay."""
@@ -155,6 +157,7 @@ class FlatParam:
         """Allocate a buffer that accumulates the gradients of the next backwards."""
         assert self.spec.trainable, f"block {self.name} has nothing to train"
         self._buffer = torch.empty_like(self.full, memory_format=torch.contiguous_format)
+        take_large_pages(self._buffer)
         self._meter.add("grads_full", self._buffer.nbytes)
         self.gradients.open(self._buffer)
 
