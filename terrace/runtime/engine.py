@@ -95,9 +95,6 @@ class Engine:
         if compiled:
             check_compiles([self.program])
         self.rank, self.device = rank, torch.device(device)
-        held = self.program.state_bytes
-        if self.device.type == "cpu" and (held["gathered"] or held["grads_full"]):
-            return_large_buffers()
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
@@ -109,6 +106,9 @@ class Engine:
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
+        # Without a lane there is one thread, whose heap serves the next buffer from the one before.
+        if self.device.type == "cpu" and self.comm.lanes:
+            return_large_buffers()
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
         values = [dict(block.named_parameters()) for block in blocks]
         self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)
