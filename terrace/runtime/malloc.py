@@ -49,4 +49,4 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     except (OSError, AttributeError):
         return None
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise  # type: ignore[no-any-return]
+    return madvise
