@@ -127,11 +127,14 @@ class Attention(nn.Module):
         adds the tokens before these.
         """
         if self.joined is None:
-            parts = self.query(x), self.key(x), self.value(x)
+            # One after the other: a product is dropped once its heads are normalised.
+            query = self._heads(self.query(x), self.query_norm)
+            key = self._heads(self.key(x), self.key_norm)
+            value = self._heads(self.value(x), None)
         else:
             parts = self.joined(x).split(self._sizes, -1)
-        query, key = self._heads(parts[0], self.query_norm), self._heads(parts[1], self.key_norm)
-        value = self._heads(parts[2], None)
+            query, key = self._heads(parts[0], self.query_norm), self._heads(parts[1], self.key_norm)
+            value = self._heads(parts[2], None)
         # Looked up before rotation: it depends on positions and shapes only.
         plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         if self.rotary is not None:
