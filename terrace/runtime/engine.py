@@ -13,18 +13,15 @@ from terrace.comm.pace import Pacer
 from terrace.comm.rounding import relative_errors
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
-from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import MessageClass
-from terrace.program.lowering import build, build_stages, forward_programs, restoring_program
+from terrace.program.lowering import build_stages, forward_programs, restoring_program
 from terrace.program.period import Period
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.verify import verify
 from terrace.program.verify_period import verify_period
-from terrace.program.verify_ranks import verify_stages
 from terrace.runtime.axes import apply_axes
 from terrace.runtime.batch import Batch, check_positions
 from terrace.runtime.clock import make_clock
@@ -37,6 +34,7 @@ from terrace.runtime.head import Objective
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import return_large_buffers
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
+from terrace.runtime.own_program import own_program
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.settings import OptimizerConfig
@@ -86,12 +84,8 @@ class Engine:
         settings = optimizer or OptimizerConfig()
         check_settings(plan, settings)
         specs = with_dims(describe(blocks, names, freeze), declared)
-        if program is None:
-            program = _built(rank, cluster, plan, specs, num_micros, sequence, verified)
-        else:
-            _check_given(program, rank, cluster, plan, specs, num_micros, sequence)
-        self.program = program
-        verify(self.program, rank)
+        run = rank, cluster, plan, specs, num_micros, sequence
+        self.program = own_program(*run, given=program, verified=verified)
         if compiled:
             check_compiles([self.program])
         self.rank, self.device = rank, torch.device(device)
@@ -357,44 +351,3 @@ class Engine:
         self.comm.close()
         for axis in self.axes:
             axis.remove()
-
-
-def _built(
-    rank: int,
-    cluster: Cluster,
-    plan: Plan,
-    specs: Sequence[BlockSpec],
-    num_micros: int,
-    sequence: int,
-    verified: bool,
-) -> Program:
-    mesh = Mesh.of(cluster, plan)
-    # Lowering is a pure function of values that all ranks share, so one rank's verdict on all stages is everyone's; a
-    # rank that was given others would not see it in programs built from its own.
-    if rank == 0 and mesh.total("pipeline") > 1 and not verified:
-        programs = build_stages(cluster, plan, specs, num_micros, sequence)
-        verify_stages(programs)
-        return programs[mesh.stage(rank)]
-    return build(cluster, plan, specs, num_micros, sequence, mesh.stage(rank))
-
-
-def _check_given(
-    program: Program,
-    rank: int,
-    cluster: Cluster,
-    plan: Plan,
-    specs: Sequence[BlockSpec],
-    num_micros: int,
-    sequence: int,
-) -> None:
-    mesh = Mesh.of(cluster, plan)
-    # A program is built for one stage of one plan; comparing values catches one from another run.
-    expected = (cluster, plan, slice_blocks(specs, mesh), num_micros, mesh.stage(rank))
-    if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != expected:
-        raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
-    # Without activations in messages the length changes nothing.
-    if program.sequence != sequence and (program.tensor.degree > 1 or program.stage.num_stages > 1):
-        raise ProgramError(
-            f"the program was built for sequences of {program.sequence} tokens, the engine is asked for {sequence}: "
-            "its messages are activations; build it for the same length"
-        )

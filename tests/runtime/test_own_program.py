@@ -1,4 +1,4 @@
-"""Which programs an engine builds and verifies when it starts."""
+"""The programs that ranks build and verify when they start."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from terrace.base.errors import ProgramError
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
-from terrace.runtime import engine
+from terrace.runtime import own_program
 from tests.support.pipelines import OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
@@ -24,13 +24,13 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(programs))
         verify_stages(programs)
 
-    monkeypatch.setattr(engine, "verify_stages", verify)
+    monkeypatch.setattr(own_program, "verify_stages", verify)
     return calls
 
 
 def built(rank: int, *, done: bool) -> Program:
     cluster, plan = cluster_of(*OUTER.sizes), pipelined("zero3", OUTER, "1f1b")
-    return engine._built(rank, cluster, plan, MODELS["llama tied"].declared, MICROS, SEQUENCE, done)
+    return own_program.own_program(rank, cluster, plan, MODELS["llama tied"].declared, MICROS, SEQUENCE, verified=done)
 
 
 def test_rank_0_verifies_the_stages_for_all(verified: list[int]) -> None:
@@ -47,6 +47,6 @@ def test_stages_that_do_not_agree_are_refused_by_rank_0(monkeypatch: pytest.Monk
         receives = [each for each in last.instructions if each.op.name == "RECV"]
         return [first, last.of_stage(last.stage, tuple(each for each in last.instructions if each != receives[0]))]
 
-    monkeypatch.setattr(engine, "build_stages", damaged)
+    monkeypatch.setattr(own_program, "build_stages", damaged)
     with pytest.raises(ProgramError):
         built(0, done=False)
