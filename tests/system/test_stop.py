@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +261,6 @@ def told_early(world: World) -> None:
         time.sleep(60.0)
 
 
-def test_before_the_first_step_a_rank_that_is_told_to_stop_ends_all(pool: LocalPool) -> None:
-    begin_s = time.monotonic()
-    with pytest.raises(HangError, match=r"^rank 1 was told to stop \(SIGTERM\) before its first step; nothing"):
-        pool.run(2, told_early)
-    assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
-
-
 def without_store(world: World) -> None:
     """A rank that measures for long while the process that hosts the store of its run ends."""
     if world.rank == 0:
@@ -282,13 +276,6 @@ def without_store(world: World) -> None:
         time.sleep(60.0)
 
 
-def test_a_rank_whose_store_is_gone_ends_though_it_computes(pool: LocalPool) -> None:
-    begin_s = time.monotonic()
-    with pytest.raises(HangError, match=r"^rank 0 stopped: the store it hosts does not answer .* `MEASURE node`"):
-        pool.run(2, without_store)
-    assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
-
-
 def frozen(world: World) -> None:
     """Two ranks outside a step, one of which is frozen."""
     with Watchdog(world.store, world.rank, 2, timeout_s=4.0, on_hang=world.on_hang, seal=world.seal) as dog:
@@ -299,11 +286,19 @@ def frozen(world: World) -> None:
         time.sleep(60.0)
 
 
-def test_a_rank_that_freezes_outside_a_step_is_named(pool: LocalPool) -> None:
+ENDS: list[tuple[Callable[[World], None], str]] = [
+    (told_early, r"^rank 1 was told to stop \(SIGTERM\) before its first step; nothing"),
+    (without_store, r"^rank 0 stopped: the store it hosts does not answer .* `MEASURE node`"),
+    (frozen, r"^rank 1 stopped at .*`finishing a checkpoint` \(no heartbeat for .*"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "named"), ENDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_one_rank_ends_all_outside_steps(ranks: Callable[[World], None], named: str, pool: LocalPool) -> None:
     begin_s = time.monotonic()
-    with pytest.raises(HangError, match=r"^rank 1 stopped at .*`finishing a checkpoint` \(no heartbeat for .*"):
-        pool.run(2, frozen)
-    assert time.monotonic() - begin_s < 45.0  # and not the 60 s that the rank would sleep
+    with pytest.raises(HangError, match=named):
+        pool.run(2, ranks)
+    assert time.monotonic() - begin_s < 45.0  # and not the 60 s that a rank would sleep
 
 
 def measuring(world: World, job: RunJob, folder: Path) -> None:
