@@ -198,7 +198,12 @@ class Saver:
 
     def _join(self, step: int, folder: Path, partial: Path, number: int) -> str:
         count = self._world.world_size
-        if not self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s):
+        have_written = self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s)
+        if have_written:
+            # Every rank has read the outcome of the save before; its keys would fill the store of a long run.
+            for name in ("written", "problem", "outcome"):
+                self._store.delete_key(f"{number - 1}/{name}")
+        if not have_written:
             # A rank's list of pieces exists only after its part is on disk, so missing lists name the late ranks.
             absent = [rank for rank in range(count) if not part_of(partial, rank).exists()]
             problem: str | None = f"{in_words(absent)} had not written {self._limit_s:g} s after rank 0"

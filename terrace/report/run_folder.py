@@ -31,7 +31,7 @@ from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.metrics import StepRecord, read_sound_metrics
+from terrace.train.metrics import StepRecord, num_final, read_sound_metrics
 from terrace.train.prediction import step_of
 from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
 
@@ -194,10 +194,10 @@ def _notes(left: _Left) -> list[str]:
 
 def _figures(left: _Left, num_starts: int) -> list[tuple[str, str]]:
     records, steady = left.records, left.steady
-    # As `train.target_loss` judges a run: by the last tenth of its steps.
-    newest = records[-max(1, len(records) // 10) :]
+    # As `train.target_loss` judges a run.
+    newest = records[-num_final(len(records)) :]
     figures = [
-        (f"{_mean(newest, attrgetter('loss')):.4g}", "loss, mean of the last tenth"),
+        (f"{_mean(newest, attrgetter('loss')):.4g}", f"loss, mean of the last {counted(len(newest), 'step')}"),
         (quantity(_mean(steady, attrgetter("tokens_per_s")), "tokens/s"), "over all ranks"),
     ]
     for name in ("mfu", "hfu"):

@@ -55,7 +55,7 @@ from terrace.train.effects import SAMPLE_MAX_PARAMS
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
-from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
+from terrace.train.metrics import NUM_SAVES, MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.prediction import utilisation_of
 from terrace.train.profiler import Profiler
@@ -124,7 +124,7 @@ class RankOfRun:
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
-        self.vote, self.saves = Vote(world, stop_signal), list[Saved]()
+        self.vote, self.saves = Vote(world, stop_signal), tuple[Saved, ...]()
         train = run.train
         self.batches = Batches(
             job.sources, train.sequence, train.batch, train.seed, run.data.holdout, run.model.vocab_size
@@ -179,7 +179,7 @@ class RankOfRun:
             sample=self._sample(folder),
             quantisation_error=summary.quantisation_error,
             stages=stages,
-            saves=tuple(self.saves),
+            saves=self.saves,
         )
         self.engine.close()
         self.observer.finished(result)
@@ -364,7 +364,7 @@ class RankOfRun:
     def _tell(self) -> None:
         # Background saves finish at any time; their news are passed on at these points.
         while (saved := self.saver.news()) is not None:
-            self.saves.append(saved)
+            self.saves = (*self.saves, saved)[-NUM_SAVES:]
             self.observer.saved(saved.folder)
 
     def _facts(self) -> Mapping[str, Any]:

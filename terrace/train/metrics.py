@@ -14,6 +14,15 @@ from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport
 
+# Bounds of kept figures, so that memory does not grow with a run.
+NUM_SAVES = 100
+_END_STEPS = 1_000
+
+
+def num_final(num_steps: int) -> int:
+    """Number of last steps whose mean loss is the final loss of a run of `num_steps`: a tenth, at most 1,000."""
+    return min(max(1, num_steps // 10), _END_STEPS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -47,7 +56,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a run: final loss (mean of the last tenth of the steps) and the two reports of this rank.
+    """Result of a run: final loss (mean of its last steps) and the two reports of this rank.
 
     `stages` has the two reports of the first data and tensor rank of each pipeline stage; empty without a pipeline.
     `quantisation_error` is from the last step, by message class.
@@ -61,11 +70,11 @@ class Outcome:
     sample: str | None
     quantisation_error: dict[str, float] = field(default_factory=dict)
     stages: tuple[tuple[StepReport, StepReport], ...] = ()  # (predicted, measured)
-    saves: tuple[Saved, ...] = ()  # the checkpoints of this rank, in order
+    saves: tuple[Saved, ...] = ()  # the newest `NUM_SAVES` checkpoints of this rank, in order
 
 
 class Summary:
-    """Final figures of a run, kept in constant memory: mean times, and the mean loss of the last tenth.
+    """Final figures of a run, kept in constant memory: mean times, and the mean loss of its end.
 
     The first steps are left out of the times: they warm up caches.
     """
@@ -74,8 +83,7 @@ class Summary:
         # The first steps warm up caches; a short run keeps most of its steps.
         self._num_warm_up = min(num_steps // 4, 10)
         self._num_seen = 0
-        # Bounded, so memory does not grow with the run.
-        self._losses: deque[float] = deque(maxlen=max(1, num_steps // 10))
+        self._losses: deque[float] = deque(maxlen=num_final(num_steps))
         self._time_s: dict[str, float] = defaultdict(float)
         self.quantisation_error: dict[str, float] = {}
 
@@ -90,7 +98,7 @@ class Summary:
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last tenth of the steps; NaN before the first."""
+        """Mean loss of the last tenth of the steps, at most 1,000; NaN before the first."""
         return sum(self._losses) / len(self._losses) if self._losses else float("nan")
 
     @property

@@ -98,6 +98,26 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert {Checkpoint(path).step for path in (tmp_path / "checkpoints").iterdir()} == {1, 2}
 
 
+def keys_after(world: World, folder: Path) -> list[int]:
+    """Numbers of keys in the store after each of five saves."""
+    saver, found = Saver(make(world, (2,), "zero3"), world, folder, {}, 2), list[int]()
+    for step in range(1, 6):
+        saver.start(step)
+        saver.finish()
+        world.store.add(f"at {step}", 1)
+        while world.store.add(f"at {step}", 0) < 2:
+            time.sleep(0.01)
+        found.append(world.store.num_keys() - step)
+    saver.close()
+    return found
+
+
+def test_the_store_does_not_grow_with_every_save(pool: LocalPool, tmp_path: Path) -> None:
+    for found in pool.run(2, keys_after, tmp_path):
+        # The other rank may have begun its next save or have left: three keys at most. Three saves had left six.
+        assert found[-1] <= found[1] + 3, found
+
+
 def test_memory_is_given_back_where_training_waits(tmp_path: Path) -> None:
     engine = make(alone(), (1,), "ddp")
     saver = Saver(engine, alone(), tmp_path, {}, 2, background=False)
