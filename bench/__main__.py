@@ -1,6 +1,6 @@
 """Run the benchmarks one after the other, and write what they claim to `docs/benchmarks/summary.md`.
 
-    make bench                                 all of them: under 40 minutes on two idle cores
+    make bench                                 all of them: under 40 minutes on two idle cores, 50 with the lab
     make bench ARGS="--only planner,codecs"    some; the other rows of the page stay as they are
 
 Each benchmark is a process of its own and leaves its claims in a file; a crash loses only its own rows, and the exit
@@ -9,6 +9,7 @@ code says that there was one. Figures that miss their goals do not fail: they ar
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.lab.launch import child_environment
+from bench.lab.launch import child_environment, is_root
 from bench.summary import page
 from terrace.base.files import write_atomic
 
@@ -34,6 +35,12 @@ class Run:
     name: str
     words: str
     limit_s: float = 900.0
+    needs_root: bool = False
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot run here, or ""."""
+        return "it needs root, for network namespaces" if self.needs_root and not is_root() else ""
 
 
 RUNS = (
@@ -57,6 +64,13 @@ RUNS = (
     Run("generation", "generation"),
     Run("planner", "planner --rounds 5"),
     Run("simulator", "simulator"),
+    # The contestants of the targets alone, in one round: `make bench-lab` measures all of them.
+    Run(
+        "lab",
+        "lab --fresh --rounds 1 --minutes 10 --results runs/lab-targets.jsonl "
+        "--only 'compute,hsdp,hsdp x4,zero3 x4,terrace three-level-compressed'",
+        needs_root=True,
+    ),
 )
 
 
@@ -64,7 +78,7 @@ def run(what: Run, common: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """(records of a benchmark's claims, error in one line or \"\")."""
     with tempfile.TemporaryDirectory() as folder:
         claims = Path(folder) / "claims"
-        module, *words = what.words.split()
+        module, *words = shlex.split(what.words)
         command = [sys.executable, "-m", f"bench.{module}", *words, "--claims", str(claims)]
         try:
             code = subprocess.run(
@@ -110,6 +124,9 @@ def main() -> int:
     options, failed = parse(), []
     for what in RUNS:
         if what.name not in options.names:
+            continue
+        if what.obstacle:
+            print(f"\n== {what.name}: skipped: {what.obstacle}", flush=True)
             continue
         print(f"\n== {what.name}: python -m bench.{what.words}", flush=True)
         common = {"date": datetime.now(UTC).date().isoformat(), "commit": commit()}

@@ -6,7 +6,6 @@ directions, because by default its overlap comes from CUDA streams alone.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,9 +47,15 @@ def sharded(
     *,
     reshard: bool | int = True,
     policy: MixedPrecisionPolicy | None = None,
+    prefetch: int = 1,
+    fused: int = 1,
 ) -> Any:
-    """The blocks in sequence, each sharded over `mesh` and reduced by `reduce`; `reshard` as `fully_shard` has it."""
-    model: Any = nn.Sequential(*blocks)
+    """The blocks in sequence, each sharded over `mesh` and reduced by `reduce`; `reshard` as `fully_shard` has it.
+
+    `prefetch` blocks are gathered ahead in both directions; `fused` blocks that follow one another share a message.
+    """
+    groups = blocks if fused == 1 else [nn.Sequential(*blocks[at : at + fused]) for at in range(0, len(blocks), fused)]
+    model: Any = nn.Sequential(*groups)
     policy = policy or MixedPrecisionPolicy()
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -58,7 +63,8 @@ def sharded(
         block.set_force_sum_reduction_for_comms(True)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     model._set_unshard_async_op(True)  # the only way to overlap a gather without CUDA streams
-    for block, following in pairwise(model):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+    parts = list(model)
+    for number, block in enumerate(parts):
+        block.set_modules_to_forward_prefetch(parts[number + 1 : number + 1 + prefetch])
+        block.set_modules_to_backward_prefetch(parts[max(0, number - prefetch) : number][::-1])
     return model

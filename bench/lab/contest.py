@@ -45,12 +45,13 @@ class Setting:
     job: Job
     blocks: list[nn.Module]  # fp32, the same values on every rank; the adapter may consume them
     num_micros: int
+    micro_batch: int  # sequences
     rank: int
 
     @property
     def micro_tokens(self) -> int:
         """Labels in one micro-batch of a rank; every position has one."""
-        return self.job.micro_batch * self.job.sequence
+        return self.micro_batch * self.job.sequence
 
 
 class Text:
@@ -60,13 +61,12 @@ class Text:
         self._job = job
         self._tokens = torch.frombuffer(bytearray(read_text(TEXT_BYTES)), dtype=torch.uint8).long()
 
-    def batches(self, rank: int, step: int, num_micros: int) -> list[Batch]:
-        """The micro-batches of a rank's step."""
+    def batches(self, rank: int, step: int, accum: int, micro_batch: int) -> list[Batch]:
+        """The micro-batches of a rank's step of `accum` sequences."""
         job, found = self._job, []
-        last = (len(self._tokens) - 1) // job.sequence - job.micro_batch
-        for first in windows(job, rank, step, num_micros):
-            assert first <= last, "the text is too short for so many steps"
-            starts = [(first + i) * job.sequence for i in range(job.micro_batch)]
+        for numbers in windows(job, rank, step, accum, micro_batch):
+            starts = [number * job.sequence for number in numbers]
+            assert starts[-1] + job.sequence < len(self._tokens), "the text is too short for so many steps"
             pieces = torch.stack([self._tokens[start : start + job.sequence + 1] for start in starts])
             found.append((pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()))
         return found

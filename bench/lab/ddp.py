@@ -12,9 +12,10 @@ from bench.lab.contest import Contestant, Setting, torch_contestant
 from terrace.model.decoder import token_loss
 
 
-def make(setting: Setting) -> Contestant:
-    """The training loop."""
-    model: Any = DistributedDataParallel(nn.Sequential(*setting.blocks), gradient_as_bucket_view=True)
+def make(setting: Setting, *, bucket_mb: int = 25) -> Contestant:
+    """The training loop, with buckets of `bucket_mb` MB of fp32 gradients."""
+    whole = nn.Sequential(*setting.blocks)
+    model: Any = DistributedDataParallel(whole, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     # By its own name DDP refuses the hook on any backend but NCCL, although gloo sums bf16.
     model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     num_tokens = setting.num_micros * setting.micro_tokens  # of one rank; DDP averages over ranks

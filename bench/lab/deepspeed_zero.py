@@ -28,8 +28,15 @@ def load(ranks_per_node: int) -> Any:
     return deepspeed
 
 
-def make(setting: Setting, *, hpz: bool = False, quantized: bool = False) -> Contestant:
-    """The training loop."""
+def make(
+    setting: Setting,
+    *,
+    hpz: bool = False,
+    quantized: bool = False,
+    live: int = 4_000_000,
+    prefetch: int = 2_000_000,
+) -> Contestant:
+    """The training loop; `live` and `prefetch` limit the parameters gathered, and fetched ahead."""
     job = setting.job
     deepspeed = load(job.ranks_per_node)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -38,7 +45,7 @@ def make(setting: Setting, *, hpz: bool = False, quantized: bool = False) -> Con
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model,
         optimizer=new_adamw(list(model.parameters())),
-        config=_config(setting, hpz, quantized),
+        config=_config(setting, hpz, quantized, live, prefetch),
         dist_init_required=False,
     )
 
@@ -60,14 +67,14 @@ def make(setting: Setting, *, hpz: bool = False, quantized: bool = False) -> Con
     return Contestant(step=step, states=states, close=engine.destroy)
 
 
-def _config(setting: Setting, hpz: bool, quantized: bool) -> dict[str, Any]:
+def _config(setting: Setting, hpz: bool, quantized: bool, live: int, prefetch: int) -> dict[str, Any]:
     job = setting.job
     zero: dict[str, Any] = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
-        "stage3_max_live_parameters": 4_000_000,
-        "stage3_prefetch_bucket_size": 2_000_000,
+        "stage3_max_live_parameters": live,
+        "stage3_prefetch_bucket_size": prefetch,
         "overlap_comm": True,
     }
     if hpz:
@@ -75,7 +82,7 @@ def _config(setting: Setting, hpz: bool, quantized: bool) -> dict[str, Any]:
     if quantized:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     return {
-        "train_micro_batch_size_per_gpu": job.micro_batch,
+        "train_micro_batch_size_per_gpu": setting.micro_batch,
         "gradient_accumulation_steps": setting.num_micros,
         "gradient_clipping": ADAMW.clip,
         "zero_allow_untested_optimizer": True,

@@ -3,19 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from bench.lab.job import CONTESTANTS, Job
+from bench.lab.entries import CONTESTANTS
+from bench.lab.job import Job
 from bench.lab.results import Case
 
 _ROW, _BAR, _TOP, _FOOT = 44, 15, 120, 40
-_LABELS, _GAP, _PANEL, _NUMBER = 236, 26, 300, 74
+_LABELS, _GAP, _PANEL, _NUMBER = 262, 26, 300, 74
 _OURS, _THEIRS = ("#0f766e", "#5eead4"), ("#475569", "#cbd5e1")  # first accumulation, then the second
 _GREY, _INK = "#64748b", "#0f172a"
 
 Value = Callable[[Case], float | None]
 
 
-def lab_svg(cases: Mapping[tuple[str, int], Case], job: Job) -> str:
-    """The picture. Contestants without any result are left out; the page says why."""
+def lab_svg(cases: Mapping[tuple[str, int], Case], job: Job, links: str) -> str:
+    """The picture; `links` are in words. Contestants without any result are left out; the page says why."""
     names = [entry for entry in CONTESTANTS if any(n == entry.name and not c.error for (n, _), c in cases.items())]
     accums = sorted({accum for _, accum in cases})[:2]
     outer = list(job.tiers)[-1]
@@ -26,7 +27,7 @@ def lab_svg(cases: Mapping[tuple[str, int], Case], job: Job) -> str:
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(16, 30, "One training step on slow links", size=18, weight=650),
-        _text(16, 50, _subtitle(cases, job), colour=_GREY),
+        _text(16, 50, _subtitle(cases, job, links), colour=_GREY),
         *_legend(width, accums),
     ]
     for index, entry in enumerate(names):
@@ -84,18 +85,18 @@ def _legend(width: float, accums: Sequence[int]) -> list[str]:
     parts, x = [], 16.0
     for who, colours in (("Terrace", _OURS), ("others", _THEIRS)):
         for accum, colour in zip(accums, colours, strict=False):
-            words = f"{who}, {accum} micro-batch{'es' if accum > 1 else ''} a step"
+            words = f"{who}, {accum} sequence{'s' if accum > 1 else ''} a rank and step"
             parts.append(f'<rect x="{x}" y="62" width="14" height="14" fill="{colour}" rx="1.5"/>')
             parts.append(_text(x + 20, 74, words, size=12))
             x += 34 + 6.4 * len(words)
     return parts
 
 
-def _subtitle(cases: Mapping[tuple[str, int], Case], job: Job) -> str:
+def _subtitle(cases: Mapping[tuple[str, int], Case], job: Job, links: str) -> str:
     size = max((case.num_params for case in cases.values()), default=0) / 1e6
     inside = job.ranks_per_node
     ranks = f"{job.num_nodes} nodes of {inside} gloo ranks"
-    return f"{size:.1f} M parameters, bf16; {ranks}; a package's link 800 Mbit/s, a node's 100 Mbit/s"
+    return f"{size:.1f} M parameters, bf16; {ranks}; {links}"
 
 
 def _text(

@@ -1,4 +1,4 @@
-"""One rank of one contestant: make it, warm it up, time its steps; rank 0 prints one line of JSON per case.
+"""One rank of one contestant: for each case make it, warm it up, time its steps; rank 0 prints a line of JSON.
 
 A step ends with a barrier, where the next begins: work that a contestant leaves running after a step is paid for in the
 next, and after the last step it is waited for inside the timed part. So the sum of the times hides nothing, and neither
@@ -9,6 +9,7 @@ import argparse
 import gc
 import importlib
 import json
+import math
 import sys
 import time
 from datetime import timedelta
@@ -22,12 +23,12 @@ from torch import nn
 from bench.common import real_blocks
 from bench.lab import counters
 from bench.lab.contest import Contestant, Result, Setting, Text, model_of, new_adamw
-from bench.lab.job import Entry, Job, contestant
+from bench.lab.entries import Entry, Trial, contestant
+from bench.lab.job import WARMUP_STEPS, Job
 from bench.lab.launch import MARK, Place, place
 from terrace.model.config import num_params
 from terrace.runtime.gathered import gather_plain
 
-WARMUP_STEPS = 1
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -40,25 +41,37 @@ def imported(entry: Entry, job: Job) -> Any:
     return module
 
 
-def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, steps: int) -> dict[str, Any]:
-    """The record of one contestant at one accumulation; the same on every rank but for rounding."""
-    text = Text(job)
+def run_case(
+    entry: Entry, job: Job, at: Place, module: Any, accum: int, trial: Trial, steps: int, limit_s: float
+) -> dict[str, Any]:
+    """The record of one contestant at one accumulation; the same on every rank but for rounding.
+
+    A case whose first step takes more than `limit_s` is dropped: that step is all of its record.
+    """
+    text, micro_batch = Text(job), trial.cut(accum)
     counters.trim()  # memory left by an earlier case would hide a part of this one's growth
     before = counters.resident_bytes()
     blocks = real_blocks(model_of(job))
-    setting = Setting(job=job, blocks=blocks, num_micros=num_micros, rank=at.rank)
-    made: Contestant = module.make(setting, **entry.options)
+    setting = Setting(job=job, blocks=blocks, num_micros=accum // micro_batch, micro_batch=micro_batch, rank=at.rank)
+    made: Contestant = module.make(setting, **entry.arguments(trial))
     del blocks, setting
     results: list[Result] = []
 
     def one_step(is_last: bool = False) -> None:
-        results.append(made.step(text.batches(at.rank, len(results), num_micros)))
+        results.append(made.step(text.batches(at.rank, len(results), accum, micro_batch)))
         if is_last:
             made.finish()
         dist.barrier()
 
+    dist.barrier()
+    begin = time.perf_counter()
     for _ in range(WARMUP_STEPS):
         one_step(is_last=True)
+    common = {"contestant": entry.name, "accum": accum, "trial": trial.name, "num_params": num_params(model_of(job))}
+    warmup_s = slowest(time.perf_counter() - begin)
+    if warmup_s > limit_s:
+        made.close()
+        return {**common, "dropped": True, "steps_s": [warmup_s]}
     gc.collect()
     gc.disable()  # a collection could fall into a timed step
     peak_is_own = counters.forget_peak()
@@ -84,9 +97,8 @@ def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, st
     }
     everyone = gather_plain(own, torch.device("cpu"))
     record = {
-        "contestant": entry.name,
-        "accum": num_micros,
-        "num_params": num_params(model_of(job)),
+        **common,
+        "dropped": False,
         "peak_is_own": peak_is_own,
         "expected_bytes": {tier: made.expected_bytes.get(tier, 0) * at.world_size for tier in job.tiers}
         if made.expected_bytes
@@ -95,6 +107,13 @@ def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, st
     }
     made.close()
     return record
+
+
+def slowest(seconds: float) -> float:
+    """The longest of the ranks' times, the same on all of them."""
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
 
 
 def merged(everyone: list[dict[str, Any]], job: Job, steps: int) -> dict[str, Any]:
@@ -121,8 +140,9 @@ def main() -> int:
     """Run the cases of one contestant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("contestant")
-    parser.add_argument("--accum", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cases", type=json.loads, required=True, help="pairs of accumulation and trial, as JSON")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--drop", type=float, default=0.0, help="part of the fastest case's step; 0 drops none")
     options = parser.parse_args()
     entry, job, at = contestant(options.contestant), Job(), place()
     if at.world_size != job.world_size:
@@ -131,10 +151,12 @@ def main() -> int:
     begin = time.perf_counter()
     module = imported(entry, job)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    for num_micros in options.accum:
-        record = run_case(entry, job, at, module, num_micros, options.steps)
+    best_s = math.inf
+    for accum, name in options.cases:
+        limit_s = options.drop * best_s if options.drop else math.inf
+        record = run_case(entry, job, at, module, accum, entry.trial(name), options.steps, limit_s)
         record["wall_s"] = time.perf_counter() - begin
-        begin = time.perf_counter()
+        begin, best_s = time.perf_counter(), min(best_s, *record["steps_s"])
         if at.rank == 0:
             print(MARK + json.dumps(record), flush=True)
     dist.barrier()

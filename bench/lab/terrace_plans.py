@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -10,19 +11,16 @@ from torch import Tensor
 from bench.common import engine_of, local_cluster
 from bench.lab.contest import Batch, Contestant, Result, Setting
 from bench.lab.job import ADAMW, WIRE
-from terrace.base.errors import PlanError
-from terrace.plan.presets import PRESETS, parse_plan
+from terrace.plan.presets import parse_plan
 from terrace.runtime.batch import Batch as MicroBatch
 
 TIMEOUT = timedelta(minutes=5)
 
 
-def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestant:
+def make(setting: Setting, *, preset: str, plan: Mapping[str, Any] = MappingProxyType({})) -> Contestant:
     """The training loop under a preset with some of its values replaced."""
-    if preset not in PRESETS:
-        raise PlanError(f"this version of Terrace has no preset {preset!r} yet")
     cluster = local_cluster(setting.job.tiers)
-    table = {"preset": preset, "compute": WIRE, "micro_batch": setting.job.micro_batch, **plan}
+    table = {"preset": preset, "compute": WIRE, "micro_batch": setting.micro_batch, **plan}
     own: dict[str, Any] = {"rank": setting.rank, "optimizer": ADAMW, "timeout": TIMEOUT}
     engine = engine_of(setting.blocks, cluster, parse_plan(table, cluster), setting.num_micros, **own)
     expected: dict[str, int] = defaultdict(int)

@@ -64,6 +64,18 @@ def test_every_run_is_a_benchmark_and_an_unknown_name_is_refused(capsys: pytest.
     assert "unknown: codes; benchmarks are one-rank, " in capsys.readouterr().err
 
 
+def test_a_run_without_its_rights_is_skipped_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "is_root", lambda: False)
+    results, found = tmp_path / "bench.jsonl", tmp_path / "summary.md"
+    results.write_text(json.dumps(record(measured("old", [1.0], 2.0), run="lab")) + "\n")
+    monkeypatch.setattr(sys, "argv", ["bench", "--only", "lab", "--results", str(results), "--page", str(found)])
+    assert runner.main() == 0
+    assert "== lab: skipped: it needs root, for network namespaces" in capsys.readouterr().out
+    assert "| old | 1 |" in found.read_text()  # its rows stay
+
+
 def test_a_run_renews_its_own_rows_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, found = tmp_path / "bench.jsonl", tmp_path / "summary.md"
     old = [record(measured("old", [1.0], 2.0)), record(measured("kept", [1.0], 2.0), run="planner")]
