@@ -159,14 +159,14 @@ def _speeds(cases: Cases, links: str, cores: int) -> dict[str, Claim | None]:
             found[name] = None
             continue
         both = [number for number in ours.rounds if number in theirs.rounds]
-        medians = [[statistics.median(case.rounds[number]) for number in both] for case in (theirs, ours)]
+        theirs_s, ours_s = ([statistics.median(case.rounds[number]) for number in both] for case in (theirs, ours))
         bound = (
             f"steps of {theirs.median_s:.2f} and {ours.median_s:.2f} s; {ours.cpu_s:.1f} processor seconds on {cores} "
             f"cores are {ours.cpu_s / cores:.2f} s of ours, {theirs.cpu_s / cores:.2f} s of theirs"
         )
         goal = on_frontier if links == FRONTIER else goal
-        more = {"at_least": True, "rival": versioned("torch", f"FSDP2, {theirs.trial}"), "bound": bound}
-        found[name] = compared(name, *medians, goal, **more) if both else None
+        rival = versioned("torch", f"FSDP2, {theirs.trial}")
+        found[name] = compared(name, theirs_s, ours_s, goal, at_least=True, rival=rival, bound=bound) if both else None
     return found
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from bench.common import real_blocks
+from bench.lab import __main__ as runner
 from bench.lab import counters
-from bench.lab.__main__ import parse
 from bench.lab.compute import split
 from bench.lab.contest import Setting, Text, model_of
-from bench.lab.entries import CONTESTANTS, Trial, contestant
+from bench.lab.entries import CONTESTANTS, Entry, Trial, contestant
 from bench.lab.job import MEMORY_LIMIT_BYTES, Job, floor, windows
 from bench.lab.launches import cause, command
 from bench.lab.links import FRONTIER, LAB, gather_bytes, on_frontier, overrides, preset_rates, rates_in_proportion
@@ -88,7 +88,7 @@ def results(**ours: Any) -> list[dict[str, Any]]:
 
 def met(records: list[dict[str, Any]], links: str = LAB) -> dict[str, bool | None]:
     found = goals(summarise(records)[links], Job(), links, cores=2)
-    return {name: claim and claim.is_met for name, claim in found.items()}
+    return {name: None if claim is None else claim.is_met for name, claim in found.items()}
 
 
 def test_all_targets_can_be_met() -> None:
@@ -162,6 +162,45 @@ def test_a_whole_run_takes_less_than_35_minutes() -> None:
     rates = {LAB: preset_rates(), FRONTIER: rates_in_proportion(on_frontier(), 0.4, 12_500_000, job)}
     total_s = sum(estimate_s(task, rates[task.links], 1.0, 2, job) for task in whole)
     assert total_s < 60 * 35
+
+
+def test_a_setting_that_fails_costs_itself_alone_and_an_absent_rival_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+
+    def launch(command: list[str], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
+        """Ranks whose second setting fails; the last is the fastest."""
+        name, cases = (command[command.index(word) + 1] for word in ("bench.lab.rank", "--cases"))
+        launched.append((name, len(json.loads(cases)), timeout_s))
+        found, names = [], [trial.name for trial in contestant(name).trials]
+        for accum, words in json.loads(cases):
+            if names.index(words) == 1:
+                return found, "ValueError: no"
+            line = record(name, accum, 9.0 - names.index(words), 1.0, trial=words)
+            found.append({key: value for key, value in line.items() if key not in ("kind", "links", "scale", "round")})
+        return found, ""
+
+    monkeypatch.setattr(runner, "run", launch)
+    monkeypatch.setattr(Entry, "absence", lambda self: "not here" if "deepspeed" in self.name else "")
+    path = tmp_path / "lab.jsonl"
+    words = ["--only", "hsdp,deepspeed zero3", "--links", LAB, "--rounds", "1", "--results", str(path)]
+    lab = runner.Lab(runner.parse(words))
+    for task in lab.remaining():
+        lab.run(task)
+    assert [(name, count) for name, count, _ in launched] == [("compute", 2), ("hsdp", 5), ("hsdp", 3), ("hsdp", 2)]
+    assert max(timeout_s for *_, timeout_s in launched) <= runner.TIMEOUT_S
+    lines = read(path)
+    failed = [(line["contestant"], line["error"]) for line in lines if "error" in line]
+    assert failed == [("compute", "ValueError: no"), ("hsdp", "ValueError: no"), *[("deepspeed zero3", "not here")] * 4]
+    assert {line["trial"] for line in lines if line["kind"] == "cases" and "trial" in line} == {
+        contestant("hsdp").trials[4].name
+    }
+    assert not lab.remaining()
+    late = runner.Lab(runner.parse([*words, "--retry", "--minutes", "0"]))
+    for task in late.remaining():
+        late.run(task)
+    assert late.left_out == 4  # all that failed, since there is no time for another launch
 
 
 def test_links_stand_to_compute_as_on_frontier() -> None:
@@ -240,10 +279,10 @@ def test_shares_of_the_update_are_of_nearly_equal_size() -> None:
 
 
 def test_options_and_causes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--quick"]).rounds == 1
-    assert parse(["--plain"]).links == ["none"]
+    assert runner.parse(["--quick"]).rounds == 1
+    assert runner.parse(["--plain"]).links == ["none"]
     with pytest.raises(SystemExit):
-        parse(["--only", "hsdp,nobody"])
+        runner.parse(["--only", "hsdp,nobody"])
     assert "nobody" in capsys.readouterr().err
     output = "[rank 3] Traceback\n[rank 3] ValueError: no such thing\nRuntimeError: Connection closed by peer\n"
     assert cause(output, 1) == "exit 1: ValueError: no such thing"
