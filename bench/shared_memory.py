@@ -69,7 +69,8 @@ def work(end: Connection, way: str, rank: int, port: int, path: str, most: int, 
     torch.set_num_threads(1)
     exchange = over_loopback(rank, port, most) if way == "gloo" else through_memory(rank, path, most, signals)
     while (asked := end.recv()) is not None:
-        end.send(repeated(*asked, rank, exchange, copies=way != "gloo"))
+        operation, size, repeats = asked
+        end.send(repeated(operation, size, repeats, rank, exchange, copies=way != "gloo"))
 
 
 def repeated(
@@ -101,8 +102,8 @@ def main() -> int:
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         file.truncate(RANKS * 2 * most)
         ends: dict[str, list[Connection]] = {}
+        signals = tuple([context.Semaphore(0) for _ in range(RANKS)] for _ in range(2))
         for way in WAYS:
-            signals = tuple([context.Semaphore(0) for _ in range(RANKS)] for _ in range(2))
             ends[way] = []
             for rank in range(RANKS):
                 ours, theirs = context.Pipe()

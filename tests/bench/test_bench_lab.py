@@ -173,7 +173,8 @@ def test_a_setting_that_fails_costs_itself_alone_and_an_absent_rival_is_not_star
         """Ranks whose second setting fails; the last is the fastest."""
         name, cases = (command[command.index(word) + 1] for word in ("bench.lab.rank", "--cases"))
         launched.append((name, len(json.loads(cases)), timeout_s))
-        found, names = [], [trial.name for trial in contestant(name).trials]
+        names = [trial.name for trial in contestant(name).trials]
+        found: list[dict[str, Any]] = []
         for accum, words in json.loads(cases):
             if names.index(words) == 1:
                 return found, "ValueError: no"
