@@ -114,10 +114,8 @@ def _deepspeed(name: str, label: str, settings: str, inter_node: str, *trials: T
 
 
 def _ours(preset: str, settings: str, inter_node: str, is_central: bool = False) -> Entry:
-    trials = [
-        Trial(micro_batch=4, words="prefetch 1"),
-        Trial(micro_batch=4, words="prefetch 2", options={"plan": {"prefetch": 2}}),
-    ]
+    near, far = Trial(micro_batch=4, words="prefetch 1"), {"plan": {"prefetch": _ALL_AHEAD}}
+    trials = [near, Trial(micro_batch=4, words="all blocks gathered ahead and kept", options=far)]
     if is_central:
         trials.append(Trial(micro_batch=1, words="unit 4", options={"plan": {"unit": 4}}))
     return Entry(
@@ -132,6 +130,7 @@ def _ours(preset: str, settings: str, inter_node: str, is_central: bool = False)
     )
 
 
+_ALL_AHEAD = 30  # visits: more than the forward and the backward of all blocks
 _FSDP = "fully_shard on every block and the root, bf16 compute and wire, fp32 master"
 _DEEPSPEED = "persistence threshold 0, reuse distance 0"
 _LIMITS = "live and prefetch limits of {} and {} M parameters"
