@@ -1,4 +1,5 @@
-"""Speed of the simulator: instructions played per second of processor time; needs no torch.
+"""Speed of the simulator: instructions played and recorded per second of processor time, on one rank and in a pipeline,
+and what each rank of a large pipeline spends on its own program; needs no torch.
 
 A step is played twice, to be steady, so a program of n instructions is 2 n events. Pricing and the report are timed,
 building the program is not: it has a column of its own. The best of a few rounds counts, since other jobs can only slow
@@ -8,19 +9,24 @@ one down.
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bench.claims import judge, measured, options_for_claims
+from bench.claims import Claim, judge, measured, options_for_claims
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, forward_flops, parse_model
+from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.program.lowering import build
+from terrace.program.lowering import build, build_stages
+from terrace.program.program import Program
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.recording import record
+from terrace.simulate.stages import record_stages, simulate_stages
 
 GOAL = 1.0  # million events a second
+SHARE_S = 0.5  # of a rank of the large pipeline
 SEQUENCE = 2048
 # Llama 2 7B (Touvron et al. 2307.09288).
 MODEL = {
@@ -32,35 +38,72 @@ MODEL = {
     "num_attention_heads": 32,
     "max_position_embeddings": 4096,
 }
+STAGES = 4
+# As many blocks as 64 stages have chunks: Llama 3.1 405B (2407.21783, Table 3) has 126 layers.
+LARGE_MODEL = MODEL | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+LARGE_STAGES, LARGE_MICROS = 64, 512
 
 
 def main() -> int:
-    """Print one line per plan; with --check, return 1 when one misses the target."""
+    """Print one line per plan; with --check, return 1 when one misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--micros", type=int, default=64, help="micro-batches of a step")
     parser.add_argument("--cluster", default="frontier")
     options_for_claims(parser)
     options = parser.parse_args()
-    model, cluster = parse_model(MODEL), load_cluster(options.cluster)
-    blocks = block_specs(model)
-    flops = [forward_flops(model, block, 1, SEQUENCE) for block in range(model.num_blocks)]
-    print(f"{'plan':<24}{'instructions':>13}{'build':>11}{'simulate':>11}{'record':>11}{'M events/s':>12}")
+    cluster = load_cluster(options.cluster)
+    print(f"{'plan':<24}{'instructions':>13}{'build':>11}{'simulate':>22}{'record':>22}")
     claims = []
     for name in ("ddp", "zero3", "zero++", "three-level"):
         plan = replace(preset(name, cluster), compute="bf16")
-        before = time.process_time()
-        program = build(cluster, plan, blocks, options.micros)
-        build_s = time.process_time() - before
-        costs = step_costs(program, flops)
-        simulate_s = _best_s(lambda: simulate(program, costs), options.rounds)  # noqa: B023
-        record_s = _best_s(lambda: record(program, costs), options.rounds)  # noqa: B023
-        rate = 2 * len(program.instructions) / simulate_s
-        text = f"events played, llama of 7B under {name}, {options.micros} micro-batches"
-        claims.append(measured(text, [rate / 1e6], GOAL, unit="M/s", at_least=True))
-        cells = "".join(f"{1e3 * seconds:>8.1f} ms" for seconds in (build_s, simulate_s, record_s))
-        print(f"{name:<24}{len(program.instructions):>13,}{cells}{rate / 1e6:>12.2f}")
+        claims += _speeds(name, cluster, plan, options.micros, options.rounds)
+    claims += _speeds(f"zero1, {STAGES} stages", *_pipeline(cluster, STAGES, "1f1b"), options.micros, options.rounds)
+    claims.append(_share(cluster, options.rounds))
     return judge(claims, options)
+
+
+def _speeds(name: str, cluster: Cluster, plan: Plan, micros: int, rounds: int) -> list[Claim]:
+    model = parse_model(MODEL)
+    before = time.process_time()
+    programs = build_stages(cluster, plan, block_specs(model), micros, SEQUENCE)
+    build_s = time.process_time() - before
+    flops = [forward_flops(model, block, plan.micro_batch, SEQUENCE) for block in range(model.num_blocks)]
+    costs = [step_costs(program, flops) for program in programs]
+    plays: dict[str, Callable[[], object]] = {
+        "played": lambda: simulate_stages(programs, costs) if len(programs) > 1 else simulate(programs[0], costs[0]),
+        "recorded": lambda: record_stages(programs, costs) if len(programs) > 1 else record(programs[0], costs[0]),
+    }
+    size, cells, claims = _size(programs), f"{1e3 * build_s:>8.1f} ms", []
+    for word, run in plays.items():
+        seconds = _best_s(run, rounds)
+        rate = 2 * size / seconds / 1e6
+        text = f"events {word}, llama of 7B under {name}, {micros} micro-batches"
+        claims.append(measured(text, [rate], GOAL, unit="M/s", at_least=True))
+        cells += f"{1e3 * seconds:>8.1f} ms{rate:>7.2f} M/s"
+    print(f"{name:<24}{size:>13,}{cells}")
+    return claims
+
+
+def _pipeline(cluster: Cluster, num_stages: int, schedule: str) -> tuple[Cluster, Plan]:
+    """The cluster with a stage on each member of its outermost tier."""
+    cluster = cluster.resized(num_stages)
+    mapping = {cluster.tiers[-1].name: {"pipeline": num_stages}}
+    return cluster, replace(preset("zero1", cluster), compute="bf16", mapping=mapping, schedule=schedule)
+
+
+def _share(cluster: Cluster, rounds: int) -> Claim:
+    """Seconds in which a rank of a large pipeline builds its own program."""
+    cluster, plan = _pipeline(cluster, LARGE_STAGES, "zbv")
+    blocks = block_specs(parse_model(LARGE_MODEL))
+    seconds = _best_s(lambda: build(cluster, plan, blocks, LARGE_MICROS, SEQUENCE, LARGE_STAGES // 2), rounds)
+    text = f"a rank's own program at the start, zbv on {LARGE_STAGES} stages, {LARGE_MICROS} micro-batches"
+    print(f"{text}: {seconds:.3f} s")
+    return measured(text, [seconds], SHARE_S, unit="s")
+
+
+def _size(programs: Sequence[Program]) -> int:
+    return sum(len(program.instructions) for program in programs)
 
 
 def _best_s(run: Callable[[], object], rounds: int) -> float:

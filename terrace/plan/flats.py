@@ -70,13 +70,16 @@ def world_layout(cluster: Cluster, plan: Plan) -> Layout:
     return Layout.of(cluster, plan, ORDER)
 
 
-def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatParamSpec, ...], ...]:
+def block_flats(
+    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], known: Sequence[Layout] = ()
+) -> tuple[tuple[FlatParamSpec, ...], ...]:
     """The flat buffers of every block, the trainable ones first.
 
-    `blocks` are the slices of one rank. Raises `PlanError` for whole blocks of a plan with a tensor axis.
+    `blocks` are the slices of one rank; `known` are layouts of the plan that need not be made again. Raises `PlanError`
+    for whole blocks of a plan with a tensor axis.
     """
     _check_sliced(cluster, plan, blocks)
-    mesh, layouts = Mesh.of(cluster, plan), dict[tuple[str, ...], Layout]()
+    mesh, layouts = Mesh.of(cluster, plan), {layout.axes: layout for layout in known}
 
     def flats(block: tuple[tuple[ParamSpec, ...], bool]) -> tuple[FlatParamSpec, ...]:
         params, orthogonal = block

@@ -4,12 +4,12 @@ Prices are cached by the placements a message depends on: a reduction does not d
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import DEVICE
-from terrace.plan.stage import whole_stage
+from terrace.plan.stage import Stage, whole_stage
 from terrace.planner.estimate import Estimator, data_cluster
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
@@ -101,8 +101,13 @@ class MessagePrices:
                     BlockSpec(name=f"kind {kind}", params=(ParamSpec(name="all", shape=(numel,)),))
                     for kind, numel in enumerate(numels)
                 ),
-                stage=whole_stage(len(numels), 1, 1),
+                stage=_stage(len(numels)),
                 instructions=(),
             )
             self._costs[key] = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
         return self._costs[key]
+
+
+@lru_cache(maxsize=64)
+def _stage(num_kinds: int) -> Stage:
+    return whole_stage(num_kinds, 1, 1)

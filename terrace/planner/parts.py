@@ -123,7 +123,15 @@ class Split:
 
 def parts_of(contents: Sequence[Runs], placement: Placement) -> tuple[Part, ...]:
     """Blocks of each stage, from those of each virtual stage."""
-    return tuple(Part(tuple(contents[virtual] for virtual in row)) for row in placement)
+    # The inner stages of a deep pipeline are mostly alike.
+    known: dict[tuple[Runs, ...], Part] = {}
+    found = []
+    for row in placement:
+        chunks = tuple([contents[virtual] for virtual in row])
+        if chunks not in known:
+            known[chunks] = Part(chunks)
+        found.append(known[chunks])
+    return tuple(found)
 
 
 def kinds_of(runs: Runs) -> list[int]:

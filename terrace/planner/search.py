@@ -16,17 +16,17 @@ tests/planner/test_groups.py). `limit` stops earlier; `Found.least_s` is then a 
 search is deterministic; practically equal candidates are ordered by `terrace.planner.ranking`.
 """
 
-import gc
 import heapq
 import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from itertools import islice
 
+from terrace.base.collection import no_collection
 from terrace.base.errors import PlanError
 from terrace.plan.layout import DEVICE
 from terrace.plan.validate import validate
@@ -353,23 +353,8 @@ def find(space: Space, count: int = 5, limit: int = 400, evaluator: Evaluator | 
     `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
     """
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
-    with _no_collection():
+    with no_collection():
         found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
         # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A search keeps nearly all objects it makes, so the garbage collector finds nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            # Into the oldest generation, or the next collection of the youngest would walk over all of them.
-            gc.freeze()
-            gc.unfreeze()
-            gc.enable()

@@ -88,7 +88,7 @@ def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     return _forms(
         mesh.group("context"),
         space.task.sequence,
-        tuple(space.task.heads(mesh.total("rows"))),
+        space.task.heads(mesh.total("rows")),
         tuple(space.pins.ranges.get(form, (1, MOST)) for form in CONTEXT_AXES),
     )
 
@@ -138,14 +138,18 @@ def least_of(space: Space, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh,
     """
     mesh, context = shape.mesh.only("tensor", "pipeline"), shape.mesh.total("context")
     common = math.gcd(micro_batch, context)
-    context //= common
-    ulysses = math.gcd(context, *(heads.queries for heads in space.task.heads(mesh.total("rows"))))
-    if context > 1:
-        # No message is priced on these ranks, so they may be on any tier.
-        columns, rows, _, _, _, pipeline = mesh.degrees[0]
-        innermost = (columns, rows, ulysses, context // ulysses, 1, pipeline)
-        mesh = Mesh((innermost, *mesh.degrees[1:]))
-    return OpenMesh(mesh), micro_batch // common
+    queries = tuple(heads.queries for heads in space.task.heads(mesh.total("rows")))
+    return OpenMesh(_least_mesh(mesh, context // common, queries)), micro_batch // common
+
+
+@lru_cache(maxsize=65536)
+def _least_mesh(mesh: Mesh, context: int, queries: tuple[int, ...]) -> Mesh:
+    if context == 1:
+        return mesh
+    ulysses = math.gcd(context, *queries)
+    # No message is priced on these ranks, so they may be on any tier.
+    columns, rows, _, _, _, pipeline = mesh.degrees[0]
+    return Mesh(((columns, rows, ulysses, context // ulysses, 1, pipeline), *mesh.degrees[1:]))
 
 
 def open_meshes(space: Space) -> Iterator[OpenMesh]:

@@ -98,10 +98,17 @@ class Task:
         """Patterns of the blocks that a plan recomputes."""
         return residual_patterns(self.blocks)
 
-    def heads(self, num_rows: int) -> list[Heads]:
+    def heads(self, num_rows: int) -> tuple[Heads, ...]:
         """Attention heads of each kind of block on each of `num_rows` tensor rows; none for kinds without any."""
-        found = (attention_heads(block, num_rows) for block in self.kinds.specs)
-        return [heads for heads in found if heads is not None]
+        found = self._heads.get(num_rows)
+        if found is None:
+            each = (attention_heads(block, num_rows) for block in self.kinds.specs)
+            found = self._heads[num_rows] = tuple(heads for heads in each if heads is not None)
+        return found
+
+    @cached_property
+    def _heads(self) -> dict[int, tuple[Heads, ...]]:
+        return {}
 
     @property
     def peak_flops_per_s(self) -> float:

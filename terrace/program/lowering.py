@@ -20,7 +20,7 @@ Messages between two ranks arrive in the order sent, so the RECV of a message pr
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, pairwise
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.repeating import joined, repeating
 from terrace.program.schedules.orders import Orders
+from terrace.program.segments import Writer
 from terrace.program.stages import make_stages, period
 
 # Micro-batches times blocks. Shorter steps are lists; a longer one is looked through for what repeats in it.
@@ -83,6 +84,14 @@ def build_stages(
     only: int | None = None,
 ) -> list[Program]:
     """The programs of all stages, or of one; arguments and errors as in `build`."""
+    return lowered(frame_of(cluster, plan, blocks, num_micros, sequence), blocks, num_micros, orders, only)
+
+
+def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Program:
+    """A program without instructions: what follows from the plan, for the programs of all stages.
+
+    Arguments and errors as in `build`.
+    """
     layout = validate(cluster, plan, blocks)
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
@@ -90,27 +99,37 @@ def build_stages(
     for axis, is_cut in (("context", is_context_parallel(mesh, plan)), ("tensor", mesh.total("tensor") > 1)):
         if is_cut and sequence < 1:
             raise no_sequence(axis)
-    num_stages = mesh.total("pipeline")
-    # A program without instructions: lowering reads the derived values (flats, layout) from it.
-    frame = Program(
+    return Program(
         cluster=cluster,
         plan=plan,
         layout=layout,
         blocks=slice_blocks(blocks, mesh),
-        stage=whole_stage(len(blocks), 1, 1),
+        # Two micro-batches show whether gradients are accumulated; more change no block's cost.
+        stage=whole_stage(len(blocks), min(2, num_micros), 1),
         instructions=(),
         sequence=sequence,
     )
 
+
+def lowered(
+    frame: Program,
+    blocks: Sequence[BlockSpec],
+    num_micros: int,
+    orders: Orders | None = None,
+    only: int | None = None,
+) -> list[Program]:
+    """The programs of all stages, or of one, for a step of `num_micros` micro-batches of the whole model `blocks`."""
+    plan, num_stages = frame.plan, frame.mesh.total("pipeline")
+
     def stages_of(num_micros: int) -> tuple[Stage, ...]:
         return _stages(frame, blocks, num_stages, num_micros, orders)
 
-    def lowered(stages: Sequence[Stage]) -> list[Program]:
+    def lower(stages: Sequence[Stage]) -> list[Program]:
         frames = (frame.of_stage(each) for each in (stages if only is None else [stages[only]]))
-        return [each.of_stage(each.stage, tuple(_passes(each, stages) + list(_end(each)))) for each in frames]
+        return [each.of_stage(each.stage, _passes(each, stages).end(*_end(each))) for each in frames]
 
     if num_micros * len(blocks) > _LONG_STEP and orders is None:
-        found = repeating(stages_of, lowered, num_micros, num_stages, period(plan, num_stages))
+        found = repeating(stages_of, lower, num_micros, num_stages, period(plan, num_stages))
         if found is not None:
             return found
     # Before any lowering: a list of this length would exhaust the host's memory.
@@ -119,7 +138,7 @@ def build_stages(
             f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
             "that a program may have whose order does not repeat: give a smaller batch or a larger plan.micro_batch"
         )
-    return lowered(stages_of(num_micros))
+    return lower(stages_of(num_micros))
 
 
 def _stages(
@@ -138,7 +157,7 @@ def lengthened(program: Program, num_micros: int) -> Program:
     """The program of a plan without a pipeline for a step of `num_micros` micro-batches; all else is shared."""
     stage = whole_stage(len(program.blocks), num_micros, program.plan.unit)
     frame = program.of_stage(stage)
-    return frame.of_stage(stage, tuple(_passes(frame, [stage]) + list(_end(frame))))
+    return frame.of_stage(stage, _passes(frame, [stage]).end(*_end(frame)))
 
 
 def forward_programs(programs: Sequence[Program]) -> list[Program]:
@@ -157,7 +176,7 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
 def _forwards(programs: Sequence[Program]) -> list[Program]:
     stages = [forward_stage(each.stage) for each in programs]
     frames = [each.of_stage(stage, phase=Phase.FORWARD) for each, stage in zip(programs, stages, strict=True)]
-    return [frame.of_stage(frame.stage, (*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]
+    return [frame.of_stage(frame.stage, _passes(frame, stages).end(Instruction(Op.CLIP))) for frame in frames]
 
 
 def outer_program(program: Program) -> Program:
@@ -186,40 +205,67 @@ def restoring_program(program: Program) -> Program:
     return program.of_stage(idle_stage(program.stage), instructions, Phase.RESTORE)
 
 
-def _passes(frame: Program, stages: Sequence[Stage]) -> list[Instruction]:
-    stage, blocks, plan = frame.stage, frame.blocks, frame.plan
-    stays = gathers(stage, blocks, frame.flats, plan.prefetch)
-    issued, freed = defaultdict(list), defaultdict(list)
+def _passes(frame: Program, stages: Sequence[Stage]) -> Writer:
+    stage, found = frame.stage, Writer()
+    stays = gathers(stage, frame.blocks, frame.flats, frame.plan.prefetch)
+    issued, freed = defaultdict[int, tuple[Instruction, ...]](tuple), defaultdict[int, tuple[Instruction, ...]](tuple)
     for stay in stays:
-        issued[stay.issue].append(stay)
+        issued[stay.issue] += (_gather(frame, stay),)
         if frame.frees(stay.block):
-            freed[stay.last].append(stay)
-    received, reduced = _received(stage, stages), _reduced(frame)
-    edges, found = _edges(stage, _sent), list[Instruction]()
+            freed[stay.last] += (Instruction(Op.FREE, stay.block),)
+    received, reduced = _received(found, stage, stages), _reduced(frame)
+    sends = {key: None if edge is None else found.body(_send(edge)) for key, edge in _edges(stage, _sent).items()}
+    bodies, order = dict[tuple[object, ...], int](), found.order
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
     for group in stage.groups:
-        pass_, micros = group.pass_, group.micros
-        op, order, sent = _OPS[pass_], stage.traversal(group), edges[pass_, group.chunk]
+        pass_, chunk, micros = group
+        blocks, sent = stage.traversal(group), sends[pass_, chunk]
+        size = len(blocks)
         # Weight gradients read activations and output gradients only, so their passes need no parameters.
-        reads = pass_ is not Pass.BACKWARD_WEIGHT
+        reads, finishes = pass_ is not Pass.BACKWARD_WEIGHT, pass_.finishes
         for micro in micros:
-            found += received.get(task, ())
+            order += received.get(task, ())
             task += 1
-            for offset, block in enumerate(order):
-                # All micro-batches of a group share one gather: issued with the first, freed after the last.
-                if stays and reads and micro == micros[0]:
-                    found += [_gather(frame, stay) for stay in issued.get(visit + offset, ())]
-                found.append(Instruction(op, block, micro))
-                if number in reduced:
-                    found += [Instruction(each, of, micro if each is Op.REDUCE else -1) for each, of in reduced[number]]
-                number += 1
-                if stays and reads and micro == micros[-1]:
-                    found += [Instruction(Op.FREE, stay.block) for stay in freed.get(visit + offset, ())]
+            # All micro-batches of a group share one gather: issued with the first, freed after the last.
+            key = (
+                pass_,
+                chunk,
+                _at(issued, visit, size) if stays and reads and micro == micros[0] else None,
+                _at(reduced, number, size) if finishes else None,
+                _at(freed, visit, size) if stays and reads and micro == micros[-1] else None,
+            )
+            body = bodies.get(key)
+            if body is None:
+                body = bodies[key] = found.body(*_body(blocks, *key))
+            order.append((body, micro))
+            number += size
             if sent is not None:
-                found.append(Instruction(Op.SEND, sent.block, micro, sent.backward, False, sent.peer))
-        visit += len(order) if reads else 0
+                order.append((sent, micro))
+        visit += size if reads else 0
     return found
+
+
+_Extra = tuple[tuple[Instruction, ...] | None, ...] | None  # instructions at each pass of a body
+
+
+def _at(found: Mapping[int, tuple[Instruction, ...]], first: int, size: int) -> _Extra:
+    return tuple(map(found.get, range(first, first + size)))
+
+
+def _body(
+    blocks: Sequence[int], pass_: Pass, chunk: int, issued: _Extra, reduced: _Extra, freed: _Extra
+) -> Iterator[Instruction]:
+    op, none = _OPS[pass_], (None,) * len(blocks)
+    for block, before, after, last in zip(blocks, issued or none, reduced or none, freed or none, strict=True):
+        yield from before or ()
+        yield Instruction(op, block, 0)
+        yield from after or ()
+        yield from last or ()
+
+
+def _send(edge: "_Edge") -> Instruction:
+    return Instruction(Op.SEND, edge.block, 0, edge.backward, False, edge.peer)
 
 
 def _gather(frame: Program, stay: Residency) -> Instruction:
@@ -228,18 +274,19 @@ def _gather(frame: Program, stay: Residency) -> Instruction:
     return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
 
 
-def _reduced(frame: Program) -> dict[int, list[tuple[Op, int]]]:
-    """(Op, block) of the reductions after each pass, by its number."""
+def _reduced(frame: Program) -> dict[int, tuple[Instruction, ...]]:
+    """The reductions after each pass, by its number."""
     stage, blocks, tied = frame.stage, frame.blocks, dict(frame.stage.ties)
-    found = defaultdict(list)
+    found: dict[int, tuple[Instruction, ...]] = {}
     for block, numbers in reduction_points(stage, blocks, frame.plan.unit).items():
         # A frozen block has no gradient to reduce.
         if blocks[block].num_trainable:
+            reduction = (Instruction(Op.REDUCE, block, 0),)
             for number in numbers:
-                found[number].append((Op.REDUCE, block))
+                found[number] = found[number] + reduction if number in found else reduction
             # The SYNC of a tied block waits for its TIE at the end of the step.
             if block not in tied:
-                found[numbers[-1]].append((Op.SYNC, block))
+                found[numbers[-1]] += (Instruction(Op.SYNC, block),)
     return found
 
 
@@ -293,8 +340,8 @@ def _edges(stage: Stage, edge: Callable[[Stage, Pass, int], _Edge | None]) -> di
     return {(pass_, chunk): edge(stage, pass_, chunk) for pass_ in Pass for chunk in range(len(stage.chunks))}
 
 
-def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instruction]]:
-    """The RECVs before each task, by its number."""
+def _received(found: Writer, stage: Stage, stages: Sequence[Stage]) -> dict[int, list[tuple[int, int]]]:
+    """The RECVs before each task, by its number, as bodies and micro-batches."""
     needed: dict[_Edge, dict[int, int]] = defaultdict(dict)  # the task that reads each message
     edges, num_tasks = _edges(stage, _read), 0
     for group in stage.groups:
@@ -302,19 +349,20 @@ def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instructi
         if edge is not None:
             needed[edge].update(zip(group.micros, count(num_tasks)))
         num_tasks += len(group.micros)
-    before: dict[int, list[Instruction]] = defaultdict(list)
+    bodies = {edge: found.body(Instruction(Op.RECV, edge.block, 0, edge.backward, False, edge.peer)) for edge in needed}
+    before: dict[int, list[tuple[int, int]]] = defaultdict(list)
     # Each peer is a channel of its own: order matters between two ranks only.
     for peer in {*stage.onward, *stage.back} - {None}:
         assert peer is not None
         # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
         latest = num_tasks
         for edge, micros in reversed(_channel(stages[peer], stage.index)):
-            tasks = needed[edge]
+            tasks, body = needed[edge], bodies[edge]
             for micro in reversed(micros):
                 task = tasks[micro]
                 if task <= latest:
                     latest = task - 1 if task else 0
-                before[latest].append(Instruction(Op.RECV, edge.block, micro, edge.backward, False, peer))
+                before[latest].append((body, micro))
     return {task: received[::-1] for task, received in before.items()}
 
 

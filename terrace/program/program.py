@@ -38,9 +38,9 @@ from terrace.program.resolve import (
     stage_message,
     tensor_message,
 )
+from terrace.program.segments import Folded, Segments, Unnumbered, without_micro
 
 T = TypeVar("T")
-_Alike = tuple[Op, int, bool, bool, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ class Program:
     @cached_property
     def stage_layout(self) -> Layout:
         """The layout of all ranks that hold some part of a block together; `layout` where there is no tensor axis."""
-        return stage_layout(self.cluster, self.plan)
+        return self.layout if self.mesh.total("tensor") == 1 else stage_layout(self.cluster, self.plan)
 
     @cached_property
     def world_layout(self) -> Layout:
         """The layout of all ranks, whatever they hold."""
-        return world_layout(self.cluster, self.plan)
+        return self.stage_layout if self.mesh.total("pipeline") == 1 else world_layout(self.cluster, self.plan)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -93,7 +93,7 @@ class Program:
     @cached_property
     def flats(self) -> tuple[tuple[FlatParamSpec, ...], ...]:
         """The flat buffers of every block."""
-        return block_flats(self.cluster, self.plan, self.blocks)
+        return block_flats(self.cluster, self.plan, self.blocks, (self.layout, self.stage_layout))
 
     @cached_property
     def alike(self) -> list[int]:
@@ -137,6 +137,12 @@ class Program:
         vars(found).update({name: getattr(self, name) for name in shared})
         return found
 
+    def with_stages(self, stages: tuple[int, ...]) -> "Program":
+        """The same program under a plan that names its stages; all else is shared."""
+        found = replace(self, plan=replace(self.plan, stages=stages))
+        vars(found).update({name: getattr(self, name) for name in _OF_THE_PLAN})
+        return found
+
     def on(self, cluster: Cluster) -> "Program":
         """The same program on a cluster whose tiers have other figures, but the same sizes; all else is shared."""
         found = replace(self, cluster=cluster)
@@ -144,23 +150,14 @@ class Program:
         return found
 
     @cached_property
-    def folded(self) -> tuple[tuple[Instruction, ...], list[int]]:
-        """The distinct instructions in order of their first run, and the number of the one at every position.
+    def segments(self) -> Segments:
+        """The instructions as bodies."""
+        return Segments.of(self.instructions)
 
-        Instructions that differ only in their micro-batch count as the first of them.
-        """
-        first: dict[_Alike, Instruction] = {}
-        numbers: dict[_Alike, int] = {}
-        places = []
-        for instruction in self.instructions:
-            op, block, _, backward, secondary, peer = instruction
-            key = (op, block, backward, secondary, peer)
-            number = numbers.get(key)
-            if number is None:
-                number = numbers[key] = len(numbers)
-                first[key] = instruction
-            places.append(number)
-        return tuple(first.values()), places
+    @property
+    def folded(self) -> Folded:
+        """The distinct instructions, and the order in which they run."""
+        return self.segments.folded
 
     @cached_property
     def short(self) -> "Program":
@@ -184,16 +181,14 @@ class Program:
     def counts(self) -> dict[Instruction, int]:
         """Number of runs of each distinct instruction (`folded`)."""
         if isinstance(self.instructions, Repeated):
-            body = Counter(map(_alike, self.instructions.body))
+            body = Counter(map(without_micro, self.instructions.body))
             further = self.instructions.repeats - SHORT
-            return {each: runs + further * body[_alike(each)] for each, runs in self.short.counts.items()}
-        distinct, places = self.folded
-        times = Counter(places)
-        return {instruction: times[number] for number, instruction in enumerate(distinct)}
+            return {each: runs + further * body[without_micro(each)] for each, runs in self.short.counts.items()}
+        return self.folded.counts()
 
     def message(self, instruction: Instruction) -> Message:
         """Message of a communicating instruction, resolved once for all that differ only in micro-batch."""
-        key = _alike(instruction)
+        key = without_micro(instruction)
         found = self._messages.get(key)
         if found is None:
             found = self._messages[key] = self._resolved(instruction)
@@ -225,7 +220,7 @@ class Program:
         return dict(total)
 
     @cached_property
-    def _messages(self) -> dict[_Alike, Message]:
+    def _messages(self) -> dict[Unnumbered, Message]:
         return {}
 
     @cached_property
@@ -362,7 +357,3 @@ _OF_THE_PLAN = (
     *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context"),
     *("_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
 )
-
-
-def _alike(instruction: Instruction) -> _Alike:
-    return instruction.op, instruction.block, instruction.backward, instruction.secondary, instruction.peer

@@ -9,7 +9,7 @@ from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Pass, Stage
-from terrace.program.schedules.orders import Orders
+from terrace.program.schedules.orders import Orders, StageTask
 from terrace.program.schedules.registry import in_rounds, orders_for, schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.shares import block_costs, share, virtual_costs
@@ -48,7 +48,8 @@ def make_stages(
     holders = [stage for stage, _ in orders.holders()]
     runs_on = {block: holders[virtual] for virtual, chunk in enumerate(chunks) for block in chunk}
     ties = _ties(blocks, runs_on)
-    stages = [_stage(plan, orders, stage, chunks, holders, ties) for stage in range(num_stages)]
+    alone: dict[StageTask, Group] = {}  # groups of one task, which stages share
+    stages = [_stage(plan, orders, stage, chunks, holders, ties, alone) for stage in range(num_stages)]
     # All stages learn all pairs: process groups are made collectively, in one order on every rank.
     pairs = {
         (min(stage.index, peer), max(stage.index, peer))
@@ -217,6 +218,7 @@ def _stage(
     chunks: Sequence[range],
     holders: Sequence[int],
     ties: dict[int, tuple[int, int]],
+    alone: dict[StageTask, Group],
 ) -> Stage:
     row, last = orders.placement[stage], orders.num_virtual - 1
 
@@ -228,7 +230,7 @@ def _stage(
         num_stages=orders.num_stages,
         num_micros=orders.num_micros,
         chunks=tuple(chunks[virtual] for virtual in row),
-        groups=tuple(_groups(orders, stage, plan.unit)),
+        groups=tuple(_groups(orders, stage, plan.unit, alone)),
         onward=tuple(neighbour(virtual + 1) for virtual in row),
         back=tuple(neighbour(virtual - 1) for virtual in row),
         ties=tuple(
@@ -238,9 +240,13 @@ def _stage(
     )
 
 
-def _groups(orders: Orders, stage: int, unit: int) -> list[Group]:
+def _groups(orders: Orders, stage: int, unit: int, alone: dict[StageTask, Group]) -> list[Group]:
     if unit == 1:  # no two tasks of a pass and a chunk are of one micro-batch
-        return [Group(_PASSES[pass_], chunk, (micro,)) for pass_, chunk, micro in orders.tasks[stage]]
+        for task in orders.tasks[stage]:
+            if task not in alone:
+                pass_, chunk, micro = task
+                alone[task] = Group(_PASSES[pass_], chunk, (micro,))
+        return [alone[task] for task in orders.tasks[stage]]
     joined: list[tuple[int, int, list[int]]] = []
     for pass_, chunk, micro in orders.tasks[stage]:
         # A group must not cross a unit: gradients are reduced between units.

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from terrace.base.collection import no_collection
 from terrace.program.instruction import Instruction
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import Event, Moment, Rank, check_alone, price
+from terrace.simulate.events import check_alone, price
+from terrace.simulate.rank import Event, Moment, Rank
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -35,6 +37,9 @@ class Span(NamedTuple):
     category: str  # as in `StepReport.time_s`; on a lane the message class
     after: int
     stage: int = -1
+
+
+_Noted = tuple[int, float, float, int, str, int, int]  # a span, by the rank's clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +105,21 @@ def record(program: "Program", costs: Costs) -> Recording:
     Raises `ProgramError` for a program that talks to other stages.
     """
     check_alone(program)
-    plays = price(program, costs)
-    rank = Recorder(program)
-    for _ in range(2):
-        # The second step is the steady one; the first stays in the spans for messages that reach over.
-        rank.restart()
-        for position, (act, event) in enumerate(plays):
-            rank.begin(position)
-            act(rank, event)
-    return rank.recording()
+    with no_collection():
+        plays = price(program, costs)
+        rank = Recorder(program)
+        for _ in range(2):
+            # The second step is the steady one; the first stays in the spans for messages that reach over.
+            rank.restart()
+            for position, (act, event) in enumerate(plays):
+                rank.begin(position)
+                if act is not Rank.nothing:
+                    act(rank, event)
+        return rank.recording()
 
 
 class Recorder(Rank):
-    """A rank that writes down its spans."""
+    """A rank that writes down its spans; it calls `Rank` by name, since `super()` takes as long as what it calls."""
 
     __slots__ = (
         "cause",
@@ -124,6 +131,7 @@ class Recorder(Rank):
         "origin",
         "position",
         "program",
+        "sending",
         "spans",
         "started_s",
     )
@@ -131,10 +139,11 @@ class Recorder(Rank):
     def __init__(self, program: "Program") -> None:
         super().__init__(program)
         self.program = program
-        self.newest = dict.fromkeys(range(COMPUTE, len(program.layout.tiers) + 1), -1)  # the last span of every lane
+        self.sending = len(program.layout.tiers)  # the lane of messages to other stages
+        self.newest = [-1] * (self.sending + 2)  # the last span of every lane; COMPUTE is the last
         self.first, self.origin = 0, 0.0  # of the step: its first span, and the clock at its start
         self.cause: tuple[int, int] | None = None  # (stage, span) of another stage that the next wait is for
-        self.spans: list[Span] = []
+        self.spans: list[_Noted] = []
         self.started_s: list[float] = []
         self.done_s: list[float] = []
         self.position = 0
@@ -149,26 +158,31 @@ class Recorder(Rank):
         self.longer_s = 0.0
 
     def begin(self, position: int) -> None:
-        self.position = position
-        self.started_s.append(self.now_s)
-        self.done_s.append(self.now_s)
+        self.position, now_s = position, self.now_s
+        self.started_s.append(now_s)
+        self.done_s.append(now_s)
 
     def recording(self, begin_s: float = 0.0) -> Recording:
         """The recording of the last step."""
-        # Spans were noted by the rank's clock, which stands still while cores are shared (terrace.simulate.events).
-        wall_s = self.wall()
-        origin_s = wall_s(self.origin)
-        spans = (
-            span._replace(start_s=wall_s(span.start_s) - origin_s, end_s=wall_s(span.end_s) - origin_s)
-            for span in self.spans
-        )
+        spans, started_s, done_s, origin_s = self.spans, self.started_s, self.done_s, self.origin
+        # Spans were noted by the rank's clock, which stands still while cores are shared (terrace.simulate.rank).
+        if self.halts:
+            wall_s = self.wall()
+            spans = [(each[0], wall_s(each[1]), wall_s(each[2]), *each[3:]) for each in spans]
+            started_s, done_s, origin_s = [*map(wall_s, started_s)], [*map(wall_s, done_s)], wall_s(origin_s)
+        new = tuple.__new__  # a step has hundreds of thousands of spans
         return Recording(
             program=self.program,
             report=self.program.report(self.time_s),
-            spans=tuple(spans),
+            spans=tuple(
+                [
+                    new(Span, (lane, start_s - origin_s, end_s - origin_s, position, category, after, stage))
+                    for lane, start_s, end_s, position, category, after, stage in spans
+                ]
+            ),
             first=self.first,
-            started_s=tuple(wall_s(moment_s) - origin_s for moment_s in self.started_s),
-            done_s=tuple(wall_s(moment_s) - origin_s for moment_s in self.done_s),
+            started_s=tuple([moment_s - origin_s for moment_s in started_s]),
+            done_s=tuple([moment_s - origin_s for moment_s in done_s]),
             slowed_s=self.longer_s,
             begin_s=begin_s,
         )
@@ -190,62 +204,67 @@ class Recorder(Rank):
 
     def issue(self, event: Event, ready: Moment) -> Moment:
         """Issues, and notes which of its three conditions (issue, lane, input) came last."""
-        free_s = self.lanes_s[event.lane]
-        lane = event.lane if event.lane >= 0 else len(self.program.layout.tiers)
-        self.started_s[-1] = self.now_s
-        done_s, number = super().issue(event, ready)
-        self.done_s[-1] = done_s
+        now_s, lane = self.now_s, event.lane
+        free_s = self.lanes_s[lane]
+        done_s, number = Rank.issue(self, event, ready)
+        self.started_s[-1], self.done_s[-1] = now_s, done_s
         # A message without bytes takes no lane and leaves no span.
         if not event.seconds:
             return done_s, number
-        start_s = max(self.now_s, free_s, ready[0])
+        if lane < 0:
+            lane = self.sending
         # Issue, free lane or ready input: the latest of the three is the cause.
-        behind = self.newest[lane] if free_s >= ready[0] else ready[1]
-        after = self.newest[COMPUTE] if start_s == self.now_s else behind
-        return done_s, self._add(lane, start_s, done_s, self._message(), after)
+        start_s, after = ready
+        if free_s >= start_s:
+            start_s, after = free_s, self.newest[lane]
+        if now_s >= start_s:
+            start_s, after = now_s, self.newest[COMPUTE]
+        return done_s, self._add(lane, start_s, done_s, event.message, after)
 
     def exchange(self, event: Event) -> None:
         """Wait for an exchange with another stage, which takes no lane."""
-        lane, done_s = len(self.program.layout.tiers), self.now_s + event.seconds
-        number = self._add(lane, self.now_s, done_s, self._message(), self.newest[COMPUTE])
+        done_s = self.now_s + event.seconds
+        number = self._add(self.sending, self.now_s, done_s, event.message, self.newest[COMPUTE])
         self.wait((done_s, number), event.category)
-
-    def _message(self) -> str:
-        message_class = self.program.instructions[self.position].message_class
-        assert message_class is not None, "only messages take a lane"
-        return message_class.value
 
     def wait(self, moment: Moment, category: str) -> None:
         """Waits, and notes the span waited for."""
-        start_s, before_s = self.now_s, self.time_s.get(category, 0.0)
-        super().wait(moment, category)
-        self._halted(start_s, self.time_s.get(category, 0.0) - before_s)
         # A cause on another stage is set by the pipeline and holds for one wait.
         (stage, after), self.cause = self.cause or (-1, moment[1]), None
-        if self.now_s > start_s:
-            self._add(COMPUTE, start_s, self.now_s, category, after, stage)
+        start_s = self.now_s
+        if moment[0] <= start_s:
+            return
+        before_s = self.time_s.get(category, 0.0)
+        Rank.wait(self, moment, category)
+        if self.mutual:
+            self._halted(start_s, self.time_s[category] - before_s)
+        self._add(COMPUTE, start_s, self.now_s, category, after, stage)
 
     def compute(self, event: Event) -> None:
-        start_s, before_s = self.now_s, self.time_s.get(event.category, 0.0)
-        super().compute(event)
-        self._halted(start_s, self.time_s[event.category] - before_s)
+        time_s, category, start_s = self.time_s, event.category, self.now_s
+        before_s = time_s[category]
+        Rank.compute(self, event)
+        taken_s, now_s = time_s[category] - before_s, self.now_s
+        if self.mutual:
+            self._halted(start_s, taken_s)
         # Seconds beyond the instruction's own are the slow-down by messages.
-        self.longer_s += self.time_s[event.category] - before_s - event.seconds
-        self.started_s[-1], self.done_s[-1] = start_s, self.now_s
-        self._add(COMPUTE, start_s, self.now_s, event.category, self.newest[COMPUTE])
+        self.longer_s += taken_s - event.seconds
+        self.started_s[-1], self.done_s[-1] = start_s, now_s
+        self._add(COMPUTE, start_s, now_s, category, self.newest[COMPUTE])
 
     def _halted(self, start_s: float, taken_s: float) -> None:
         longer_s = taken_s - (self.now_s - start_s)
-        if self.mutual and self.now_s > start_s and longer_s > 0.0:
+        if self.now_s > start_s and longer_s > 0.0:
             self.halts.append((start_s, self.now_s, longer_s))
 
     def inside(self, category: str, seconds: float) -> None:
         start_s = self.now_s
-        super().inside(category, seconds)
+        Rank.inside(self, category, seconds)
         self.done_s[-1] = self.now_s
         self._add(COMPUTE, start_s, self.now_s, category, self.newest[COMPUTE])
 
     def _add(self, lane: int, start_s: float, end_s: float, category: str, after: int, stage: int = -1) -> int:
-        self.newest[lane] = number = len(self.spans)
-        self.spans.append(Span(lane, start_s, end_s, self.position, category, after, stage))
+        spans = self.spans
+        self.newest[lane] = number = len(spans)
+        spans.append((lane, start_s, end_s, self.position, category, after, stage))
         return number

@@ -9,17 +9,19 @@ they run the same program at the same time. Between stages
 and waits are `wait pipeline`, `wait tie` or `wait control`. Two steps are played and the second is reported.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from enum import IntEnum
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from terrace.base.collection import no_collection
 from terrace.base.errors import ProgramError
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import Event, Play, Rank, price_distinct
+from terrace.simulate.events import price_distinct
+from terrace.simulate.moves import Channels, Reader, Role, passes_of
+from terrace.simulate.rank import Event, Passes, Rank
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 WAIT_PIPELINE = f"wait {MessageClass.PIPELINE.value}"
 
-_Key = tuple[int, int, bool, int, int]  # sender, receiver, whether a gradient, block, micro-batch
+_Place = tuple[str, int]  # where stages meet: its word, and the tied block
 
 
 class Passed(NamedTuple):
@@ -50,9 +52,10 @@ def simulate_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> St
 
     Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
     """
-    pipeline = _Pipeline(programs, costs, timed=True)
-    stages = zip(programs, pipeline.run(), strict=True)
-    return StagesStep([program.report(time_s) for program, time_s in stages], pipeline.noted())
+    with no_collection():
+        pipeline = _Pipeline(programs, costs, _Noting)
+        stages = zip(programs, pipeline.run(), strict=True)
+        return StagesStep([program.report(time_s) for program, time_s in stages], pipeline.noted())
 
 
 def stages_seconds(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[dict[str, float]]:
@@ -67,9 +70,10 @@ def record_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list
     """
     if len(programs) == 1:
         return [record(programs[0], costs[0])]
-    pipeline = _Pipeline(programs, costs, Recorder)
-    pipeline.run()
-    return pipeline.recordings()
+    with no_collection():
+        pipeline = _Pipeline(programs, costs, Recorder)
+        pipeline.run()
+        return pipeline.recordings()
 
 
 def activation_bytes(program: "Program", by_block: Sequence[tuple[int, int]]) -> int:
@@ -90,96 +94,94 @@ def activation_bytes(program: "Program", by_block: Sequence[tuple[int, int]]) ->
     return most
 
 
+class _Noting(Rank):
+    """A rank that notes when each pass of a step begins and ends, by the time of the wall."""
+
+    __slots__ = ("begun_s", "ends_s", "notes", "starts_s")
+
+    def __init__(self, program: "Program") -> None:
+        super().__init__(program)
+        self.begun_s, self.notes = 0.0, False
+        self.starts_s: list[float] = []
+        self.ends_s: list[float] = []
+
+    def run_all(self, passes: Passes) -> None:
+        """Several passes, as `Rank.run_all`."""
+        if not self.notes:
+            super().run_all(passes)
+            return
+        number, plays, begun_s = 0, passes.plays, self.begun_s
+        while number < len(plays) and self.is_held(passes.opens):
+            self.starts_s.append(begun_s + sum(self.time_s.values()))
+            act, event = plays[number]
+            act(self, event)
+            self.ends_s.append(begun_s + sum(self.time_s.values()))
+            number += 1
+        if number < len(plays):
+            self._note_sums(passes.behind(number))
+
+    def _note_sums(self, passes: Passes) -> None:
+        time_s = self.time_s
+        for category in passes.by_category:
+            time_s[category] += 0.0
+        seconds, places = list(time_s.values()), {category: place for place, category in enumerate(time_s)}
+        walls_s = [self.begun_s + sum(seconds)]
+        for _, event in passes.plays:
+            seconds[places[event.category]] += event.seconds
+            for category, each in event.inside:
+                seconds[places[category]] += each
+            walls_s.append(self.begun_s + sum(seconds))
+        self.starts_s += walls_s[:-1]
+        self.ends_s += walls_s[1:]
+        super().run_all(passes)
+
+
 class _Clock(NamedTuple):
-    arrived_s: dict[_Key, float]
-    met_s: dict[tuple[object, ...], dict[int, tuple[float, int]]]  # where stages meet: when each came, its last span
-    spans: dict[_Key, tuple[int, int]]  # where stages are recorded: (sender, span) of every message
+    """What stages know of each other, and who waits for it."""
 
-
-class _Role(IntEnum):
-    """How an instruction stands to other stages."""
-
-    ALONE = 0
-    PASS = 1  # a pass that reads a message, or whose times are noted
-    SEND = 2
-    TIE = 3
-    CLIP = 4
-
-
-_ROLES = {Op.SEND: _Role.SEND, Op.TIE: _Role.TIE, Op.CLIP: _Role.CLIP}
-_MESSAGES = (Op.SEND, Op.RECV)
-_Move = tuple[_Role, Callable[[Rank, Event], None], Event, _Key | None]  # with the message that is sent or waited for
+    arrived_s: dict[int, float]  # of every message
+    met_s: dict[_Place, dict[int, tuple[float, int]]]  # where stages meet: when each came, its last span
+    spans: dict[int, tuple[int, int]]  # where stages are recorded: (sender, span) of every message
+    readers: dict[int, int]  # the stage that waits for a message
+    waiting: dict[int, int | tuple[str, int]]  # the message that a stage waits for, or a place and how many meet there
+    ready: deque[int]  # stages that can go on
 
 
 class _Pipeline:
-    def __init__(
-        self, programs: "Sequence[Program]", costs: Sequence[Costs], rank: type[Rank] = Rank, *, timed: bool = False
-    ) -> None:
+    def __init__(self, programs: "Sequence[Program]", costs: Sequence[Costs], rank: type[Rank] = Rank) -> None:
         self.programs = programs
         self.ranks = [rank(program) for program in programs]
         self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
-        self.passes: list[list[tuple[int, float, float]]] = [[] for _ in programs]  # position, start and end
-        self.timed = timed  # whether passes are noted
-        # Positions count where passes are noted or recorded; otherwise what does nothing is left out.
-        self.everything = timed or rank is Recorder
+        self.channels = Channels(programs)
+        # Every instruction is recorded.
+        act = None if rank is Recorder else rank.run_all
         # A step is played twice, so what its instructions wait for is found once.
         self.moves = [
-            self._moves(program, price_distinct(program, cost)) for program, cost in zip(programs, costs, strict=True)
+            Reader(program, price_distinct(program, cost), self.channels, act).moves()
+            for program, cost in zip(programs, costs, strict=True)
         ]
-
-    def _moves(self, program: "Program", plays: Sequence[Play]) -> list[_Move]:
-        distinct, places = program.folded
-        roles = [self._role(each) for each in distinct]
-        received = {(each.backward, each.block) for each in distinct if each.op is Op.RECV}
-        reads = [_reads(each) for each in distinct]
-        # Most instructions neither send nor wait for other stages: all equal ones are one move.
-        alone: list[_Move | None] = [
-            None if each.op in _MESSAGES or of in received else (role, *play, None)
-            for each, role, of, play in zip(distinct, roles, reads, plays, strict=True)
-        ]
-        found: list[_Move] = []
-        index, read = program.stage.index, dict[tuple[bool, int, int], int]()
-        for instruction, number in zip(program.instructions, places, strict=True):
-            move = alone[number]
-            if move is None:
-                op, block, micro, backward, _, peer = instruction
-                role, message = roles[number], None
-                if op is Op.SEND:
-                    message = (index, peer, backward, block, micro)
-                elif op is Op.RECV:
-                    read[backward, block, micro] = peer
-                elif (of := reads[number]) is not None and (key := (*of, micro)) in read:
-                    role, message = _Role.PASS, (read.pop(key), index, *key)
-                move = (role, *plays[number], message)
-            if self.everything or move[0] is not _Role.ALONE or move[1] is not Rank.nothing:
-                found.append(move)
-        return found
-
-    def _role(self, instruction: Instruction) -> _Role:
-        return _Role.PASS if self.timed and instruction.op in PASSES else _ROLES.get(instruction.op, _Role.ALONE)
 
     def run(self) -> list[dict[str, float]]:
-        for _ in range(2):
+        for is_last in (False, True):
             for index, rank in enumerate(self.ranks):
                 # A stage's categories cover its step, so their sum is where its next step begins.
                 self.begun_s[index] += sum(rank.time_s.values())
                 rank.time_s = defaultdict(float)
                 if isinstance(rank, Recorder):
                     rank.restart()
-                self.passes[index] = []
+                elif isinstance(rank, _Noting):
+                    rank.begun_s, rank.notes = self.begun_s[index], is_last
             self._step()
         return [dict(rank.time_s) for rank in self.ranks]
 
     def noted(self) -> list[list[Passed]]:
         """The passes of every stage's last step, from the start of the first stage's."""
-        first_s = min(self.begun_s)
-        return [
-            [
-                Passed(program.instructions[position], start_s - first_s, end_s - first_s)
-                for position, start_s, end_s in passed
-            ]
-            for program, passed in zip(self.programs, self.passes, strict=True)
-        ]
+        first_s, found = min(self.begun_s), []
+        for program, rank in zip(self.programs, self.ranks, strict=True):
+            assert isinstance(rank, _Noting), "only these know when passes ran"
+            each = zip(passes_of(program), rank.starts_s, rank.ends_s, strict=True)
+            found.append([Passed(now, start_s - first_s, end_s - first_s) for now, start_s, end_s in each])
+        return found
 
     def recordings(self) -> list[Recording]:
         """The recording of every stage's last step."""
@@ -190,79 +192,76 @@ class _Pipeline:
         return found
 
     def _step(self) -> None:
-        clock = _Clock({}, defaultdict(dict), {})
+        clock = _Clock({}, defaultdict(dict), {}, {}, {}, deque(range(len(self.programs))))
         # Stages are coroutines: each runs until it needs a message that has not been sent yet.
-        running = {index: self._stage(index, clock) for index in range(len(self.programs))}
-        waiting: dict[int, object] = {}
-        while running:
-            before = dict(waiting)
-            for index in list(running):
-                if index in waiting and not self._is_there(waiting[index], clock):
-                    continue
-                waiting.pop(index, None)
-                reason = next(running[index], None)
-                if reason is None:
-                    running.pop(index)
-                else:
-                    waiting[index] = reason
-            # A round without progress: nobody can ever send the missing message.
-            if waiting == before and running:
-                raise ProgramError(f"the stages wait in a circle: {'; '.join(_words(waiting))}")
+        running = [self._stage(index, clock) for index in range(len(self.programs))]
+        while clock.ready:
+            next(running[clock.ready.popleft()], None)
+        if clock.waiting:
+            words = (f"stage {stage} {self._words(reason)}" for stage, reason in sorted(clock.waiting.items()))
+            raise ProgramError(f"the stages wait in a circle: {'; '.join(words)}")
 
-    def _is_there(self, reason: object, clock: _Clock) -> bool:
-        assert isinstance(reason, tuple), "a stage waits for a message or for others"
-        if reason[0] == "meet":
-            return bool(len(clock.met_s[reason[1]]) == reason[2])
-        return reason in clock.arrived_s
-
-    def _stage(self, index: int, clock: _Clock) -> Generator[object, None, None]:
-        rank, passes, timed = self.ranks[index], self.passes[index], self.timed
+    def _stage(self, index: int, clock: _Clock) -> Generator[None, None, None]:
+        rank = self.ranks[index]
         recorder = rank if isinstance(rank, Recorder) else None
+        arrived_s, readers = clock.arrived_s, clock.readers
         for position, (role, act, event, message) in enumerate(self.moves[index]):
             if recorder is not None:
                 recorder.begin(position)
-            if role is _Role.ALONE:
+            if role is Role.ALONE:
                 act(rank, event)
-            elif role is _Role.PASS:
-                if message is not None:
-                    if message not in clock.arrived_s:
-                        yield message
-                    if recorder is not None:
-                        recorder.cause = clock.spans[message]
-                    self._wait_until(index, clock.arrived_s[message], WAIT_PIPELINE)
-                if timed:
-                    start_s = self._now_s(index)
-                    act(rank, event)
-                    passes.append((position, start_s, self._now_s(index)))
-                else:
-                    act(rank, event)
-            elif role is _Role.SEND:
-                assert message is not None, "a SEND leaves a message"
+            elif role is Role.READ:
+                if message not in arrived_s:
+                    readers[message], clock.waiting[index] = index, message
+                    yield
+                if recorder is not None:
+                    recorder.cause = clock.spans[message]
+                self._wait_until(index, arrived_s[message], WAIT_PIPELINE)
+                act(rank, event)
+            elif role is Role.SEND:
+                assert isinstance(event, Event), "only passes are joined"
                 done_s, number = rank.issue(event, (0.0, -1))
                 if recorder is not None:
                     # A message without bytes has no span: its sender's computing is the cause.
                     clock.spans[message] = (index, number if number >= 0 else recorder.newest[COMPUTE])
-                clock.arrived_s[message] = self._now_s(index) + done_s - rank.now_s
-            elif role is _Role.TIE:
-                rank.settle()
-                # Both holders of the tied block leave together.
-                yield from self._meet(index, clock, ("tie", event.block), 2, event.category)
-                rank.exchange(event)
+                arrived_s[message] = self._now_s(index) + done_s - rank.now_s
+                if message in readers:
+                    self._resume(readers.pop(message), clock)
             else:
+                assert isinstance(event, Event), "only passes are joined"
                 rank.settle()
-                yield from self._meet(index, clock, ("clip",), len(self.programs), event.category)
-                act(rank, event)
+                if role is Role.TIE:
+                    # Both holders of the tied block leave together.
+                    yield from self._meet(index, clock, ("tie", event.block), 2, event.category)
+                    rank.exchange(event)
+                else:
+                    yield from self._meet(index, clock, ("clip", -1), len(self.programs), event.category)
+                    act(rank, event)
+
+    def _words(self, reason: int | tuple[str, int]) -> str:
+        if isinstance(reason, int):
+            return f"for {self.channels.words(reason)}"
+        return f"in {reason[0]} for {reason[1]} stages to come"
+
+    def _resume(self, index: int, clock: _Clock) -> None:
+        del clock.waiting[index]
+        clock.ready.append(index)
 
     def _meet(
-        self, index: int, clock: _Clock, place: tuple[object, ...], number: int, category: str
-    ) -> Generator[object, None, None]:
-        rank = self.ranks[index]
+        self, index: int, clock: _Clock, place: _Place, number: int, category: str
+    ) -> Generator[None, None, None]:
+        rank, met_s = self.ranks[index], clock.met_s[place]
         newest = rank.newest[COMPUTE] if isinstance(rank, Recorder) else -1
-        clock.met_s[place][index] = self._now_s(index), newest
-        if len(clock.met_s[place]) < number:
-            yield ("meet", place, number)
+        met_s[index] = self._now_s(index), newest
+        if len(met_s) < number:
+            clock.waiting[index] = place[0], number
+            yield
+        else:
+            for other in met_s:
+                if other != index:
+                    self._resume(other, clock)
         # All leave when the last one has come.
-        (moment_s, newest), latest = max((there, stage) for stage, there in clock.met_s[place].items())
+        (moment_s, newest), latest = max((there, stage) for stage, there in met_s.items())
         if isinstance(rank, Recorder):
             rank.cause = (latest, newest)
         self._wait_until(index, moment_s, category)
@@ -277,23 +276,3 @@ class _Pipeline:
         elif isinstance(rank, Recorder):
             # No wait came, so its cause must not stick to the next one.
             rank.cause = None
-
-
-def _reads(instruction: Instruction) -> tuple[bool, int] | None:
-    """(Whether a gradient, block) of the message that a pass may read."""
-    if instruction.op not in PASSES or instruction.op is Op.BACKWARD_WEIGHT:
-        return None
-    # A forward reads the output of the block before, a backward the gradient of the block after.
-    backward = instruction.op is not Op.FORWARD
-    return backward, instruction.block + (1 if backward else -1)
-
-
-def _words(waiting: Mapping[int, object]) -> Iterator[str]:
-    for stage, reason in waiting.items():
-        assert isinstance(reason, tuple), "a stage waits for a message or for others"
-        if reason[0] == "meet":
-            yield f"stage {stage} in {reason[1][0]} for {reason[2]} stages to come"
-        else:
-            sender, _, is_gradient, block, micro = reason
-            what = "gradient" if is_gradient else "output"
-            yield f"stage {stage} for the {what} of b{block}, micro-batch {micro}, from stage {sender}"

@@ -21,13 +21,10 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.slices import slice_blocks
-from terrace.plan.stage import whole_stage
 from terrace.plan.state_bytes import blocks_bytes
-from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
-from terrace.program.lowering import build_stages
+from terrace.program.lowering import frame_of, lowered
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.shares import share
@@ -69,6 +66,16 @@ class Step:
     @property
     def num_stages(self) -> int:
         return Mesh.of(self.cluster, self.plan).total("pipeline")
+
+    @cached_property
+    def frame(self) -> Program:
+        """What all its programs share; raises `PlanError` for a plan that cannot run."""
+        return frame_of(self.cluster, self.plan, self.blocks, self.num_micros, self.sequence)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Prices of what its programs share; raises `PlanError` when the plan and the work disagree."""
+        return step_costs(self.frame, self.work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +184,10 @@ def resolved(step: Step) -> Step:
     # Stages named by the plan are kept.
     if step.plan.stages or step.num_stages == 1:
         return step
-    return replace(step, plan=replace(step.plan, stages=best_stages(step)))
+    frame = step.frame.with_stages(best_stages(step))
+    found = replace(step, plan=frame.plan)
+    vars(found).update(frame=frame, costs=step.costs)
+    return found
 
 
 def best_stages(step: Step) -> tuple[int, ...]:
@@ -189,17 +199,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
     cluster, plan, num_stages = step.cluster, step.plan, step.num_stages
     virtual = num_virtual(plan, num_stages)
     check_virtual(virtual, len(step.blocks))
-    frame = Program(
-        cluster=cluster,
-        plan=plan,
-        layout=validate(cluster, plan, step.blocks),
-        blocks=slice_blocks(step.blocks, Mesh.of(cluster, plan)),
-        # Two micro-batches show whether gradients are accumulated; more change no block's cost.
-        stage=whole_stage(len(step.blocks), min(2, step.num_micros), 1),
-        instructions=(),
-        sequence=step.sequence,
-    )
-    costs = step_costs(frame, step.work)
+    frame, costs = step.frame, step.costs
     seconds = [round(each / _UNIT_S) for each in _blocks_s(costs)]
     # Model state bounds a virtual stage's share of the blocks.
     sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
@@ -228,11 +228,11 @@ def _block_s(costs: Costs, block: int) -> float:
 
 
 def _play(step: Step, num_micros: int) -> Prediction:
-    return _played(step, build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence))
+    return _played(step, lowered(step.frame, step.blocks, num_micros), step.costs)
 
 
-def _played(step: Step, programs: Sequence[Program]) -> Prediction:
-    costs, times_s = play_stages(programs, step.work)
+def _played(step: Step, programs: Sequence[Program], known: Costs | None = None) -> Prediction:
+    costs, times_s = play_stages(programs, step.work, known)
     return Prediction(
         step=step,
         times_s=tuple(times_s),
@@ -243,13 +243,16 @@ def _played(step: Step, programs: Sequence[Program]) -> Prediction:
 
 
 def play_stages(
-    programs: Sequence[Program], work: Work | Sequence[float]
+    programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None
 ) -> tuple[list[Costs], list[dict[str, float]]]:
-    """Costs of the programs of all stages, and seconds by category, played together; `work` as in `Step`."""
-    costs = [first := step_costs(programs[0], work)]
-    for program in programs[1:]:  # blocks cost the same everywhere; the optimizer's constant is with a stage's last
-        update_s = update_seconds(program) if isinstance(work, Work) else first.update_s
-        costs.append(first.of_stage(program, update_s))
+    """Costs of the programs of all stages, and seconds by category, played together; `work` as in `Step`.
+
+    `known` are prices of what the programs share.
+    """
+    first = known or step_costs(programs[0], work)
+    # Blocks cost the same everywhere; the optimizer's constant is with a stage's last.
+    is_work = isinstance(work, Work)
+    costs = [first.of_stage(each, update_seconds(each) if is_work else first.update_s) for each in programs]
     return costs, [step_seconds(programs[0], costs[0])] if len(programs) == 1 else stages_seconds(programs, costs)
 
 

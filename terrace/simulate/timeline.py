@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import Pass
@@ -24,8 +25,7 @@ from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Pass)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CriticalTask:
+class CriticalTask(NamedTuple):
     """A task on the critical path; `edge_s` is the message that it waited for, 0 if it waited for its own stage."""
 
     stage: int
@@ -107,7 +107,7 @@ class Timeline:
             source = stage if own else source
             edge_s = start_s - self.ends_s[source][before] if before is not None else 0.0
             end_s = self.ends_s[stage][position]
-            path.append(CriticalTask(stage=stage, task=task, start_s=start_s, end_s=end_s, edge_s=edge_s))
+            path.append(CriticalTask(stage, task, start_s, end_s, edge_s))
             if before is None:
                 return path[::-1]
             stage, position = source, before

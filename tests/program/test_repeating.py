@@ -60,7 +60,7 @@ def nothing_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_same(found: Sequence[Program], whole: Sequence[Program]) -> None:
     for one, other in zip(found, whole, strict=True):
         assert isinstance(one.instructions, Repeated)
-        assert isinstance(other.instructions, tuple)
+        assert not isinstance(other.instructions, Repeated)
         assert tuple(one.instructions) == other.instructions
         assert tuple(one.stage.groups) == other.stage.groups
         assert replace(one.stage, groups=()) == replace(other.stage, groups=())
@@ -130,7 +130,7 @@ def test_a_long_step_in_which_nothing_repeats_is_refused(programs_of: Programs) 
 @pytest.mark.parametrize("schedule", ["gpipe", "breadth-first:2"])
 def test_an_order_that_does_not_repeat_is_written_out(programs_of: Programs, schedule: str) -> None:
     found = programs_of(plan_of(schedule, 4), 40)
-    assert all(isinstance(program.instructions, tuple) for program in found)
+    assert not any(isinstance(program.instructions, Repeated) for program in found)
     verify_stages(found)
 
 

@@ -4,9 +4,11 @@ The first stage holds both ends of the model, so a micro-batch returns to it rig
 backward starts and ends there. The order is the handcrafted one for T_F = T_B = T_W.
 """
 
+from collections.abc import Sequence
+
 from terrace.base.errors import PlanError
 from terrace.plan.stage import Pass
-from terrace.program.schedules.orders import Orders, StageTask, build, positive, v_shaped
+from terrace.program.schedules.orders import Orders, StageTask, build, positive, tasks_of, v_shaped
 from terrace.program.schedules.registry import schedule
 
 _KINDS = [(pass_, chunk) for chunk in (0, 1) for pass_ in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)]
@@ -24,11 +26,12 @@ def zbv(num_stages: int, num_micros: int, num_chunks: int = 2) -> Orders:
     positive(num_stages=num_stages, num_micros=num_micros)
     if num_chunks != 2:
         raise PlanError(f"num_chunks = {num_chunks}: 'zbv' folds the model once over the stages; write num_chunks = 2")
-    rows = [_row(num_stages, num_micros, stage) for stage in range(num_stages)]
+    tasks = [tasks_of(pass_, chunk, num_micros) for pass_, chunk in _KINDS]
+    rows = [_row(num_stages, num_micros, stage, tasks) for stage in range(num_stages)]
     return build("zbv", v_shaped(num_stages), num_micros, rows, 2)
 
 
-def _row(num_stages: int, num_micros: int, stage: int) -> list[StageTask]:
+def _row(num_stages: int, num_micros: int, stage: int, tasks: Sequence[Sequence[StageTask]]) -> list[StageTask]:
     # Shorter steps run the pattern of the shortest full one, with the missing micro-batches left out.
     planned = max(num_micros, 2 * num_stages - 1)
     behind = num_stages - stage  # stages from here to the fold, this one counted
@@ -45,12 +48,7 @@ def _row(num_stages: int, num_micros: int, stage: int) -> list[StageTask]:
         *[_W1] * stage,
         *[_W0] * stage,
     ]
-    # Micro-batches pass every (pass, chunk) first in, first out.
-    passed = [0] * len(_KINDS)
-    row = []
-    for kind in pattern:
-        micro = passed[kind]
-        passed[kind] = micro + 1
-        if micro < num_micros:
-            row.append(StageTask(*_KINDS[kind], micro))
-    return row
+    # Micro-batches pass every (pass, chunk) first in, first out; those that the step has not are left out.
+    passing = [iter(of_kind) for of_kind in tasks]
+    row = (next(passing[kind], None) for kind in pattern)
+    return [task for task in row if task is not None]
