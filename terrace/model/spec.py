@@ -13,15 +13,18 @@ from functools import cached_property
 
 from terrace.base.errors import ModelError, did_you_mean
 
+STACKED = "experts"  # the quantity whose dim counts parts of one shape
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """One parameter: its name inside the block and its shape.
 
     `dims` names the quantity that each dim counts, with the number of units that cannot be cut ("heads" of 64 elements,
-    say); empty where nothing is declared. In the slice that one rank holds (terrace.plan.slices), `shape` includes
-    padding, `whole` is the shape before slicing, `cuts` names the axes that cut each dim, and `replicated_over` the
-    axes along which every rank holds this slice; together they shard its states.
+    say); empty where nothing is declared. A leading dim that counts "experts" makes the parameter a stack of parts of
+    one shape: (experts, out, in) is a matrix for each expert, (experts, out) a vector. In the slice that one rank holds
+    (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing, `cuts` names the axes that cut
+    each dim, and `replicated_over` the axes along which every rank holds this slice; together they shard its states.
     """
 
     name: str
@@ -42,9 +45,28 @@ class ParamSpec:
         return axis in (self.replicated_over or ())
 
     @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of one part of a stack, else `shape`."""
+        return self.shape[1:] if self._is_stack else self.shape
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of a stack, else 1."""
+        return self.shape[0] if self._is_stack else 1
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or a stack of matrices."""
+        return len(self.part_shape) == 2
+
+    @property
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices, not to norms and biases."""
-        return len(self.shape) >= 2
+        return len(self.part_shape) >= 2
+
+    @property
+    def _is_stack(self) -> bool:
+        return bool(self.dims) and self.dims[0][0] == STACKED
 
 
 class Computes(StrEnum):
@@ -74,7 +96,7 @@ class BlockSpec:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(Inputs, outputs) of its matrices in order, before slicing."""
+        """(Inputs, outputs) of its matrices in order, before slicing. Stacks are left out: a token takes few parts."""
         shapes = (param.whole or param.shape for param in self.params)
         return tuple((shape[1], shape[0]) for shape in shapes if len(shape) == 2)
 

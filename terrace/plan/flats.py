@@ -20,6 +20,8 @@ from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import ROUTES, MessageClass
 
+Extent = tuple[tuple[int, ...], int, int]  # shape of a matrix, and where it begins and ends in its flat buffer
+
 
 @dataclass(frozen=True)
 class FlatParamSpec:
@@ -33,6 +35,19 @@ class FlatParamSpec:
     params: tuple[ParamSpec, ...]
     trainable: bool
     num_orthogonal: int = 0
+
+    @cached_property
+    def orthogonal(self) -> tuple[Extent, ...]:
+        """The matrices that the optimizer updates whole, each of a stack by itself."""
+        found, start = list[Extent](), 0
+        for param in self.params:
+            if start >= self.num_orthogonal:
+                break
+            size = param.numel // param.num_parts
+            for _ in range(param.num_parts):
+                found.append((param.part_shape, start, start + size))
+                start += size
+        return tuple(found)
 
     @cached_property
     def numel(self) -> int:

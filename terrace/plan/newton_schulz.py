@@ -20,17 +20,10 @@ def iteration_products(shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
 def matrices_of_a_rank(flat: FlatParamSpec) -> tuple[tuple[int, ...], ...]:
     """Shapes of the matrices that overlap one rank's slice of a flat buffer, for the rank with most work."""
     size = flat.padded // flat.layout.span(flat.layout.optimizer)
-    extents, start = [], 0
-    for param in flat.params:
-        # Matrices that Muon updates stand at the beginning of the buffer.
-        if start >= flat.num_orthogonal:
-            break
-        extents.append((param.shape, start, start + param.numel))
-        start += param.numel
     # Only a slice in which a matrix begins or ends differs from one that lies inside a matrix.
-    slices = {place // size for _, begin, end in extents for place in (begin, end - 1)}
+    slices = {place // size for _, begin, end in flat.orthogonal for place in (begin, end - 1)}
     held = [
-        tuple(shape for shape, begin, end in extents if begin < (number + 1) * size and end > number * size)
+        tuple(shape for shape, begin, end in flat.orthogonal if begin < (number + 1) * size and end > number * size)
         for number in sorted(slices)
     ]
     # Ranks wait for the slowest at the next message.

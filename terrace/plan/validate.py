@@ -242,7 +242,7 @@ def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> No
     if not matrices:
         raise PlanError("optimizer 'muon' has no effect: no layer has a matrix that trains; use 'adamw'")
     for param in matrices:
-        if len(param.shape) != 2:
+        if not param.is_matrix:
             raise PlanError(f"optimizer 'muon' takes matrices, and {param.name} has shape {param.shape}: use 'adamw'")
 
 

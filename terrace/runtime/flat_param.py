@@ -305,7 +305,7 @@ class FlatParam:
             master,
             self.owned,
             self.part(layout.optimizer).start,
-            [extent for extent in self.extents if extent[2] <= self.spec.num_orthogonal],
+            self.spec.orthogonal,
             sum(spec.numel for spec in self.spec.params if spec.decays),
             config,
             self.full.dtype,

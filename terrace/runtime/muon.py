@@ -17,14 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from terrace.model.spec import ParamSpec
+from terrace.plan.flats import Extent
 from terrace.plan.newton_schulz import COEFFICIENTS, NORM_EPS, UPDATE_RMS
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.state_part import StatePart, whole_part
 from terrace.runtime.states import MUON
-
-Extent = tuple[ParamSpec, int, int]  # a matrix, and where it begins and ends in the flat buffer
 
 
 class ShardedMuon:
@@ -94,12 +92,12 @@ class ShardedMuon:
         source, first = (self._gradient, self._start) if muon_momentum is None else (muon_momentum, 0)
         # Decoupled weight decay, as in AdamW.
         self.master[: self._num_matrix].mul_(1 - lr * config.weight_decay)
-        for spec, start, stop in self._extents:
-            matrix = source[start - first : stop - first].to(self._compute).view(spec.shape)
+        for shape, start, stop in self._extents:
+            matrix = source[start - first : stop - first].to(self._compute).view(shape)
             whole = newton_schulz(matrix, config.newton_schulz_steps).reshape(-1)
             # The part of the whole update that lies in this rank's slice.
             low, high = max(start, self._start), min(stop, self._start + self._num_matrix)
-            scale = UPDATE_RMS * max(spec.shape) ** 0.5
+            scale = UPDATE_RMS * max(shape) ** 0.5
             part = whole[low - start : high - start].to(self.master.dtype)
             self.master[low - self._start : high - self._start].add_(part, alpha=-lr * scale)
         if self._rest is not None:

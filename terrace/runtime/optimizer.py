@@ -6,9 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from terrace.plan.flats import Extent
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.lion import ShardedLion
-from terrace.runtime.muon import Extent, ShardedMuon
+from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.state_part import StatePart
 

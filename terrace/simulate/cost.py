@@ -223,7 +223,7 @@ def _costs(
 
 
 def _trained_part(block: BlockSpec) -> float:
-    sizes = [(param.numel, param.trainable) for param in block.params if len(param.shape) >= 2]
+    sizes = [(param.numel, param.trainable) for param in block.params if param.decays]
     total = sum(numel for numel, _ in sizes)
     # A tied head borrows its matrix and computes its gradient whole; a block without matrices counts as trained or not.
     if not total or block.borrows:

@@ -1,7 +1,8 @@
 """Lion and Muon: under every plan the numbers of one plain process, and what the formulas say they keep and send."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
 
 Sizes = tuple[int, ...]
+Rule = Callable[[Tensor, Tensor, dict[str, Tensor], OptimizerConfig, int], None]
 
 LION = OptimizerConfig(name="lion", lr=1e-3, beta1=0.9, beta2=0.99)
 MUON = OptimizerConfig(name="muon", lr=3e-3, adamw_lr=1e-3, momentum=0.9)
@@ -56,6 +58,12 @@ def lion_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerC
     decay = config.weight_decay if p.dim() >= 2 else 0.0
     p -= config.lr * (torch.sign(config.beta1 * m + (1 - config.beta1) * g) + decay * p)
     m.copy_(config.beta2 * m + (1 - config.beta2) * g)
+
+
+def each_part(rule: Rule, p: Tensor, g: Tensor, state: dict[str, Any], config: OptimizerConfig, step: int) -> None:
+    """A rule for one part of a stack, applied to every part."""
+    for part, (value, gradient) in enumerate(zip(p, g, strict=True)):
+        rule(value, gradient, state.setdefault(str(part), {}), config, step)
 
 
 def muon_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
@@ -82,11 +90,13 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
     blocks = model.blocks(torch.float64)
     rules: dict[nn.Parameter, Any] = {}
     for index, block in enumerate(blocks):
-        for parameter in block.parameters():
-            inner = 0 < index < len(blocks) - 1 and parameter.dim() == 2
-            rules.setdefault(parameter, lion_step if optimizer.name == "lion" else muon_step if inner else adamw_step)
+        for name, parameter in block.named_parameters():
+            is_stack = model_name == "stacks" and name in ("up", "bias", "down")
+            inner = 0 < index < len(blocks) - 1 and parameter.dim() - is_stack == 2
+            rule = lion_step if optimizer.name == "lion" else muon_step if inner else adamw_step
+            rules.setdefault(parameter, partial(each_part, rule) if is_stack else rule)
     trained = [parameter for parameter in rules if parameter.requires_grad]
-    states: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter in trained}
+    states: dict[nn.Parameter, dict[str, Any]] = {parameter: {} for parameter in trained}
     losses, norms = [], []
     for step in range(NUM_STEPS):
         tokens, labels = make_batch(step, batch)
@@ -115,6 +125,8 @@ CASES: list[tuple[Sizes, Case]] = [
     ((2, 2), Case(pipelined("zero1", OUTER, "1f1b"), num_micros=2, model="llama tied")),
     ((4,), Case(pipelined("ddp", ALONE, "zb-h1"), num_micros=4, model="deep llama tied")),
     ((2, 2, 2), Case(exact("hsdp", cluster_of(2, 2, 2)), model="toy", lane="eager")),
+    ((1,), Case(exact("ddp", cluster_of(1)), model="stacks")),
+    ((2, 2, 2), Case(exact("three-level", cluster_of(2, 2, 2)), model="stacks")),
 ]
 
 

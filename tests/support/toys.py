@@ -16,11 +16,12 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.init import initialise
-from terrace.model.spec import BlockSpec, freeze
+from terrace.model.spec import STACKED, BlockSpec, ParamSpec, freeze
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import PLACEABLE
 from terrace.runtime.batch import Batch
+from terrace.runtime.describe import describe
 
 VOCAB, HIDDEN, SEQUENCE = 11, 6, 6
 TIER_NAMES = ("package", "node", "system", "site")
@@ -55,6 +56,21 @@ class _Layer(nn.Module):
         return out
 
 
+class _Stacks(nn.Module):
+    """Three MLPs whose outputs are added up, their parameters in stacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Parameter(torch.randn(3, 2 * HIDDEN, HIDDEN) * 0.3)
+        self.bias = nn.Parameter(torch.randn(3, 2 * HIDDEN) * 0.3)
+        self.down = nn.Parameter(torch.randn(3, HIDDEN, 2 * HIDDEN) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.einsum("bsh,eih->besi", self.norm(x), self.up) + self.bias[:, None]
+        return x + torch.einsum("besi,ehi->bsh", F.gelu(inner), self.down)
+
+
 class _Head(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -70,6 +86,23 @@ def _toy() -> list[nn.Module]:
     embedding, layers = _Embedding(), [_Layer() for _ in range(3)]
     layers[1].up.weight.requires_grad = False
     return [embedding, *layers, _Head(embedding.weight)]
+
+
+def _stacked() -> list[nn.Module]:
+    torch.manual_seed(0)
+    embedding = _Embedding()
+    return [embedding, _Stacks(), _Layer(), _Stacks(), _Head(embedding.weight)]
+
+
+def _with_stacks(blocks: Sequence[nn.Module]) -> tuple[BlockSpec, ...]:
+    stacks = {"up": ("intermediate", "hidden"), "bias": ("intermediate",), "down": ("hidden", "intermediate")}
+
+    def declared(param: ParamSpec) -> ParamSpec:
+        names = (STACKED, *stacks.get(param.name, ()))
+        return replace(param, dims=tuple(zip(names, param.shape, strict=True))) if len(names) > 1 else param
+
+    specs = describe(blocks, [f"block.{index}" for index in range(len(blocks))])
+    return tuple(replace(spec, params=tuple(map(declared, spec.params))) for spec in specs)
 
 
 def _summed_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
@@ -137,6 +170,7 @@ _FROZEN_LAYER = ("layers.1.*", "layers.0.mlp.down.*")
 
 MODELS = {
     "toy": Model(_toy, _summed_cross_entropy),
+    "stacks": Model(_stacked, _summed_cross_entropy, _with_stacks(_stacked())),
     "llama tied": _decoder_model(_LLAMA, tied_embeddings=True),
     "gpt2": _decoder_model(_GPT2),
     "gpt_neox": _decoder_model(_NEOX),
