@@ -135,7 +135,7 @@ class Collectives:
         return everyone
 
     def _group(self, transfer: Transfer, hop: Hop) -> TierGroup:
-        return self._groups.of(transfer.lane, transfer.ranks.axes, hop.tier)
+        return self._groups.of(transfer.lane, transfer.ranks, hop.tier)
 
     def _gather_values(self, transfer: Transfer, hop: Hop, piece: Piece) -> None:
         group, dtype, arena = self._group(transfer, hop), DTYPES[hop.wire.codec], self._arenas[transfer.lane]

@@ -17,10 +17,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from terrace.plan.layout import INSIDE, Layout
+from terrace.plan.mesh import Mesh
 from terrace.program.message import Transfer
 
 Meeting = tuple[Hashable, tuple[int, ...]]  # (a key, the same on all ranks that meet at once; the ranks that meet)
 _Made = dict[tuple[Hashable, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
+_Key = tuple[int, tuple[Mesh | None, tuple[str, ...]], int]  # lane, the ranks joined, tier
 _made: "WeakKeyDictionary[dist.ProcessGroup, _Made]" = WeakKeyDictionary()
 
 
@@ -39,7 +41,7 @@ class TierGroup:
 
 
 class TierGroups:
-    """All groups of one rank, by lane, axes and tier. `lanes` are the tiers' lanes in use."""
+    """All groups of one rank, by lane, joined ranks and tier. `lanes` are the tiers' lanes in use."""
 
     def __init__(
         self,
@@ -56,15 +58,16 @@ class TierGroups:
         that attend together with this one, itself included.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
-        routes: dict[tuple[int, tuple[str, ...], int], Layout] = {}
+        routes: dict[_Key, Layout] = {}
         for transfer in transfers:
-            routes |= {(transfer.lane, transfer.ranks.axes, hop.tier): transfer.ranks for hop in transfer.hops}
+            routes |= {(transfer.lane, transfer.ranks.joined, hop.tier): transfer.ranks for hop in transfer.hops}
         self.lanes = sorted({lane for lane, _, _ in routes} - {INSIDE})
-        self._groups: dict[tuple[int, tuple[str, ...], int], TierGroup] = {}
+        self._groups: dict[_Key, TierGroup] = {}
         # Sorted, since all ranks must create the groups in the same order.
-        for (lane, axes, tier), ranks in sorted(routes.items(), key=lambda route: route[0]):
+        for key, ranks in sorted(routes.items(), key=_order):
+            lane, _, tier = key
             peers = ranks.peers(rank, tier)
-            self._groups[lane, axes, tier] = TierGroup(
+            self._groups[key] = TierGroup(
                 ranks.tiers[tier], peers, ranks.coordinates(rank)[tier], _group(lane, peers, timeout)
             )
         # A group for each pair of ranks and direction: on NCCL the messages of a group are carried one after the other,
@@ -88,9 +91,14 @@ class TierGroups:
         """Group of messages between this rank and `peer`, upward to the higher stage or downward."""
         return self._pairs[peer, upward]
 
-    def of(self, lane: int, axes: tuple[str, ...], tier: int) -> TierGroup:
-        """Peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
-        return self._groups[lane, axes, tier]
+    def of(self, lane: int, ranks: Layout, tier: int) -> TierGroup:
+        """Peers on a tier among the ranks that a layout joins, for messages of a lane."""
+        return self._groups[lane, ranks.joined, tier]
+
+
+def _order(route: tuple[_Key, Layout]) -> tuple[object, ...]:
+    (lane, (mesh, axes), tier), _ = route
+    return lane, axes, tier, mesh and mesh.degrees
 
 
 def _group(lane: Hashable, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:

@@ -50,18 +50,18 @@ class Layout:
     island: int = sys.maxsize  # the outermost tier that is synchronised every step
 
     @staticmethod
-    def of(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS) -> "Layout":
-        """The settled layout of states that the ranks of `axes` hold together.
+    def of(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
+        """The settled layout of states that the ranks of `axes` hold together; `mesh` factors them, else the plan's.
 
         Raises `ClusterError` for an unknown tier.
         """
-        return Layout.written(cluster, plan, axes).settled()
+        return Layout.written(cluster, plan, axes, mesh).settled()
 
     @staticmethod
-    def written(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS) -> "Layout":
+    def written(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
         """As `of`, with every state on the tier that the plan names."""
         params = cluster.index(plan.params)
-        mesh = Mesh.of(cluster, plan)
+        mesh = mesh or Mesh.of(cluster, plan)
         # Axes of degree 1 are dropped, so that equal layouts compare equal.
         axes = tuple(axis for axis in ORDER if axis in axes and mesh.total(axis) > 1)
         return Layout(
@@ -91,6 +91,11 @@ class Layout:
         while tier > DEVICE and self.degrees[tier] == 1:
             tier -= 1
         return tier
+
+    @property
+    def joined(self) -> tuple[Mesh | None, tuple[str, ...]]:
+        """Which ranks hold the same: layouts of one factoring and the same axes join the same ranks."""
+        return self.mesh, self.axes
 
     @property
     def gathers(self) -> bool:

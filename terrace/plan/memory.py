@@ -137,9 +137,9 @@ def _largest_buffers(
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         sources.add((message, layout.params if stay.opening else layout.params_backward))
     # Bytes grow with size within one layout, so only the largest buffer of each kind is priced.
-    largest: dict[tuple[tuple[str, ...], bool, bool], FlatParamSpec] = {}
+    largest: dict[tuple[object, bool, bool], FlatParamSpec] = {}
     for flat in chain(*flats):
-        key = (flat.layout.axes, flat.trainable, flat.num_orthogonal > 0)
+        key = (flat.layout.joined, flat.trainable, flat.num_orthogonal > 0)
         largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)
     lanes: dict[int, int] = defaultdict(int)  # a lane is named after the outermost tier it crosses
     for message, source in sources:

@@ -67,7 +67,7 @@ def _check_collectives(programs: Mapping[int, Program]) -> None:
     for rank, program, by_tier in zip(programs, programs.values(), of_ranks, strict=True):
         for (tier, among), sequence in by_tier.items():
             # The peers alone do not name a group: two axes may join the same ranks.
-            group = (tier, among.axes, among.peers(rank, tier))
+            group = (tier, among.joined, among.peers(rank, tier))
             first_rank, expected = orders.setdefault(group, (rank, sequence))
             # Identity first: most ranks of a group share one list.
             if sequence is not expected and sequence != expected:

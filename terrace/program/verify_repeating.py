@@ -121,7 +121,7 @@ def _meet_others(programs: Mapping[int, Program]) -> bool:
                 message = program.message(each)
                 assert message.ranks is not None, f"{each} is among ranks"
                 for tier in message.tiers:
-                    group = (tier, message.ranks.axes, message.ranks.peers(rank, tier))
+                    group = (tier, message.ranks.joined, message.ranks.peers(rank, tier))
                     if holders.setdefault(group, first) != first:
                         return True
     return False

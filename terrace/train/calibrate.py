@@ -80,10 +80,10 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     memory_bytes_per_s = 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
     own = {"flops": flops / layer_s, "memory": memory_bytes_per_s}
     own["codec"] = _codec_bytes_per_s(engine) or memory_bytes_per_s
-    mesh = engine.program.stage_layout
-    crossed = [index for index, degree in enumerate(mesh.degrees) if degree > 1]
+    layout = engine.program.stage_layout
+    crossed = [index for index, degree in enumerate(layout.degrees) if degree > 1]
     # The groups of the control message.
-    groups = [engine.comm.groups.of(max(crossed), mesh.axes, index) for index in crossed]
+    groups = [engine.comm.groups.of(max(crossed), layout, index) for index in crossed]
     links: dict[str, tuple[float, float]] = {}  # tier -> latency, bandwidth
     for group in groups:
         progress(group.tier)
