@@ -98,7 +98,7 @@ class _Recorder:
     def __init__(self, observer: Observer, job: RunJob) -> None:
         self._observer, self._job, self._run, self._folder = observer, job, job.run, job.folder
         self._trackers: dict[str, Tracker] = {}
-        self._step = 0
+        self._step, self._says_lost = 0, False
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
         run = self._run
@@ -156,8 +156,10 @@ class _Recorder:
                 torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
                 file.write(f"{chr(10) * torn}{line}".encode())
         except OSError as error:
-            # A full disk must not end a run whose metrics file survived.
-            print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)
+            # A full disk must not end a run whose metrics file survived, nor fill the screen.
+            if not self._says_lost:
+                print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)
+            self._says_lost = True
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():
