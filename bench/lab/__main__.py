@@ -83,13 +83,12 @@ class Lab:
             return
         words = "trials" if task.kind == "trials" else f"round {task.round + 1}/{options.rounds}"
         print(f"{task.links} links, {words}, {entry.name}: ", end="", flush=True)
-        timeout_s = min(TIMEOUT_S, left_s + GRACE_S)
         if error := entry.absence():
             self._fail(task, wanted, error)
         elif task.links == FRONTIER and micro_batch_s(records) is None:
             self._fail(task, wanted, "compute alone was not measured, so the links' rates are not known")
         elif task.kind == "trials":
-            self._try(task, wanted, timeout_s)
+            self._try(task, wanted)
         elif (trial := taken(records, task.links, entry)) is None:
             self._fail(
                 task,
@@ -98,25 +97,27 @@ class Lab:
             )
         else:
             cases = [(accum, trial.name) for accum in wanted]
-            found, error = self._launch(task, cases, options.steps, 0.0, timeout_s)
+            found, error = self._launch(task, cases, options.steps, 0.0)
             if lost := set(wanted) - {record["accum"] for record in found}:
                 self._fail(task, sorted(lost), error or "no result")
 
-    def _try(self, task: Task, names: Sequence[str], timeout_s: float) -> None:
+    def _try(self, task: Task, names: Sequence[str]) -> None:
         left = list(names)
-        while left:  # a trial that fails ends the processes: the next ones start anew
+        while left and time.monotonic() < self._end_s:  # a trial that fails ends the processes: the next start anew
             cases = [(TRIED_ACCUM, name) for name in left]
-            found, error = self._launch(task, cases, TRIAL_STEPS, DROPPED_AT, timeout_s)
+            found, error = self._launch(task, cases, TRIAL_STEPS, DROPPED_AT)
             done = {record["trial"] for record in found}
             left = [name for name in left if name not in done]
             if left:
                 self._fail(task, left[:1], error or "no result")
                 left = left[1:]
+        self.left_out += bool(left)
 
     def _launch(
-        self, task: Task, cases: Sequence[tuple[int, str]], steps: int, drop: float, timeout_s: float
+        self, task: Task, cases: Sequence[tuple[int, str]], steps: int, drop: float
     ) -> tuple[list[dict[str, Any]], str]:
         begin_s, load = time.monotonic(), os.getloadavg()[0]
+        timeout_s = min(TIMEOUT_S, self._end_s - begin_s + GRACE_S)
         rates = {tier: rate * self._options.scale for tier, rate in self.rates(task.links).items()}
         found, error = run(command(task.entry, cases, steps, drop, task.links, rates), timeout_s)
         for record in found:

@@ -204,6 +204,26 @@ def test_a_setting_that_fails_costs_itself_alone_and_an_absent_rival_is_not_star
     assert late.left_out == 4  # all that failed, since there is no time for another launch
 
 
+def test_no_launch_begins_after_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[float] = []
+
+    def launch(command: list[str], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
+        """Ranks that do not end: they are stopped, and then the time is over."""
+        launched.append(timeout_s)
+        monkeypatch.setattr(lab, "_end_s", 0.0)
+        return [], "did not end"
+
+    monkeypatch.setattr(runner, "run", launch)
+    words = ["--only", "compute,hsdp", "--links", LAB, "--minutes", "5", "--results", str(tmp_path / "lab.jsonl")]
+    lab = runner.Lab(runner.parse(words))
+    remaining = lab.remaining()
+    for task in remaining:
+        lab.run(task)
+    assert len(launched) == 1
+    assert launched[0] <= 5 * 60 + runner.GRACE_S
+    assert lab.left_out == len(remaining)  # the first has a setting left that was not tried
+
+
 def test_links_stand_to_compute_as_on_frontier() -> None:
     wanted, job = on_frontier(), Job()
     assert wanted.num_params == pytest.approx(20e9, rel=0.02)
