@@ -31,8 +31,8 @@ def keeps_master(plan: Plan, layout: Layout) -> bool:
 
 
 def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
-    """Whether autograd can add straight into the accumulated gradient, with no message between."""
-    return layout.span(layout.grads) == 1 and plan.compute == plan.master
+    """Whether a backward can add straight into the accumulated gradient: no message is between. Dtypes may differ."""
+    return layout.span(layout.grads) == 1
 
 
 def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:

@@ -9,7 +9,8 @@ block waits for the second:
 The split follows zero-bubble pipelines (Qi et al. 2401.10241, section 2). A record holds dy, x and the
 parameter: running it needs neither the graph nor the values of the weights, which may be freed by then. The
 product is written into the gradient buffer itself: the first one of a unit there (`mm(out=)`), later ones
-added by the product (`addmm_`). No other tensor of the weight's size is made.
+added by the product (`addmm_`). No other tensor of the weight's size is made. Where the buffer has a wider dtype,
+products are rounded to their own, part by part, and added in the buffer's.
 
 Model code is unchanged. Matrices that a `WeightGradients` owns become `Matrix` parameters, which take `F.linear`, and
 so `nn.Linear`, and on a CPU `F.embedding`, to the functions below. Every other use of a weight, and every
@@ -28,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+_PART_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a product that is converted; on a GPU a guess
 
 
 class Sink(Protocol):
@@ -62,9 +65,9 @@ class _Record:
             # The first gradient is written, not added: the buffer is uninitialised.
             gradient, first = sinks[self.bias].gradient_of(self.bias)
             if first:
-                torch.sum(self.output_gradient, 0, out=gradient)
+                torch.sum(self.output_gradient, 0, dtype=gradient.dtype, out=gradient)
             else:
-                gradient.add_(self.output_gradient.sum(0))
+                gradient.add_(self.output_gradient.sum(0, dtype=gradient.dtype))
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         raise NotImplementedError
@@ -78,7 +81,13 @@ class _Product(_Record):
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         left, right = self.output_gradient.t(), inputs.reshape(-1, inputs.shape[-1])  # (O, N), (N, I)
-        if first:
+        if gradient.dtype != left.dtype:
+            # In parts: a part is still in the cache when it is converted, and no buffer of the weight's size is made.
+            step = max(1, _PART_NUMEL[left.device.type] // right.shape[1])
+            for start in range(0, len(left), step):
+                part = torch.mm(left[start : start + step], right)
+                gradient[start : start + step].copy_(part) if first else gradient[start : start + step].add_(part)
+        elif first:
             torch.mm(left, right, out=gradient)
         else:
             gradient.addmm_(left, right)
@@ -99,7 +108,9 @@ class _Rows(_Record):
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         tokens, rows = inputs.reshape(-1), self.output_gradient
-        if rows.dtype.itemsize < torch.float32.itemsize:
+        if gradient.dtype != rows.dtype:
+            rows = rows.to(gradient.dtype)
+        elif rows.dtype.itemsize < torch.float32.itemsize:
             # A half-precision row rounds whenever something is added: let that be once, not once a token.
             tokens, places = torch.unique(tokens, return_inverse=True)
             total = torch.zeros(len(tokens), rows.shape[1], dtype=torch.float32, device=rows.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terrace.program.instruction import Instruction, Op
+from terrace.runtime import linear
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.linear import Matrix
@@ -183,6 +184,24 @@ def test_other_dtypes_round_like_autograd(dtype: torch.dtype, bias: bool) -> Non
         found = Adopted.of(layer).gradients(backwards[:times], hold=False)
         for name, value in wanted.items():
             assert (found[name] - value).norm() <= 2 * torch.finfo(dtype).eps * value.norm(), (name, times)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_bf16_gradients_are_added_in_fp32(hold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backward's gradient rounds once; their sum does not, whoever computes them."""
+    monkeypatch.setitem(linear._PART_NUMEL, "cpu", 100)  # parts of five rows of 20, the last of three
+    model = nn.Sequential(nn.Embedding(7, 20), nn.LayerNorm(20), nn.Linear(20, 48)).bfloat16()
+    tokens = [torch.randint(0, 5, (64,), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]
+    each = [reference(model, [squares(one)]) for one in tokens]
+    found = Adopted.of(model).gradients([squares(one) for one in tokens], hold, torch.float32)
+    assert found.keys() == each[0].keys()
+    for name, value in found.items():
+        wanted = torch.stack([one[name].float() for one in each]).sum(0)
+        # Autograd rounds the rows of a token once for each time it is there.
+        few = 8 if name == "0.weight" else 0.5
+        assert (value - wanted).norm() <= few * torch.finfo(torch.bfloat16).eps * wanted.norm(), name
+        assert value.dtype == torch.float32
+        assert not torch.equal(value, value.bfloat16().float()), name
 
 
 class Tied(nn.Module):

@@ -54,11 +54,13 @@ class Adopted:
             replace_parameters([module], others | {id(old[name]): new for name, new in flat.named_parameters()})
         return adopted
 
-    def gradients(self, backwards: list[Callable[[nn.Module], Tensor]], hold: bool) -> dict[str, Tensor]:
-        """Run the backwards and then, with `hold`, their weight gradients; return all gradients by name."""
+    def gradients(
+        self, backwards: list[Callable[[nn.Module], Tensor]], hold: bool, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Run the backwards and then, with `hold`, their weight gradients; return all gradients by name, in `dtype`."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         (flat,) = (flat for flat in self.flats if flat.parameters[0].requires_grad)
-        buffer = torch.full_like(flat.full, torch.nan)
+        buffer = torch.full_like(flat.full, torch.nan, dtype=dtype)
         flat.gradients.open(buffer)
         queues = []
         for run in backwards:
