@@ -10,7 +10,8 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.base.schema import merge
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.options import flags, parse_overrides, take_word
+from terrace.cli.options import flags
+from terrace.cli.overrides import parse_overrides, take_word
 from terrace.cli.task import faster_dtype
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.base.schema import check_text, merge, parse_override
-from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, parse_cluster
-from terrace.plan.presets import PRESETS
-from terrace.train.config import RunConfig, parse_run, resolve_table, sections_with
+from terrace.base.schema import check_text
+from terrace.cli.overrides import parse_overrides
+from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.planned import TASK, read_planned
 
@@ -18,7 +16,6 @@ OVERRIDES_HELP = (
     "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "
     "in a run folder shows the keys of a run."
 )
-CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4."
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -77,60 +74,3 @@ def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
             f"{options.plan} does not say what it was made for, since it has no [{TASK}] table as terrace plan "
             f"writes: give {', '.join(missing)}, or --config FILE"
         )
-
-
-def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
-    """Cluster `name` with the dotted overrides in `rest`; `instead` says where other keys belong."""
-    overrides = parse_overrides(rest, of_run=False)
-    for section in overrides:
-        if section != "cluster":
-            raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
-    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
-
-
-def parse_overrides(rest: Sequence[str], *, of_run: bool = True) -> dict[str, Any]:
-    """Nested tables from `--a.b VALUE` and `--a.b=VALUE`. Raises `ConfigError` for any other word.
-
-    `of_run`: all sections of a run can be set, so that an error may suggest one.
-    """
-    table: dict[str, Any] = {}
-    words = list(rest)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in name:
-            # The likely slip: a plan without its flag.
-            if not word.startswith("-") and (word.endswith(".toml") or word in PRESETS):
-                raise ConfigError(f"unknown argument {word!r}: a plan is given as --plan {word}; see --help")
-            meant = (
-                [f"--{section}.{name}" for section in sections_with(name)] if of_run and word.startswith("--") else []
-            )
-            hint = (
-                f"; did you mean {' or '.join(meant)}?"
-                if meant
-                else ": keys are set as --section.key VALUE; see --help"
-            )
-            raise ConfigError(f"unknown argument {word!r}{hint}")
-        if not equals:
-            if not words or words[0].startswith("--"):
-                raise ConfigError(f"--{name} needs a value: write --{name} VALUE")
-            value = words.pop(0)
-        # Later overrides win.
-        table = merge(table, parse_override(name, value))
-    return table
-
-
-def take_word(rest: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(the first positional word in `rest` or None, the remaining words).
-
-    A bare word is positional unless it is the value of the `--section.key` before it.
-    """
-    words = list(rest)
-    index = 0
-    while index < len(words):
-        if not words[index].startswith("--"):
-            return words[index], words[:index] + words[index + 1 :]
-        # `--a.b VALUE` takes the next word, `--a.b=VALUE` none.
-        has_value = "=" not in words[index] and index + 1 < len(words) and not words[index + 1].startswith("--")
-        index += 2 if has_value else 1
-    return None, words

@@ -18,7 +18,7 @@ from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.options import CLUSTER_EPILOG, read_cluster
+from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
 from terrace.cli.terminal import Terminal
 from terrace.probe.assemble import Constant, Probed, assemble
 from terrace.report.tables import new_table, quantity, seconds

@@ -20,8 +20,8 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminated, sigterm_raises
+from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
 from terrace.cli.rehearse_screen import counts_table, figures_table, lost_delays
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster

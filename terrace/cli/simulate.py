@@ -12,7 +12,8 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.cli.files import check_not_read, check_writable, write_file
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run, take_word
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
+from terrace.cli.overrides import take_word
 from terrace.cli.programs import check_passes
 from terrace.cli.views import VIEWS, StepView
 from terrace.report.tables import quantity

@@ -12,7 +12,8 @@ from typing import Any
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import merge, read_table
 from terrace.cli.elastic import fitted_run
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, parse_overrides, run_table
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, run_table
+from terrace.cli.overrides import parse_overrides
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers

@@ -14,7 +14,7 @@ from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.main import main
-from terrace.cli.options import parse_overrides
+from terrace.cli.overrides import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches
 from terrace.data.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from terrace.base.words import counted
-from terrace.cli.options import take_word
+from terrace.cli.overrides import take_word
 from tests.support.command_line import CommandLine, Said, without_torch
 from tests.support.tiny_runs import write_run
 

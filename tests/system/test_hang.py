@@ -13,7 +13,7 @@ from terrace.base.errors import HangError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.saving import Saver
-from terrace.cli.options import parse_overrides
+from terrace.cli.overrides import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
 from terrace.runtime.step_runner import StepRunner

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
-from terrace.cli.options import parse_overrides
+from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from terrace.cli.options import parse_overrides
+from terrace.cli.overrides import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
 from terrace.report.run_folder import run_view
