@@ -160,6 +160,7 @@ def task_of(run: RunConfig, cluster: Cluster) -> Task:
         batch=run.train.batch,
         sequence=run.train.sequence,
         compute=plan.compute,
+        messages=plan.messages,
         master=plan.master,
         wire=plan.wire,
     )

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
-    found = [*findings(machine), *_attention(machine)]
+    found = [*findings(machine), *_attention(machine), *_products(machine)]
     # Under a launcher all ranks measure, one prints.
     is_first = machine.variables.get("RANK", machine.variables.get("SLURM_PROCID", "0")) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
@@ -83,6 +83,20 @@ def _attention(machine: Machine) -> Iterator[Finding]:
     device = torch.device("cuda" if machine.gpus and machine.has_nccl else "cpu")
     words = ", ".join(describe(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     yield Finding(level="fine", about="attention pairs", words=words)
+
+
+def _products(machine: Machine) -> Iterator[Finding]:
+    if not _has_torch(machine) or (machine.gpus and machine.has_nccl):
+        return
+    from terrace.probe.products import bf16_slowdown
+
+    slowdown = bf16_slowdown()
+    words = f"in bf16 {slowdown:.1f} times the time of fp32: "
+    if slowdown > 1:
+        words += 'compute = "fp32" with messages = "bf16" is faster here (the default if the cluster file has it so)'
+    else:
+        words += 'compute = "bf16" is faster here'
+    yield Finding(level="fine", about="products", words=words)
 
 
 def _has_torch(machine: Machine) -> bool:

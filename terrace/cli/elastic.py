@@ -2,7 +2,7 @@
 
 From the outermost tier inward, the first tier that can be resized to use all ranks gets the new size, and tiers outside
 it get size 1. The plan is read again for that cluster. The batch stays; if a rank's share of it is no multiple of
-plan.micro_batch, the micro-batch becomes the largest smaller divisor.
+plan.micro_batch, the micro-batch becomes the largest smaller divisor; one that the plan leaves out is chosen anew.
 """
 
 import math
@@ -48,7 +48,8 @@ def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str
     try:
         # The micro-batch depends on the data ranks of the fitted cluster, so sections are parsed twice.
         sections = {**table, "cluster": dump(cluster)}
-        sections["plan"] = {**table["plan"], "micro_batch": _micro_batch(parse_sections(sections))}
+        if "micro_batch" in table["plan"]:
+            sections["plan"] = {**table["plan"], "micro_batch": _micro_batch(parse_sections(sections))}
         fitted = parse_run(sections)
     except (PlanError, ConfigError) as error:
         raise PlanError(

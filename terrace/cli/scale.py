@@ -18,7 +18,7 @@ from terrace.cli.task import (
 )
 from terrace.cli.terminal import Terminal
 from terrace.plan.plan import Plan
-from terrace.plan.presets import PRESETS, parse_plan, preset
+from terrace.plan.presets import PRESETS, command_plan, preset
 from terrace.planner.explain import placement_of
 from terrace.planner.pins import Pins
 from terrace.planner.scaling import Scaling, curve, sizes_up_to
@@ -88,7 +88,7 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
     # A file is a whole plan; a preset leaves micro-batch, unit and recomputation open, so these are searched at full
     # size.
     if name is not None and name not in PRESETS:
-        plan = parse_plan(section("plan", name), task.cluster)
+        plan = command_plan(section("plan", name), task.cluster)
         return plan, f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
     placements, own = None, task
     if name is not None:

@@ -21,11 +21,13 @@ from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import pace
+from terrace.probe.products import bf16_slowdown
 from terrace.program.report import StepReport, plain
 from terrace.report.inside import ASSIGNED
 from terrace.report.plot import loss_svg
 from terrace.report.stage_tables import stage_comparison_table
 from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
+from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
@@ -48,11 +50,29 @@ def show_plan(job: RunJob) -> None:
     forget_programs()
     for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
         section(view)
+    print(_dtype_words(run), end="")
     # A paced run is slower on purpose: the screen must say so.
     rate = pace()
     if rate is not None:
         print(f"paced: every link at {rate:g} times the rate of the cluster's file (TERRACE_PACE)\n")
     sys.stdout.flush()
+
+
+def _dtype_words(run: RunConfig) -> str:
+    plan, device = run.plan, run.cluster.device
+    if plan.compute == "bf16" and device.backend == "cpu":
+        slowdown = bf16_slowdown()
+        if slowdown > 1:
+            return (
+                f'warning: plan.compute = "bf16": products take {slowdown:.1f} times as long as in fp32 on this CPU '
+                '(measured); plan.compute = "fp32" with plan.messages = "bf16" sends as few bytes\n\n'
+            )
+    if plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:
+        return (
+            f"computes in fp32, sends parameters and gradients in bf16: by the cluster's file the CPU takes "
+            f"{device.bf16_slowdown:.1f} times as long for products in bf16\n\n"
+        )
+    return ""
 
 
 class Screen:

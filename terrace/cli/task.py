@@ -10,7 +10,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import merge
 from terrace.base.words import counted
 from terrace.cli.files import check_not_read, check_writable
-from terrace.cli.options import parse_overrides
+from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.model.config import load_model, parse_model
@@ -33,7 +33,7 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     parser.add_argument(
         "--compute",
         choices=("bf16", "fp32", "fp64"),
-        help="dtype of parameters (default: bf16 or fp32, as is faster)",
+        help="dtype of parameters and messages (default: bf16; where fp32 is faster, fp32, with messages in bf16)",
     )
 
 
@@ -62,12 +62,15 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
     cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
     compute: Any = options.compute or faster_dtype(cluster)
+    # As a run that names no dtype: terrace.plan.presets.command_plan.
+    narrow = options.compute is None and cluster.device.bf16_slowdown > 1
     return Task(
         model=parse_model(planned.model) if options.model is None else load_model(options.model),
         cluster=cluster,
         batch=planned.train["batch"] if options.batch is None else options.batch,
         sequence=planned.train["sequence"] if options.seq is None else options.seq,
         compute=compute,
+        messages="bf16" if narrow else None,
         master="fp64" if compute == "fp64" else "fp32",
     )
 
@@ -90,9 +93,10 @@ def task_words(task: Task) -> str:
     """Two-line summary of a task."""
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
+    narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     return (
         f"{task.model.family} decoder of {size} parameters, {counted(task.batch, 'sequence')} x "
-        f"{counted(task.sequence, 'token')} a step, in {task.compute}\n"
+        f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
         f"cluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
         f"{task.cluster.device.name}"
     )
@@ -109,4 +113,4 @@ def check_output(path: Path, options: argparse.Namespace) -> None:
 
 def with_formats(task: Task, plan: Any) -> Task:
     """The task with a plan's dtypes and wire formats."""
-    return replace(task, compute=plan.compute, master=plan.master, wire=plan.wire)
+    return replace(task, compute=plan.compute, messages=plan.messages, master=plan.master, wire=plan.wire)

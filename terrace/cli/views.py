@@ -138,6 +138,7 @@ def step_words(run: RunConfig) -> str:
     return (
         f"{counted(run.train.batch, 'sequence')} x {counted(run.train.sequence, 'token')}, "
         f"{counted(run.num_micros(), 'micro-batch')} of {run.plan.micro_batch} per rank"
+        f"{f', in units of {run.plan.unit}' if run.plan.unit > 1 else ''}"
     )
 
 

@@ -65,6 +65,12 @@ class Device:
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
 
+    @property
+    def bf16_slowdown(self) -> float:
+        """The fp32 peak over that of bf16 of a CPU; 1 where a figure is absent, and for other devices."""
+        peaks = self.peak_flops_per_s
+        return peaks["fp32"] / peaks["bf16"] if self.backend == "cpu" and {"fp32", "bf16"} <= peaks.keys() else 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:

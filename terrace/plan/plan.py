@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from terrace.plan.wire import MessageClass, WireFormat, parse_format
+from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
@@ -19,7 +19,8 @@ class Plan:
     A state placed on a tier is sharded over all ranks of one group of that tier; `device` is the
     implicit innermost tier of size one, so a state placed there is replicated. A tier that is absent
     from `mapping` belongs wholly to the data axis. A message class and tier absent from `wire` travel
-    in the compute dtype. `terrace.plan.validate` checks a plan against a cluster and a model.
+    in `messages` if they carry parameters or gradients, else in the compute dtype. `terrace.plan.validate` checks a
+    plan against a cluster and a model.
     """
 
     name: str = "custom"
@@ -30,6 +31,7 @@ class Plan:
     mapping: Mapping[str, Mapping[str, int | Mapping[str, int]]] = field(default_factory=dict)  # tier -> axis -> degree
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
+    messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
     master: Literal["fp32", "fp64"] = "fp32"  # dtype of optimizer state and of accumulated gradients
     micro_batch: int = 1  # sequences per rank and micro-batch
     recompute: tuple[str, ...] = ()  # patterns of block names, such as "layers.*"
@@ -47,4 +49,5 @@ class Plan:
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
         """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""
-        return parse_format(self.wire.get(message.value, {}).get(tier, self.compute))
+        default = self.messages if self.messages is not None and message in OF_STATES else self.compute
+        return parse_format(self.wire.get(message.value, {}).get(tier, default))

@@ -45,6 +45,16 @@ def parse_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
     return load(Plan, merge(base, own), "plan")
 
 
+def command_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
+    """The plan of a command: as `parse_plan`; without a dtype in the table, a CPU that is slower in bf16 than in fp32
+    computes in fp32 and sends bf16.
+    """
+    plan = parse_plan(table, cluster)
+    if {"compute", "messages"} & table.keys() or cluster.device.bf16_slowdown <= 1:
+        return plan
+    return replace(plan, messages="bf16")
+
+
 def _node(cluster: Cluster) -> str:
     names = [tier.name for tier in cluster.tiers]
     return "node" if "node" in names else names[max(0, len(names) - 2)]

@@ -272,6 +272,11 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
         if plan.stages:
             raise PlanError(f"stages = {list(plan.stages)} has no effect without a pipeline axis: leave it out")
+    if FORMATS[plan.messages or plan.compute].mantissa_bits > FORMATS[plan.compute].mantissa_bits:
+        raise PlanError(
+            f"messages = {plan.messages!r} is wider than the {plan.compute} values they would carry: use "
+            f"{plan.compute!r} or leave it out"
+        )
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"

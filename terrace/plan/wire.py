@@ -46,6 +46,8 @@ _AS_THEY_ARE = ("context", "pipeline", "tie", "peer_copy", "control")  # what tr
 _COMPUTE = ("outer",)  # what travels in the compute dtype
 PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
+# Of parameters and gradients: they travel in `plan.messages`, if it is given.
+OF_STATES = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH, *GRADIENTS)
 
 
 @dataclass(frozen=True)

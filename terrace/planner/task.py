@@ -28,8 +28,8 @@ class Task:
     """A model, a cluster, a global batch in sequences, a sequence length in tokens, and dtypes.
 
     The blocks are the ones of `model`'s configuration, or `declared`, which may differ in any way; `model` then has the
-    sizes that they share. `wire` holds the formats of every plan of the task; the search never chooses to round a
-    message. Raises `ModelError` or `PlanError` for a task without any valid plan.
+    sizes that they share. `wire` and `messages` hold the formats of every plan of the task; the search never chooses to
+    round a message. Raises `ModelError` or `PlanError` for a task without any valid plan.
     """
 
     model: ModelConfig
@@ -38,6 +38,7 @@ class Task:
     sequence: int
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     master: Literal["fp32", "fp64"] = "fp32"
+    messages: Literal["bf16", "fp32"] | None = None  # as in a plan
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
 
@@ -157,6 +158,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         mapping=mapping,
         wire=task.wire,
         compute=task.compute,
+        messages=task.messages,
         master=task.master,
         micro_batch=candidate.micro_batch,
         recompute=task.recompute if candidate.recompute else (),

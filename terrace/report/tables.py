@@ -93,7 +93,8 @@ def _degree_words(mesh: Mesh, tier: int, axis: str) -> str:
 def wire_words(plan: Plan) -> str:
     """Wire formats of all messages in one line."""
     named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
-    return f"messages travel in {plan.compute}" + (f", but {', '.join(named)}" if named else "") + "\n"
+    states = "" if plan.messages is None else f", parameters and gradients in {plan.messages}"
+    return f"messages travel in {plan.compute}{states}" + (f", but {', '.join(named)}" if named else "") + "\n"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:

@@ -92,7 +92,7 @@ class Engine:
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
-        self._is_refreshed = MessageClass.REFRESH.value not in plan.wire  # a wire of its own may round
+        self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
         self._period: Period | None = None  # the last that was run
         self._forward: Program | None = None  # the default of `evaluate`, made by its first call
         self._given: Program | None = None  # the last that `evaluate` was given

@@ -38,6 +38,7 @@ from terrace.plan.state_bytes import accumulates_in_place, keeps_master, num_sec
 from terrace.plan.wire import FORMATS, MessageClass
 
 Sizes = tuple[int, ...]  # elements of a block of each kind
+_Dtypes = tuple[Literal["bf16", "fp32", "fp64"], Literal["fp32", "fp64"], Literal["bf16", "fp32"] | None]
 
 
 class Flats(NamedTuple):
@@ -224,6 +225,7 @@ def model_states(
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     again = num_micros > plan.unit
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
+    dtypes = plan.compute, plan.master, plan.messages
     steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers"), 0)
     buffered, comes_and_goes = [0] * len(stage.sizes), [0] * len(stage.sizes)
     together = shared(TENSOR) if len(stage.flats) > 1 and shared is not None else layout  # names the lanes
@@ -252,7 +254,7 @@ def model_states(
         tie = max(tie, flats.tied // here.span(here.grads) * master)
         alone = replace(stage, flats=(flats,))
         messages, feedback = _messages(
-            together, here, wires, plan.compute, plan.master, plan.prefetch, alone, again, max(matrices, default=0)
+            together, here, wires, dtypes, plan.prefetch, alone, again, max(matrices, default=0)
         )
         steady["feedback"] += feedback
         for lane, size in messages:
@@ -285,8 +287,7 @@ def _messages(
     together: Layout,
     layout: Layout,
     wires: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
-    compute: Literal["bf16", "fp32", "fp64"],
-    master: Literal["fp32", "fp64"],
+    dtypes: _Dtypes,
     prefetch: int,
     stage: StageBlocks,
     again: bool,
@@ -294,7 +295,16 @@ def _messages(
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     table = {message: dict(row) for message, row in wires}
     # Only formats and dtypes matter here, so plans that differ in placement share a cache entry.
-    plan = Plan(params="device", grads="device", optimizer="device", wire=table, compute=compute, master=master)
+    compute, master, messages = dtypes
+    plan = Plan(
+        params="device",
+        grads="device",
+        optimizer="device",
+        wire=table,
+        compute=compute,
+        master=master,
+        messages=messages,
+    )
     largest = stage.flats[0].largest
     cases: list[tuple[MessageClass, int | None, int]] = [
         (message, None, largest) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)

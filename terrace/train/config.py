@@ -8,7 +8,7 @@ directory.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -29,7 +29,7 @@ from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.presets import PRESETS, parse_plan
+from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
@@ -185,10 +185,13 @@ def resolve_table(
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
-    """Builds and checks a run from its whole table."""
+    """Builds and checks a run from its whole table; numbers that its plan leaves out are chosen
+    (`terrace.planner.numbers`).
+    """
     run = parse_sections(table)
     _check(run)
-    return run
+    free = [name for name in ("micro_batch", "unit") if name not in table["plan"]]
+    return _with_best_numbers(run, free) if free else run
 
 
 def parse_sections(table: Mapping[str, Any]) -> RunConfig:
@@ -218,6 +221,23 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     )
 
 
+def _with_best_numbers(run: RunConfig, free: Sequence[str]) -> RunConfig:
+    # Imported here: a finished run names its numbers, and who reads it needs no planner.
+    from terrace.planner.numbers import with_best_numbers
+    from terrace.simulate.footprint import work_of
+    from terrace.simulate.step import Step
+
+    step = Step(
+        cluster=run.cluster,
+        plan=run.plan,
+        blocks=run.blocks(),
+        num_micros=run.num_micros(),
+        sequence=run.train.sequence,
+        work=work_of(run.cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents),
+    )
+    return replace(run, plan=with_best_numbers(step, free).plan)
+
+
 def sections_with(key: str) -> list[str]:
     """Sections of a run that have a key of this name."""
     hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if name in _KEYED} | {"lora": LoraConfig}
@@ -240,7 +260,7 @@ def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig
             f"the plan was made for plan.update = {update!r}, and optimizer.name = {optimizer.name!r}: leave "
             "plan.update out, or name the same optimizer"
         )
-    return replace(parse_plan(table, cluster), update=optimizer.name)
+    return replace(command_plan(table, cluster), update=optimizer.name)
 
 
 def run_toml(run: RunConfig) -> str:

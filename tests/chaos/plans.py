@@ -100,5 +100,5 @@ def write_case(folder: Path, case: Case, **train: Any) -> None:
     if "pipeline" in str(case.plan):
         model.write_text(model.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 4'))
     table = tomllib.loads(path.read_text())
-    table["plan"] = dict(case.plan)
+    table["plan"] |= case.plan
     path.write_text(tomli_w.dumps(merge(table, case.keys)))

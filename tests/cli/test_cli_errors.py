@@ -215,7 +215,8 @@ def test_resume_refuses_what_would_not_be_the_same_run(here: Here, resumable: Pa
     assert "embedding.weight is adamw [257, 16] there" in refused("--model.hidden_size", "32")
     assert "head.norm.weight is adamw [16] there and frozen [16] here" in refused("--train.freeze", '["head.*"]')
     assert "leave out --folder" in refused("--folder", "new")
-    said = here.say("train", "--resume", resumable, "--train.steps", "4", "--plan.preset", "zero3")
+    same = ("--plan.compute", "fp32", "--plan.micro_batch", "1", "--plan.unit", "1")
+    said = here.say("train", "--resume", resumable, "--train.steps", "4", "--plan.preset", "zero3", *same)
     assert (said.code, here.started) == (0, 1), said.error
     # Rank 0 replaces the file, once the ranks are ready.
     assert 'name = "zero3"' not in (resumable / "config.toml").read_text()

@@ -236,11 +236,12 @@ def test_a_rope_base_without_end_is_refused(here: Planning, theta: float) -> Non
 
 
 def test_a_step_too_long_to_draw_is_refused_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--train.batch", str(10**12)]) == 2
+    words = ["--train.batch", str(10**12), "--plan.micro_batch", "2", "--plan.unit", "1"]
+    assert main(["simulate", *words]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert "more than the 2,000,000 passes of a step that is drawn" in error
-    assert main(["simulate", "--view", "program", "--train.batch", str(10**12)]) == 0
+    assert main(["simulate", "--view", "program", *words]) == 0
     out, _ = capsys.readouterr()
     assert len(out.splitlines()) < 2000
     assert re.search(r"the last \d+ instructions 62,499,999,9\d\d times more, each time 1 micro-batch later", out)

@@ -1,6 +1,7 @@
 """The doctor: what follows from a machine, what suits a run, which tier is slow and what is faster."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError
-from terrace.cli import checks
+from terrace.cli import checks, screen
 from terrace.cli.checks import check_run, slow_warning, task_of
 from terrace.cli.main import main
 from terrace.launch.start import LocalPool, World
@@ -48,6 +49,7 @@ SOUND = Machine(
     has_nccl=False,
     has_gloo=True,
 )
+FP32 = {"compute": "fp32"}
 H100 = Gpu(name="H100", memory_bytes=80_000_000_000)
 
 
@@ -125,7 +127,11 @@ def slow_run() -> RunConfig:
     run = resolve(
         None,
         {"cluster": "ethernet", "plan": "zero3"},
-        {"train": {"batch": 64, "sequence": 1024}, "model": {"hidden_size": 640, "max_position_embeddings": 1024}},
+        {
+            "train": {"batch": 64, "sequence": 1024},
+            "model": {"hidden_size": 640, "max_position_embeddings": 1024},
+            "plan": {"micro_batch": 1, "unit": 1},
+        },
     )
     return run
 
@@ -188,12 +194,24 @@ def test_what_does_not_fit_blocks(slow_run: RunConfig) -> None:
     assert not [each for each in check_run(slow_run, replace(SOUND, gpus=(H100,) * 16), "") if each.about == "ranks"]
 
 
+def test_the_start_of_a_run_says_what_bf16_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "bf16_slowdown", lambda: 9.6)
+    asked, left_out, exact = (resolve(None, {}, {"plan": plan}) for plan in ({"compute": "bf16"}, {}, FP32))
+    assert 'warning: plan.compute = "bf16": products take 9.6 times as long as in fp32' in screen._dtype_words(asked)
+    assert "computes in fp32, sends parameters and gradients in bf16" in screen._dtype_words(left_out)
+    assert "2.0 times as long" in screen._dtype_words(left_out)
+    assert screen._dtype_words(exact) == ""
+    monkeypatch.setattr(screen, "bf16_slowdown", lambda: 0.5)
+    assert screen._dtype_words(asked) == ""
+
+
 def test_the_exit_code_is_that_of_what_blocks(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
     good = terrace("doctor", "--config", "run.toml", cwd=tmp_path)
     assert good.returncode == 0, good.stderr
     assert "gloo" in good.stdout
     assert f"  {describe(torch.device('cpu'), torch.bfloat16)}, " in good.stdout
+    assert re.search(r"  products +in bf16 \d+\.\d times the time of fp32: ", good.stdout)
     assert "nothing blocks" in good.stdout
     assert "suits cluster test with 2 ranks" in good.stdout
     bad = terrace("doctor", "--config", "run.toml", "--plan", "no-such-plan", "--json", cwd=tmp_path)

@@ -41,7 +41,7 @@ def write_run(folder: Path, *sizes: int, plan: str = "three-level", **train: Any
     table = {
         "cluster": "cluster.toml",
         "model": "config.json",
-        "plan": {"preset": plan},
+        "plan": {"preset": plan, "compute": "fp32", "micro_batch": 1, "unit": 1},
         "data": {"path": "text.txt", "cache": "cache"},
         "train": {"steps": 6, "batch": 8, "sequence": 16, "warmup_steps": 2, "timeout_s": 30.0} | train,
         "optimizer": {"lr": 1e-2},

@@ -165,7 +165,7 @@ def test_the_machine_that_is_left_goes_on_alone(pool: LocalPool, whole: Path, tm
     table = table_of(tmp_path, "zero3", peer_copies=1, peer_copies_every=1)
     run = tmp_path / "run"
     run_lost(pool, table, run, "b")
-    table["plan"] = {"preset": "zero1"}
+    table["plan"] |= {"preset": "zero1"}
     results = pool.run(2, rank_of, table, run, HOSTS[:2], "", timeout_s=LIMIT_S)
     assert {first for first, *_ in results} <= {LOST_AFTER, LOST_AFTER - 1}
     assert any("no copies in memory" in note for note in results[0][1])

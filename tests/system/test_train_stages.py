@@ -15,7 +15,7 @@ from tests.support.tiny_runs import metrics, terrace, write_run
 def test_a_run_compares_every_stage(tmp_path: Path) -> None:
     config = write_run(tmp_path, 1, 2)
     table = tomllib.loads(config.read_text())
-    table["plan"] = {"preset": "ddp", "mapping": {"node": {"pipeline": 2}}, "schedule": "zb-h1"}
+    table["plan"] |= {"preset": "ddp", "mapping": {"node": {"pipeline": 2}}, "schedule": "zb-h1"}
     config.write_text(tomli_w.dumps(table))
     done = terrace("train", "--config", config, "--folder", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

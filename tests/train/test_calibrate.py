@@ -71,7 +71,7 @@ def slow_calibration(world: World, run: RunConfig) -> Measured:
 def run_of(folder: Path, sizes: tuple[int, ...], mapping: dict[str, dict[str, int]], stages: list[int]) -> RunConfig:
     config = write_run(folder, *sizes)
     table = tomllib.loads(config.read_text())
-    table["plan"] = {"preset": "ddp", "mapping": mapping, "stages": stages}
+    table["plan"] |= {"preset": "ddp", "mapping": mapping, "stages": stages}
     config.write_text(tomli_w.dumps(table))
     return resolve(str(config), NO_FLAGS, {})
 

@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
-from terrace.cli.options import parse_overrides
+from terrace.cli.overrides import parse_overrides
 from terrace.train.config import RunConfig, resolve, run_toml
 from terrace.train.effects import RULES, check_effects, file_layers
 
@@ -30,7 +30,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("--lora.rank", "2", "--train.freeze", '["embedding.*"]'), "[lora] freezes all that 'embedding.*' matches"),
     (("--plan.preset", "ddp", "--plan.prefetch", "2"), "nothing is gathered"),
     (("--plan.sequence_parallel", "false"), "the tensor axis has no rows"),
-    (("--plan.unit", "3"), "a rank has 2 micro-batches in a step: use at most 2"),
+    (("--plan.unit", "5"), "a rank has 4 micro-batches in a step: use at most 4"),
 ]
 
 

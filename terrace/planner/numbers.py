@@ -1,0 +1,91 @@
+"""Micro-batch and unit of a plan that leaves them out: the fastest predicted within the memory of a device.
+
+A data rank's share of the batch is fixed; the numbers cut it. Larger micro-batches have larger products and fewer
+gathers, and keep more activations; in a pipeline they fill and drain for longer. Sizes are tried from the largest that
+fits downwards, and for each the units likewise, until two in a row are slower than the best (`_least`): a step's
+seconds fall and then rise again as its micro-batches shrink. Everything else of the plan is kept.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from terrace.base.errors import TerraceError
+from terrace.plan.layout import Layout
+from terrace.plan.validate import LONGEST_ROUNDED_UNIT
+from terrace.planner.ranking import TIE
+from terrace.program.schedules.registry import takes_unit
+from terrace.program.stages import plan_schedule
+from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.step import Step, predict_step
+from terrace.simulate.work import Work
+
+_MOST = 4096  # sequences in a micro-batch, and micro-batches in a unit, that are tried
+_SLOWER = 2  # options in a row after which no smaller one is tried
+
+
+def with_best_numbers(step: Step, free: Collection[str]) -> Step:
+    """The step with the numbers in `free` chosen, "micro_batch" and "unit" or one of them.
+
+    The step as it was where no choice fits or can run.
+    """
+    work, share = step.work, step.num_micros * step.plan.micro_batch
+    assert isinstance(work, Work), "FLOPs of one micro-batch say nothing of another"
+    # A unit that is given has its micro-batches, unless the share is smaller.
+    least = 1 if "unit" in free else min(step.plan.unit, share)
+    sizes = _divisors(share, share // least) if "micro_batch" in free else (step.plan.micro_batch,)
+    found = _least(sizes, lambda size: _of_size(step, work, size, share // size, "unit" in free))
+    return step if found is None else found[1]
+
+
+def _of_size(step: Step, work: Work, size: int, num_micros: int, free_unit: bool) -> tuple[float, Step] | None:
+    step = replace(
+        step,
+        plan=replace(step.plan, micro_batch=size),
+        num_micros=num_micros,
+        work=replace(work, micro_batch=size),
+    )
+    units = _units(step) if free_unit else (step.plan.unit,)
+    return _least(units, lambda unit: _of_unit(replace(step, plan=replace(step.plan, unit=unit))))
+
+
+def _of_unit(step: Step) -> tuple[float, Step] | None:
+    job = Job(cluster=step.cluster, plan=step.plan, num_micros=step.num_micros)
+    _, memory = fullest_stage(job, step.blocks, step.sequence)
+    if sum(memory.values()) > step.cluster.device.memory_bytes:
+        return None
+    return predict_step(step).step_s, step
+
+
+def _units(step: Step) -> Sequence[int]:
+    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit. A pipeline's order has
+    # its own visits, but for schedules that pass chunks in units.
+    plan, layout = step.plan, Layout.of(step.cluster, step.plan)
+    if step.num_stages > 1:
+        is_free = takes_unit(plan_schedule(plan)[0])
+    else:
+        is_free = max(layout.span(layout.params), layout.span(layout.grads)) > 1
+    longest = _MOST if plan.compute == plan.master else LONGEST_ROUNDED_UNIT
+    return _divisors(step.num_micros, longest) if is_free else (1,)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    # Descending, none above `_MOST`.
+    return [each for each in range(min(number, most, _MOST), 0, -1) if number % each == 0]
+
+
+def _least(options: Sequence[int], price: Callable[[int], tuple[float, Step] | None]) -> tuple[float, Step] | None:
+    # `options` are descending; of two that are practically equal the smaller needs less memory.
+    best, least_s, slower = None, math.inf, 0
+    for option in options:
+        with suppress(TerraceError):  # a schedule takes other numbers, or the device has no rate for a dtype
+            found = price(option)
+            if found is None:
+                continue
+            slower += 1
+            if found[0] <= least_s * (1 + TIE):
+                best, least_s, slower = found, min(least_s, found[0]), 0
+        if slower == _SLOWER:
+            break
+    return best

@@ -1,0 +1,89 @@
+"""Micro-batch and unit that a run leaves out: the best of all choices within memory; what is given stays."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from terrace.plan.plan import Plan
+from terrace.planner.ranking import TIE
+from terrace.planner.space import divisors
+from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.step import predict_step
+from terrace.train.config import RunConfig, resolve
+from terrace.train.prediction import step_of
+
+RUNS: list[dict[str, Any]] = [
+    {},
+    {"plan": {"preset": "ddp"}},
+    {"plan": {"preset": "zero3"}, "train": {"batch": 64}},
+    {"plan": {"preset": "zero3", "compute": "bf16"}, "train": {"batch": 128, "sequence": 16}},
+    {"plan": {"preset": "zero1", "mapping": {"node": {"pipeline": 2}}}, "train": {"batch": 64}},
+    {"plan": {"preset": "ddp", "mapping": {"package": {"context": {"ring": 2}}}}},
+]
+
+
+def run_of(table: dict[str, Any], **plan: Any) -> RunConfig:
+    return resolve(None, {}, table | {"plan": {"preset": "three-level"} | table.get("plan", {}) | plan})
+
+
+def needed_bytes(run: RunConfig) -> int:
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    return sum(fullest_stage(job, run.blocks(), run.train.sequence)[1].values())
+
+
+def every_choice(table: dict[str, Any]) -> dict[tuple[int, int], RunConfig]:
+    one = run_of(table, micro_batch=1, unit=1)
+    sizes = divisors(one.num_micros())
+    found = {(size, unit): (size, unit) for size in sizes for unit in divisors(one.num_micros() // size) if unit <= 8}
+    return {each: run_of(table, micro_batch=each[0], unit=each[1]) for each in found}
+
+
+@pytest.mark.parametrize("table", RUNS)
+def test_the_choice_is_the_fastest_of_all_that_fit(table: dict[str, Any]) -> None:
+    every = every_choice(table)
+    seconds = {each: predict_step(step_of(run)).step_s for each, run in every.items()}
+    bytes_of = {each: needed_bytes(run) for each, run in every.items()}
+    chosen = run_of(table)
+    assert seconds[chosen.plan.micro_batch, chosen.plan.unit] <= min(seconds.values()) * (1 + TIE) ** 2
+    # With half the room between the least and the most, another choice.
+    room = (min(bytes_of.values()) + max(bytes_of.values())) // 2
+    tight = run_of(table | {"cluster": {"device": {"memory_bytes": float(room)}}})
+    assert needed_bytes(tight) <= room < max(bytes_of.values())
+    fitting = min(taken for each, taken in seconds.items() if bytes_of[each] <= room)
+    assert seconds[tight.plan.micro_batch, tight.plan.unit] <= fitting * (1 + TIE) ** 2
+
+
+def test_a_number_that_is_given_is_kept() -> None:
+    table = {"train": {"batch": 64}}
+    assert run_of(table, micro_batch=2).plan.micro_batch == 2
+    for unit in (2, 8):
+        run = run_of(table, unit=unit)
+        assert run.plan.unit == unit <= run.num_micros()
+    both = run_of(table, micro_batch=1, unit=4).plan
+    assert (both.micro_batch, both.unit) == (1, 4)
+
+
+def test_where_nothing_fits_the_numbers_stay_one() -> None:
+    for table in ({"cluster": {"device": {"memory_bytes": 1e6}}}, {"train": {"batch": 8 * 10**18}}):
+        plan = run_of(table).plan
+        assert (plan.micro_batch, plan.unit) == (1, 1)
+
+
+def test_a_cpu_that_is_slower_in_bf16_computes_in_fp32_and_sends_bf16() -> None:
+    def dtypes(plan: Plan) -> tuple[str, str | None]:
+        return plan.compute, plan.messages
+
+    assert dtypes(run_of({}).plan) == ("fp32", "bf16")
+    assert dtypes(run_of({}, compute="fp32").plan) == ("fp32", None)
+    assert dtypes(run_of({}, compute="bf16").plan) == ("bf16", None)
+    assert dtypes(run_of({}, messages="fp32").plan) == ("fp32", "fp32")
+    fast = {"cluster": {"device": {"peak_flops_per_s": {"bf16": 2e10}}}}
+    assert dtypes(run_of(fast).plan) == ("fp32", None)
+    # Half the bytes of parameters and gradients, and no other.
+    narrow = run_of({}, micro_batch=1, unit=1)
+    wide = replace(narrow, plan=replace(narrow.plan, messages=None))
+    sent, before = (predict_step(step_of(run)).sent_bytes[0] for run in (narrow, wide))
+    control = {each: size for each, size in before.items() if each[0].value == "control"}
+    assert control
+    assert sent == {each: size if each in control else size // 2 for each, size in before.items()}
