@@ -204,7 +204,7 @@ def main() -> int:
         lab.run(task)
     if lab.left_out:
         print(f"{lab.left_out} launches are left for a second call: they would have ended after --minutes")
-    for links in options.links:
+    for links in set(options.links) - {LOOPBACK}:
         print(f"{links} links: {rate_words(lab.rates(links), options.scale)}")
     print(f"results in {options.results}; python -m bench.lab.report {options.results} makes the page")
     found = [
