@@ -40,6 +40,7 @@ from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
+    from terrace.simulate.rank import Play
 
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
 # read once more for the norm and once read and written to be scaled.
@@ -125,7 +126,7 @@ class Costs:
     def of_stage(self, program: "Program", update_s: tuple[float, ...]) -> "Costs":
         """The costs of the program of another stage, in which every block costs the same; prices are shared."""
         found = replace(self, program=program, update_s=update_s)
-        vars(found).update(_prices=self._prices, _waits=self._waits, _collectives=self._collectives)
+        vars(found).update(_prices=self._prices, _waits=self._waits, _collectives=self._collectives, passes=self.passes)
         return found
 
     def waits_inside(self, instruction: Instruction) -> dict[MessageClass, float]:
@@ -154,6 +155,11 @@ class Costs:
 
     @cached_property
     def _collectives(self) -> dict[tuple[object, ...], tuple[float, int, str, float]]:
+        return {}
+
+    @cached_property
+    def passes(self) -> dict[tuple[object, ...], "Play"]:
+        """Passes as they are played, by all that they depend on (terrace.simulate.events)."""
         return {}
 
     @cached_property

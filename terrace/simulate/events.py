@@ -128,20 +128,33 @@ class _Pricing:
         return act, Event(op, block, seconds, lane, category, penalty=penalty, message=name)
 
     def _pass(self, instruction: Instruction) -> Play:
-        op, index, blocks = instruction.op, instruction.block, self.program.blocks
-        needs = (index, *blocks[index].borrows)
+        op, index, program, costs = instruction.op, instruction.block, self.program, self.costs
+        seconds = costs.forward_s[index], costs.backward_s[index], costs.weight_s[index] if costs.weight_s else 0.0
+        borrows = program.blocks[index].borrows
+        # Blocks that are alike, on whatever stage, have the same passes.
+        rounds = costs.rounds[index] if costs.rounds else None
+        key = (op, program.alike[index], program.alike_inside(index), borrows, seconds, rounds)
+        found = costs.passes.get(key)
+        if found is None:
+            found = costs.passes[key] = self._priced(instruction, *seconds)
+        act, event = found
+        needs = (index, *borrows) if event.needs else ()
+        return act, Event(op, index, event.seconds, -1, event.category, needs, event.opens, event.inside)
+
+    def _priced(self, instruction: Instruction, forward_s: float, backward_s: float, weight_s: float) -> Play:
+        op, index = instruction.op, instruction.block
+        needs = (index, *self.program.blocks[index].borrows)
         # Parameters that no gather brings are ready after the refresh of the step before, so the pass waits for it.
         act = Rank.run if all(map(self.program.gathers, needs)) else Rank.run_whole
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
-            return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs, inside=inside)
+            return act, Event(op, index, forward_s, -1, "forward", needs, inside=inside)
         opens = any(self._buffered[needed] for needed in needs)
-        weight_s = self.costs.weight_s[index] if self.costs.weight_s else 0.0
         if op is Op.BACKWARD_WEIGHT:  # reads no parameters
             return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens)
-        seconds = self.costs.backward_s[index]
+        seconds = backward_s
         if self.program.recomputes(index):  # it runs its forward again first
-            seconds += self.costs.forward_s[index]
+            seconds += forward_s
         if op is Op.BACKWARD_INPUT:
             seconds -= weight_s
         return act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside)

@@ -204,7 +204,7 @@ class _Pipeline:
     def _stage(self, index: int, clock: _Clock) -> Generator[None, None, None]:
         rank = self.ranks[index]
         recorder = rank if isinstance(rank, Recorder) else None
-        arrived_s, readers = clock.arrived_s, clock.readers
+        arrived_s, readers, begun_s, spent_s = clock.arrived_s, clock.readers, self.begun_s[index], rank.time_s.values()
         for position, (role, act, event, message) in enumerate(self.moves[index]):
             if recorder is not None:
                 recorder.begin(position)
@@ -216,7 +216,12 @@ class _Pipeline:
                     yield
                 if recorder is not None:
                     recorder.cause = clock.spans[message]
-                self._wait_until(index, arrived_s[message], WAIT_PIPELINE)
+                left_s = arrived_s[message] - (begun_s + sum(spent_s))
+                if left_s > 0.0:
+                    rank.wait((rank.now_s + left_s, -1), WAIT_PIPELINE)
+                elif recorder is not None:
+                    # No wait came, so its cause must not stick to the next one.
+                    recorder.cause = None
                 act(rank, event)
             elif role is Role.SEND:
                 assert isinstance(event, Event), "only passes are joined"
@@ -224,7 +229,7 @@ class _Pipeline:
                 if recorder is not None:
                     # A message without bytes has no span: its sender's computing is the cause.
                     clock.spans[message] = (index, number if number >= 0 else recorder.newest[COMPUTE])
-                arrived_s[message] = self._now_s(index) + done_s - rank.now_s
+                arrived_s[message] = begun_s + sum(spent_s) + done_s - rank.now_s
                 if message in readers:
                     self._resume(readers.pop(message), clock)
             else:

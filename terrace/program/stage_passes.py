@@ -1,0 +1,171 @@
+"""The passes of a stage as instructions: groups of micro-batches, with the messages that they need and make.
+
+Each task is in the order of terrace.program.lowering. Messages between two ranks arrive in the order sent, so the RECV
+of a message precedes the RECV of every later one.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from terrace.plan.residency import Residency, gathers
+from terrace.plan.stage import Pass, Stage, reduction_points
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+from terrace.program.segments import Writer
+
+_OPS = {
+    Pass.FORWARD: Op.FORWARD,
+    Pass.BACKWARD: Op.BACKWARD,
+    Pass.BACKWARD_INPUT: Op.BACKWARD_INPUT,
+    Pass.BACKWARD_WEIGHT: Op.BACKWARD_WEIGHT,
+}
+
+
+def write_passes(frame: Program, stages: Sequence[Stage]) -> Writer:
+    """The instructions of all groups of the stage of `frame`, one of `stages`, without the end of a step."""
+    stage, found = frame.stage, Writer()
+    stays = gathers(stage, frame.blocks, frame.flats, frame.plan.prefetch)
+    issued, freed = defaultdict[int, tuple[Instruction, ...]](tuple), defaultdict[int, tuple[Instruction, ...]](tuple)
+    for stay in stays:
+        issued[stay.issue] += (_gather(frame, stay),)
+        if frame.frees(stay.block):
+            freed[stay.last] += (Instruction(Op.FREE, stay.block),)
+    received, reduced = _received(found, stage, stages), _reduced(frame)
+    sends = {key: None if edge is None else found.body(_send(edge)) for key, edge in _edges(stage, _sent).items()}
+    bodies, order = dict[tuple[object, ...], int](), found.order
+    # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
+    visit = number = task = 0
+    for group in stage.groups:
+        pass_, chunk, micros = group
+        blocks, sent = stage.traversal(group), sends[pass_, chunk]
+        size = len(blocks)
+        # Weight gradients read activations and output gradients only, so their passes need no parameters.
+        reads, finishes = pass_ is not Pass.BACKWARD_WEIGHT, pass_.finishes
+        for micro in micros:
+            order += received.get(task, ())
+            task += 1
+            # All micro-batches of a group share one gather: issued with the first, freed after the last.
+            key = (
+                pass_,
+                chunk,
+                _at(issued, visit, size) if stays and reads and micro == micros[0] else None,
+                _at(reduced, number, size) if finishes else None,
+                _at(freed, visit, size) if stays and reads and micro == micros[-1] else None,
+            )
+            body = bodies.get(key)
+            if body is None:
+                body = bodies[key] = found.body(*_body(blocks, *key))
+            order.append((body, micro))
+            number += size
+            if sent is not None:
+                order.append((sent, micro))
+        visit += size if reads else 0
+    return found
+
+
+_Extra = tuple[tuple[Instruction, ...] | None, ...] | None  # instructions at each pass of a body
+
+
+def _at(found: Mapping[int, tuple[Instruction, ...]], first: int, size: int) -> _Extra:
+    return tuple(map(found.get, range(first, first + size)))
+
+
+def _body(
+    blocks: Sequence[int], pass_: Pass, chunk: int, issued: _Extra, reduced: _Extra, freed: _Extra
+) -> Iterator[Instruction]:
+    op, none = _OPS[pass_], (None,) * len(blocks)
+    for block, before, after, last in zip(blocks, issued or none, reduced or none, freed or none, strict=True):
+        yield from before or ()
+        yield Instruction(op, block, 0)
+        yield from after or ()
+        yield from last or ()
+
+
+def _send(edge: "_Edge") -> Instruction:
+    return Instruction(Op.SEND, edge.block, 0, edge.backward, False, edge.peer)
+
+
+def _gather(frame: Program, stay: Residency) -> Instruction:
+    # The first gather of a step reads the primary copy and refreshes the secondary one.
+    secondary = frame.has_secondary and not stay.opening
+    return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
+
+
+def _reduced(frame: Program) -> dict[int, tuple[Instruction, ...]]:
+    """The reductions after each pass, by its number."""
+    stage, blocks, tied = frame.stage, frame.blocks, dict(frame.stage.ties)
+    found: dict[int, tuple[Instruction, ...]] = {}
+    for block, numbers in reduction_points(stage, blocks, frame.plan.unit).items():
+        # A frozen block has no gradient to reduce.
+        if blocks[block].num_trainable:
+            reduction = (Instruction(Op.REDUCE, block, 0),)
+            for number in numbers:
+                found[number] = found[number] + reduction if number in found else reduction
+            # The SYNC of a tied block waits for its TIE at the end of the step.
+            if block not in tied:
+                found[numbers[-1]] += (Instruction(Op.SYNC, block),)
+    return found
+
+
+class _Edge(NamedTuple):
+    """What a group sends to another stage, or reads from one: a block's output, or the gradient of its input."""
+
+    peer: int
+    block: int
+    backward: bool
+
+
+def _sent(stage: Stage, pass_: Pass, chunk: int) -> _Edge | None:
+    blocks, backward = stage.chunks[chunk], pass_ is not Pass.FORWARD
+    peer = (stage.back if backward else stage.onward)[chunk]
+    # The input gradient leaves after BACKWARD_INPUT; the weight half produces nothing for other stages.
+    if peer is None or pass_ is Pass.BACKWARD_WEIGHT:
+        return None
+    return _Edge(peer, blocks[0] if backward else blocks[-1], backward)
+
+
+def _read(stage: Stage, pass_: Pass, chunk: int) -> _Edge | None:
+    blocks, backward = stage.chunks[chunk], pass_ is not Pass.FORWARD
+    peer = (stage.onward if backward else stage.back)[chunk]
+    if peer is None or pass_ is Pass.BACKWARD_WEIGHT:
+        return None
+    return _Edge(peer, blocks[-1] + 1 if backward else blocks[0] - 1, backward)
+
+
+def _edges(stage: Stage, edge: Callable[[Stage, Pass, int], _Edge | None]) -> dict[tuple[Pass, int], _Edge | None]:
+    """The edges of all kinds of groups: a stage has few, one for each chunk and direction."""
+    return {(pass_, chunk): edge(stage, pass_, chunk) for pass_ in Pass for chunk in range(len(stage.chunks))}
+
+
+def _received(found: Writer, stage: Stage, stages: Sequence[Stage]) -> dict[int, list[tuple[int, int]]]:
+    """The RECVs before each task, by its number, as bodies and micro-batches."""
+    needed: dict[_Edge, dict[int, int]] = defaultdict(dict)  # the task that reads each message
+    edges, num_tasks = _edges(stage, _read), 0
+    for group in stage.groups:
+        edge = edges[group.pass_, group.chunk]
+        if edge is not None:
+            needed[edge].update(zip(group.micros, count(num_tasks)))
+        num_tasks += len(group.micros)
+    bodies = {edge: found.body(Instruction(Op.RECV, edge.block, 0, edge.backward, False, edge.peer)) for edge in needed}
+    before: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    # Each peer is a channel of its own: order matters between two ranks only.
+    for peer in {*stage.onward, *stage.back} - {None}:
+        assert peer is not None
+        # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
+        latest = num_tasks
+        for edge, micros in reversed(_channel(stages[peer], stage.index)):
+            tasks, body = needed[edge], bodies[edge]
+            for micro in reversed(micros):
+                task = tasks[micro]
+                if task <= latest:
+                    latest = task - 1 if task else 0
+                before[latest].append((body, micro))
+    return {task: received[::-1] for task, received in before.items()}
+
+
+def _channel(sender: Stage, receiver: int) -> list[tuple[_Edge, Sequence[int]]]:
+    sent = {key: edge for key, edge in _edges(sender, _sent).items() if edge is not None and edge.peer == receiver}
+    edges = {key: edge._replace(peer=sender.index) for key, edge in sent.items()}
+    return [(edges[key], micros) for pass_, chunk, micros in sender.groups if (key := (pass_, chunk)) in edges]
