@@ -63,10 +63,10 @@ class Estimator:
         self.computes_by_tokens = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
         self._works: dict[tuple[tuple[int, ...], int, int], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
-        self._tensors: dict[tuple[int, Mesh, int, bool], PassSeconds] = {}
+        self._tensors: dict[tuple[object, ...], PassSeconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
-        self._kept: dict[tuple[int, Mesh, int], int] = {}
+        self._kept: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
         self._numels: dict[tuple[int, int], tuple[int, ...]] = {}
         self._plans: dict[Candidate, Plan] = {}
@@ -139,7 +139,8 @@ class Estimator:
         )
 
     def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
-        key = (kind, mesh, micro_batch, accumulate)
+        # Of the context ranks only their number matters.
+        key = (kind, mesh.only("tensor"), mesh.inside_degrees, micro_batch, accumulate)
         found = self._tensors.get(key)
         if found is None:
             own = self._compute(kind, mesh, micro_batch, accumulate)
@@ -234,13 +235,15 @@ class Estimator:
 
     def kept_bytes(self, kind: int, mesh: Mesh, micro_batch: int, recompute: int) -> int:
         """Bytes a block keeps per micro-batch until its backward."""
-        key = (kind, mesh.inside, recompute)
-        if key not in self._kept:
-            spec = self.specs[kind]
-            work = self.work(mesh, 1, 0 if spec.at_an_end else recompute)
-            self._kept[key] = activations_of(work, spec, self.task.backend).kept_bytes
+        spec = self.specs[kind]
+        # Activations depend on the number of ranks, not on their tiers.
+        key = (kind, mesh.inside_degrees, 0 if spec.at_an_end else recompute)
+        found = self._kept.get(key)
+        if found is None:
+            work = self.work(mesh, 1, key[2])
+            found = self._kept[key] = activations_of(work, spec, self.task.backend).kept_bytes
         # Every tensor that is kept has a row for each sequence.
-        return micro_batch * self._kept[key]
+        return micro_batch * found
 
     def numels(self, mesh: Mesh) -> tuple[int, ...]:
         """Parameters of a block of each kind on a tensor rank, where borrowers and lenders are together."""

@@ -111,9 +111,13 @@ def record(program: "Program", costs: Costs) -> Recording:
         for _ in range(2):
             # The second step is the steady one; the first stays in the spans for messages that reach over.
             rank.restart()
+            nothing, started, done = Rank.nothing, rank.started_s.append, rank.done_s.append
             for position, (act, event) in enumerate(plays):
-                rank.begin(position)
-                if act is not Rank.nothing:
+                # As `begin`.
+                started(now_s := rank.now_s)
+                done(now_s)
+                if act is not nothing:
+                    rank.position = position
                     act(rank, event)
         return rank.recording()
 
@@ -250,7 +254,10 @@ class Recorder(Rank):
         # Seconds beyond the instruction's own are the slow-down by messages.
         self.longer_s += taken_s - event.seconds
         self.started_s[-1], self.done_s[-1] = start_s, now_s
-        self._add(COMPUTE, start_s, now_s, category, self.newest[COMPUTE])
+        # As `_add`; most spans are of computing.
+        newest, spans = self.newest, self.spans
+        spans.append((COMPUTE, start_s, now_s, self.position, category, newest[COMPUTE], -1))
+        newest[COMPUTE] = len(spans) - 1
 
     def _halted(self, start_s: float, taken_s: float) -> None:
         longer_s = taken_s - (self.now_s - start_s)
