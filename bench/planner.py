@@ -20,9 +20,9 @@ from terrace.planner.task import Task
 
 GOALS_S = {"": 0.5, "columns<=4": 1.0}  # by pin
 BOUND = (
-    "a quarter of it plays the programs of the five best plans, a tenth bounds groups of shapes, and the rest prices the "
-    "shapes that these leave in question; it is spread over hundreds of functions in plain Python, of which none takes "
-    "more than a fifteenth"
+    "a quarter of it plays the programs of the five best plans, a tenth bounds groups of shapes, and the rest prices "
+    "the shapes that these leave in question; it is spread over hundreds of functions in plain Python, of which none "
+    "takes more than a fifteenth"
 )
 BATCH, SEQUENCE, NODES = 1536, 2048, 2048
 # GPT-3 175B (Brown et al. 2005.14165, Table 2.1), without dropout, with the vocabulary padded to 51,200.
