@@ -24,14 +24,6 @@ class Folded(NamedTuple):
     bodies: list[list[int]]
     order: Sequence[tuple[int, int]]
 
-    @property
-    def places(self) -> list[int]:
-        """The number of the distinct instruction at every position."""
-        found: list[int] = []
-        for body, _ in self.order:
-            found += self.bodies[body]
-        return found
-
     def counts(self) -> dict[Instruction, int]:
         """Number of runs of each distinct instruction."""
         runs = [0] * len(self.bodies)
@@ -71,6 +63,14 @@ class Segments(Sequence[Instruction]):
                         distinct.append(instruction.later(micro))
                     found.append(number)
         return Folded(tuple(distinct), bodies, self.order)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """The number of the distinct instruction (`folded`) at every position."""
+        bodies, found = self.folded.bodies, list[int]()
+        for body, _ in self.order:
+            found += bodies[body]
+        return found
 
     @cached_property
     def whole(self) -> tuple[Instruction, ...]:

@@ -50,7 +50,7 @@ def check_alone(program: "Program") -> None:
 
 
 def _time(program: "Program", costs: Costs) -> dict[str, float]:
-    plays = joined(price_distinct(program, costs), program.folded.places)
+    plays = joined(price_distinct(program, costs), program.segments.places)
     rank = Rank(program)
     for _ in range(2):
         rank.time_s = defaultdict(float)
@@ -73,7 +73,7 @@ _COLLECTIVE = {
 def price(program: "Program", costs: Costs) -> list[Play]:
     """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
     plays = price_distinct(program, costs)
-    return [plays[number] for number in program.folded.places]
+    return [plays[number] for number in program.segments.places]
 
 
 def price_distinct(program: "Program", costs: Costs) -> list[Play]:
@@ -84,12 +84,13 @@ def price_distinct(program: "Program", costs: Costs) -> list[Play]:
 
 def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
     """The plays at `places`, passes that follow each other as one, without those that do nothing."""
-    passes = [act in (Rank.run, Rank.run_whole) for act, _ in plays]
+    # Forwards and backwards apart, so that the same runs of passes come again for every micro-batch.
+    passes = [event.op if act in (Rank.run, Rank.run_whole) else None for act, event in plays]
     acts = [act is not Rank.nothing for act, _ in plays]
     known: dict[tuple[int, ...], Move] = {}
     found: list[Move] = []
-    for are_passes, numbers in groupby(filter(acts.__getitem__, places), key=passes.__getitem__):
-        if not are_passes:
+    for op, numbers in groupby(filter(acts.__getitem__, places), key=passes.__getitem__):
+        if op is None:
             found += [plays[number] for number in numbers]
             continue
         key = tuple(numbers)

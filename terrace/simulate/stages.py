@@ -107,15 +107,21 @@ class _Noting(Rank):
 
     def run_all(self, passes: Passes) -> None:
         """Several passes, as `Rank.run_all`."""
+        number, plays = 0, passes.plays
+        is_alone = len(plays) == 1
         if not self.notes:
-            super().run_all(passes)
+            if is_alone:
+                act, event = plays[0]
+                act(self, event)
+            else:
+                super().run_all(passes)
             return
-        number, plays, begun_s = 0, passes.plays, self.begun_s
-        while number < len(plays) and self.is_held(passes.opens):
-            self.starts_s.append(begun_s + sum(self.time_s.values()))
+        begun_s, spent_s = self.begun_s, self.time_s.values()
+        while number < len(plays) and (is_alone or self.is_held(passes.opens)):
+            self.starts_s.append(begun_s + sum(spent_s))
             act, event = plays[number]
             act(self, event)
-            self.ends_s.append(begun_s + sum(self.time_s.values()))
+            self.ends_s.append(begun_s + sum(spent_s))
             number += 1
         if number < len(plays):
             self._note_sums(passes.behind(number))
