@@ -37,7 +37,6 @@ class Kernels:
     tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
     memory: float = 1.0  # share of the memory bandwidth
     stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
-    fresh: float = 0.0  # the same for memory that is new from the system, beside writing it; 0: buffers are kept
     attention: float = 1.0  # share of the peak that flash attention reaches
     codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
     launch_s: float = 0.0  # what a kernel takes beyond its work
@@ -219,11 +218,10 @@ def _check_kernels(kernels: Kernels) -> None:
         value = getattr(kernels, name)
         if not 0 <= value <= _LONGEST_S:
             raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
-    for name in ("stream", "fresh"):
-        if not 0 <= getattr(kernels, name) <= 1:
-            raise ClusterError(
-                f"device.kernels.{name} = {getattr(kernels, name)} must lie between 0 and 1: it is a share of a peak"
-            )
+    if not 0 <= kernels.stream <= 1:
+        raise ClusterError(
+            f"device.kernels.stream = {kernels.stream} must lie between 0 and 1: it is a share of a peak"
+        )
     for rows, columns, share in kernels.tiles:
         if rows < 1 or columns < 1:
             raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from terrace.cluster.cluster import Cluster, Device, Kernels, Mark, Tier
 from terrace.probe.fit import (
     fit_attention,
-    fit_fresh,
     fit_gemm,
     fit_layers,
     fit_link,
@@ -95,8 +94,6 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
     if on_cpu:  # a CPU's norm is bound by compute as much as by reading: streams get a constant of their own
         stream, error = fit_memory(device, samples.copies)
         learn(error, "fitted", stream=stream)
-        fresh, error = fit_fresh(device, samples.fresh)
-        learn(error, "fitted", fresh=fresh)
     share, half_depth, error = fit_gemm(device, samples.gemms)
     learn(error, "fitted", gemm=share, gemm_half_depth=half_depth)
     share, error = fit_attention(device, samples.attention)

@@ -88,20 +88,6 @@ def measure_passes(watch: Stopwatch, budget_s: float, say: Say) -> tuple[list[Pa
     return copies, norms, watch.seconds(partial(one.add_, one), each_s)
 
 
-def measure_fresh(watch: Stopwatch, budget_s: float) -> list[PassSample]:
-    """Time the first write to new memory on a CPU, beyond a write to old memory; empty on a GPU."""
-    # A CPU's pages come from the system, zeroed, at their first touch; a GPU's allocator keeps freed blocks.
-    if watch.device.type != "cpu":
-        return []
-    samples = []
-    for size in _LARGE_BYTES["cpu"]:
-        kept = torch.empty(size // 4)
-        new_s = watch.seconds(lambda size=size: torch.empty(size // 4).zero_(), budget_s / 4)  # type: ignore[misc]
-        kept_s = watch.seconds(kept.zero_, budget_s / 4)
-        samples.append(PassSample(num_bytes=size, seconds=max(new_s - kept_s, new_s / 100)))  # noise can hide it
-    return samples
-
-
 def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say) -> list[AttentionSample]:
     """Time causal attention, forward and backward, over growing sequences."""
     say("attention")

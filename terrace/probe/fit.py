@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from terrace.base.errors import ProbeError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.model.spec import Computes
-from terrace.simulate.kernels import attention_s, fresh_s, gemm_s, memory_s
+from terrace.simulate.kernels import attention_s, gemm_s, memory_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
 
@@ -142,16 +142,6 @@ def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, fl
         return [memory_s(tried, sample.num_bytes) for sample in samples]
 
     return _fit_share(device, "memory", price, measured, "passes over memory")
-
-
-def fit_fresh(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
-    """(share of the memory bandwidth at which new memory is first written, mean relative error)."""
-    measured = [sample.seconds for sample in samples]
-
-    def price(tried: Device) -> list[float]:
-        return [fresh_s(tried, sample.num_bytes) for sample in samples]
-
-    return _fit_share(device, "fresh", price, measured, "buffers of new memory")
 
 
 def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float]:

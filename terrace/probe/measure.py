@@ -17,7 +17,6 @@ from terrace.probe.compute import (
     TRAINS_IN,
     layer_passes,
     measure_attention,
-    measure_fresh,
     measure_gemms,
     measure_layers,
     measure_optimizer,
@@ -27,7 +26,7 @@ from terrace.probe.grid import overlap_layer
 from terrace.probe.links import TierLinks, measure_tier
 from terrace.probe.samples import Samples, TierSamples
 from terrace.probe.timing import Stopwatch
-from terrace.runtime.malloc import return_large_buffers
+from terrace.runtime.malloc import keep_freed_memory
 
 _TIMEOUT_S = 120.0  # without progress of a rank: the probe has stopped
 # Shares of the budget; they sum to one.
@@ -52,7 +51,7 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
     """
     device, rate = device_here(), pace()
     if device.type == "cpu":
-        return_large_buffers()  # as in training
+        keep_freed_memory()  # as in training
     elif rate is not None:
         raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
     with watched(world, say) as progress:
@@ -80,8 +79,7 @@ def _measure(
 ) -> Samples:
     stopwatch = Stopwatch(world.world_size, device)
     budget = {part: share * seconds for part, share in _PARTS.items()}
-    copies, norms, launch_s = measure_passes(stopwatch, 0.7 * budget["passes"], say)
-    fresh = measure_fresh(stopwatch, 0.3 * budget["passes"])
+    copies, norms, launch_s = measure_passes(stopwatch, budget["passes"], say)
     gemms = measure_gemms(stopwatch, budget["gemms"], say)
     # Attention and layers are sized by the speed that the products reached.
     peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
@@ -95,7 +93,6 @@ def _measure(
         gemms=tuple(gemms),
         copies=tuple(copies),
         norms=tuple(norms),
-        fresh=tuple(fresh),
         attention=tuple(attention),
         layers=tuple(layers),
         launch_s=launch_s,

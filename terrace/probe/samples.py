@@ -43,7 +43,6 @@ class Samples:
     gemms: tuple[GemmSample, ...]
     copies: tuple[PassSample, ...]
     norms: tuple[PassSample, ...]
-    fresh: tuple[PassSample, ...]  # first write to new memory, beyond writing to old; empty on a GPU
     attention: tuple[AttentionSample, ...]
     layers: tuple[LayerSample, ...]
     launch_s: float

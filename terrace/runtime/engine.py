@@ -32,7 +32,7 @@ from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.head import Objective
 from terrace.runtime.linear import WeightGradients
-from terrace.runtime.malloc import return_large_buffers
+from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
 from terrace.runtime.own_program import own_program
 from terrace.runtime.progress import Progress, no_progress
@@ -100,9 +100,6 @@ class Engine:
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
-        # Without a lane there is one thread, whose heap serves the next buffer from the one before.
-        if self.device.type == "cpu" and self.comm.lanes:
-            return_large_buffers()
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
         values = [dict(block.named_parameters()) for block in blocks]
         self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)
@@ -117,6 +114,9 @@ class Engine:
             device=self.device,
             meter=self.comm.meter,
         )
+        # Now, so that what initial values took is returned.
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if compiled:
             compile_blocks(self.state.modules.values())
         self.runner = StepRunner(

@@ -1,8 +1,8 @@
 """Flat parameters: parameters of a block in one storage, a slice of which each rank keeps.
 
-The module's parameters are views of the flat storage. Freeing shrinks that storage to nothing and
-gathering grows and refills the *same* storage, so that whatever autograd saved (a transposed view of a
-weight, say) sees the refilled values. The views are made with `set_`, not by slicing: slices would
+The module's parameters are views of the flat storage. Freeing takes the memory of that storage away and
+gathering gives the *same* storage memory (terrace.runtime.pages), so that whatever autograd saved (a transposed view of
+a weight, say) sees the refilled values. The views are made with `set_`, not by slicing: slices would
 share the flat tensor's version counter, and a refill would look like an illegal in-place change.
 """
 
@@ -22,9 +22,9 @@ from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews
-from terrace.runtime.malloc import take_large_pages
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.optimizer import Optimizer, make_optimizer
+from terrace.runtime.pages import Pages
 from terrace.runtime.settings import OptimizerConfig
 
 Initial = Callable[[ParamSpec], Tensor]
@@ -33,7 +33,7 @@ Initial = Callable[[ParamSpec], Tensor]
 class FlatParam:
     """One flat buffer of a block on one rank: its parameters, their gradient and optimizer state.
 
-    `full` is the padded buffer of all elements (its storage is empty while freed), `shard` the slice of the params
+    `full` is the padded buffer of all elements (without memory while freed), `shard` the slice of the params
     tier, `secondary` the slice of the params_backward tier if the plan has one. A state of all elements is `full`
     itself. Matrices come first: they take weight
     decay. Of a trainable buffer, `grads` is the accumulated gradient, sharded on the grads tier, in the master dtype;
@@ -50,9 +50,13 @@ class FlatParam:
         device: torch.device,
         meter: Meter,
         *,
+        pages: Pages | None = None,
         is_copy: bool = False,
     ) -> None:
-        """Allocate the buffers of block `name`; `is_copy` says that another stage owns the block."""
+        """Allocate the buffers of block `name`; `is_copy` says that another stage owns the block.
+
+        `pages` has the memory of those that come and go.
+        """
         layout = self.layout = spec.layout
         self.name, self.spec, self.is_copy = name, spec, is_copy
         self.coordinates = layout.coordinates(rank)
@@ -67,17 +71,20 @@ class FlatParam:
         self._master_dtype = DTYPES[plan.master]
         self._keeps_master = keeps_master(plan, layout)
         self._in_place = accumulates_in_place(plan, layout)
-        self.full = torch.empty(self.padded, dtype=DTYPES[plan.compute], device=device)
+        self._pages = pages or Pages()
+        make = self._pages.make if layout.frees else torch.empty
+        self.full = make(self.padded, dtype=DTYPES[plan.compute], device=device)
         self.parameters = self._make_parameters()  # before the storage is emptied: `set_` would grow it again
         self.gradients = GradientViews(self.parameters, [(start, stop) for _, start, stop in self.extents])
         # The full storage stays empty until gathered.
         if layout.frees:
-            self._resize(0)
+            self._pages.give(self.full)
         self.shard = self._zeros(layout.params) if layout.gathers else self.full
         self.secondary: Tensor | None = None
         if layout.has_secondary:
             self.secondary = self._zeros(layout.params_backward) if layout.frees else self.full
         self._buffer: Tensor | None = None
+        self._spare: list[Tensor] = []  # gradient buffers without memory
         self._is_fresh = True  # `grads` holds nothing of this step yet
         self._anchor: Tensor | None = None  # the parameters that islands last agreed on, where there are several
         self._muon_momentum: Tensor | None = None  # gathered, from ORTHOGONALISE to UPDATE
@@ -138,14 +145,13 @@ class FlatParam:
     def materialise(self) -> None:
         """Allocate the full buffer; its content is undefined until gathered."""
         self._meter.add("gathered", self.full.nbytes)
-        self._resize(self.full.nbytes)
-        take_large_pages(self.full)
+        self._pages.fill(self.full)
 
     def free(self) -> None:
         """Drop the full parameters, unless they stay."""
         if not self.layout.frees:
             return
-        self._resize(0)
+        self._pages.give(self.full)
         self._meter.add("gathered", -self.full.nbytes)
 
     @property
@@ -156,8 +162,10 @@ class FlatParam:
     def open_gradient(self) -> None:
         """Allocate a buffer that accumulates the gradients of the next backwards."""
         assert self.spec.trainable, f"block {self.name} has nothing to train"
-        self._buffer = torch.empty_like(self.full, memory_format=torch.contiguous_format)
-        take_large_pages(self._buffer)
+        # One may still be reduced while the next is opened.
+        full = self.full
+        self._buffer = self._spare.pop() if self._spare else self._pages.make(self.padded, full.dtype, full.device)
+        self._pages.fill(self._buffer)
         self._meter.add("grads_full", self._buffer.nbytes)
         self.gradients.open(self._buffer)
 
@@ -182,7 +190,9 @@ class FlatParam:
         self._is_fresh = False
 
     def release(self, buffer: Tensor) -> None:
-        """Count a reduced gradient buffer as gone; the caller drops it."""
+        """Take the memory of a reduced gradient buffer, which the caller drops."""
+        self._pages.give(buffer)
+        self._spare.append(buffer)
         self._meter.add("grads_full", -buffer.nbytes)
 
     def tie(self, stages: StageP2P, stage: int) -> None:
@@ -330,6 +340,3 @@ class FlatParam:
     def _zeros(self, tier: int) -> Tensor:
         size = self.padded // self.layout.span(tier)
         return torch.zeros(size, dtype=self.full.dtype, device=self.full.device)
-
-    def _resize(self, num_bytes: int) -> None:
-        self.full.untyped_storage().resize_(num_bytes)

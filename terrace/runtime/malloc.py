@@ -1,52 +1,23 @@
-"""Memory of large buffers that come and go: returned to the system, and asked for in large pages.
+"""Memory that activations free is kept by the C library for the next micro-batch.
 
-Gathered blocks and gradients come and go on several threads. By default glibc serves them from heaps, one per
-thread, that keep freed memory: a process then holds several times the bytes of its tensors. With a fixed threshold a
-large buffer is a mapping of its own, which is returned when it is freed. The kernel zeroes a new mapping page by page,
-as it is written; pages of 2 MiB in place of 4 KiB spare most of that work, and no byte is held longer.
+By default glibc returns the top of a heap to the kernel whenever it is free, and large buffers with their own mappings,
+until it has learnt their sizes. Activations come and go with every micro-batch, and new memory is zeroed by the kernel
+page by page. Buffers of whole blocks are kept apart (terrace.runtime.pages), so a heap holds what activations held.
 """
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
-from mmap import PAGESIZE
 
-from torch import Tensor
-
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
-_MADV_HUGEPAGE = 14  # of madvise(2), on Linux
-_LARGE_BYTES = 2 << 20  # a mapping is zeroed page by page when it is made anew: smaller buffers are kept
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_NEVER = -1
+_LARGEST_BYTES = 32 << 20  # the most that glibc takes from a heap
 
 
-def return_large_buffers() -> bool:
-    """Set the threshold for the whole process; returns whether the C library (glibc) supports it."""
+def keep_freed_memory() -> bool:
+    """Return what is free now, and nothing from then on, in the whole process; False where the C library is another."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        library = ctypes.CDLL(None)
+        mallopt, trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES))
-
-
-def take_large_pages(buffer: Tensor) -> bool:
-    """Advise the kernel to use pages of 2 MiB for a new, unwritten buffer; returns whether it takes the advice.
-
-    Nothing is done for small buffers, for another device, and on systems without such pages.
-    """
-    storage = buffer.untyped_storage()
-    advise = _madvise()
-    if advise is None or buffer.device.type != "cpu" or storage.nbytes() < _LARGE_BYTES:
-        return False
-    # Only pages that are the buffer's own.
-    begin, end = storage.data_ptr() + PAGESIZE - 1, storage.data_ptr() + storage.nbytes()
-    begin, end = begin - begin % PAGESIZE, end - end % PAGESIZE
-    return advise(begin, end - begin, _MADV_HUGEPAGE) == 0
-
-
-@cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
+    trim(0)
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))

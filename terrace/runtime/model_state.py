@@ -16,6 +16,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.pages import Pages
 from terrace.runtime.settings import OptimizerConfig
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
@@ -48,6 +49,7 @@ class ModelState:
         held, meter = program.stage.held, meter or Meter()
         values = values or [dict(block.named_parameters()) for block in blocks]
         self.modules = {index: blocks[index] for index in held}
+        pages = Pages(program.state_bytes["gathered"] + program.state_bytes["grads_full"])
         self.flats: dict[int, tuple[FlatParam, ...]] = {}
         replacements: dict[int, nn.Parameter] = {}
         for index in held:
@@ -59,6 +61,7 @@ class ModelState:
                     program.plan,
                     torch.device(device),
                     meter,
+                    pages=pages,
                     is_copy=index in program.stage.copies,
                 )
                 for spec in program.flats[index]

@@ -8,9 +8,8 @@ members that makes a rank send B bytes, of a message of n/(n - 1) B, takes
 
 with the rate that messages of this size reach (`terrace.simulate.links`). A collective over several tiers takes the sum
 over them, since each hop waits for the one before. Coding and decoding block formats is bound by memory: bytes read and
-written over the share of the bandwidth that codecs reach, before and after the message on its lane. The memory of a
-whole block, gathered or of gradients, costs time as well where it is newly allocated each time (`kernels.fresh`). The
-constants are the cluster's; its `marks` say whether they are preset, measured or fitted.
+written over the share of the bandwidth that codecs reach, before and after the message on its lane. The constants are
+the cluster's; its `marks` say whether they are preset, measured or fitted.
 
 A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with its
 own members and padding. Messages inside a block are priced by `terrace.simulate.inside`.
@@ -30,9 +29,9 @@ from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.program.instruction import Instruction, Op
+from terrace.program.instruction import Instruction
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
-from terrace.simulate.kernels import fresh_s, gemm_s
+from terrace.simulate.kernels import gemm_s
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
 from terrace.simulate.links import hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
@@ -108,16 +107,8 @@ class Costs:
     def _own_s(self, instruction: Instruction) -> float:
         device = self.program.cluster.device
         message = self.program.message(instruction)
-        # The codec and new memory of a whole block occupy the rank, not the tier.
-        seconds = message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
-        if instruction.op in (Op.GATHER, Op.REDUCE) and message.sends:
-            flats = self.program.flats[instruction.block]
-            if instruction.op is Op.GATHER:
-                numel = sum(flat.numel for flat in flats if flat.layout.frees)
-            else:
-                numel = sum(flat.numel for flat in flats if flat.trainable)
-            seconds += fresh_s(device, numel * FORMATS[self.program.plan.compute].element_bytes)
-        return seconds
+        # The codec occupies the rank, not the tier.
+        return message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
 
     def _hops(self, instruction: Instruction) -> Iterator[tuple[int, float]]:
         for hop in self.program.message(instruction).hops:

@@ -18,7 +18,6 @@ from terrace.base.errors import ClusterError, did_you_mean
 from terrace.cluster.cluster import Device
 from terrace.plan.wire import FORMATS
 
-KEPT_BYTES = 2 << 20  # smaller freed buffers are reused, as `terrace.runtime.heap` tells the C library
 _FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
 
 
@@ -108,12 +107,3 @@ def stream_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
     """Same as `memory_s`, for kernels that only read, add and write long rows, which may be faster."""
     share = device.kernels.stream or device.kernels.memory
     return num_bytes / (device.memory_bandwidth_bytes_per_s * share) + num_kernels * device.kernels.launch_s
-
-
-def fresh_s(device: Device, num_bytes: float) -> float:
-    """Extra seconds of a buffer newly allocated from the system; 0 for small ones, which the allocator keeps."""
-    share = device.kernels.fresh
-    # Small buffers are reused; larger ones come new from the system, which costs bandwidth.
-    if not share or num_bytes < KEPT_BYTES:
-        return 0.0
-    return num_bytes / (device.memory_bandwidth_bytes_per_s * share)

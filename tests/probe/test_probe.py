@@ -41,8 +41,7 @@ from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes, orienta
 from terrace.probe.links import TierLinks
 from terrace.probe.measure import measure
 from terrace.probe.samples import Overlap, Samples, TierSamples
-from terrace.runtime import malloc
-from terrace.simulate.kernels import attention_s, fresh_s, gemm_s, memory_s, stream_s
+from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
 from tests.support.toys import cluster_of
@@ -273,7 +272,6 @@ def synthetic(true: Cluster) -> Samples:
         gemms=tuple(gemms(true.device)),
         copies=passes,
         norms=passes,
-        fresh=(),
         attention=tuple(attention),
         layers=tuple(layers(true.device)),
         launch_s=true.device.kernels.launch_s,
@@ -364,25 +362,15 @@ def test_every_rank_sends_what_the_probe_prices() -> None:
             assert found == [(2048.0, 2048.0)] * 4
 
 
-def test_a_cpu_shows_what_streams_and_what_new_memory_costs() -> None:
+def test_a_cpu_shows_what_streams() -> None:
     true = load_cluster("local")
-    kernels = replace(TRUE, memory=0.2, stream=0.7, fresh=0.4)
+    kernels = replace(TRUE, memory=0.2, stream=0.7)
     device = replace(true.device, memory_bandwidth_bytes_per_s=1e10, kernels=kernels)
     shown = synthetic(replace(true, device=replace(device, peak_flops_per_s={"fp32": 4e10, "bf16": 1e11})))
     sums = tuple(PassSample(num_bytes=size, seconds=stream_s(device, size)) for size in (1e8, 1e9))
-    new = tuple(PassSample(num_bytes=size, seconds=fresh_s(device, size)) for size in (1e7, 1e8))
-    assert all(sample.seconds > 0 for sample in new)
-    found = assemble(true, replace(shown, device="cpu", copies=sums, fresh=new)).cluster.device
+    found = assemble(true, replace(shown, device="cpu", copies=sums)).cluster.device
     assert found.kernels.stream * found.memory_bandwidth_bytes_per_s == pytest.approx(7e9, rel=0.02)
-    assert found.kernels.fresh * found.memory_bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.02)
-    assert found.marks["kernels.stream"] == found.marks["kernels.fresh"] == "fitted"
-
-
-def test_buffers_are_kept_up_to_the_size_the_runtime_says() -> None:
-    device = replace(load_cluster("local").device, kernels=replace(TRUE, fresh=0.5))
-    assert fresh_s(device, malloc._LARGE_BYTES - 1) == 0.0
-    assert fresh_s(device, malloc._LARGE_BYTES) > 0.0
-    assert fresh_s(replace(device, kernels=TRUE), 1e9) == 0.0
+    assert found.marks["kernels.stream"] == "fitted"
 
 
 def test_a_single_rank_has_no_messages() -> None:
