@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+# A parameter of a class of its own answers for `grad` through Python, unless it counts as a plain tensor.
+_AsPlain = torch._C.DisableTorchFunctionSubclass
 
 
 class GradientViews:
@@ -19,8 +23,10 @@ class GradientViews:
     def __init__(self, parameters: Sequence[nn.Parameter], extents: Sequence[tuple[int, int]]) -> None:
         """`extents` are the (start, stop) of each parameter in the buffer; the rest is padding."""
         self._parameters, self._extents = parameters, extents
-        self._missing: dict[Tensor, Tensor] = {}  # parameter -> its view, until it has its first gradient
-        self._written: dict[Tensor, Tensor] = {}  # parameter -> its view, from then on
+        # By the `id` of a parameter, since a tensor's own hash is computed in Python.
+        self._missing: dict[int, Tensor] = {}  # the view of each, until it has its first gradient
+        self._written: dict[int, Tensor] = {}  # from then on
+        self._laid_out: list[tuple[Tensor, list[Tensor]]] = []  # buffers that were open, and their views
         self._hooks: list[RemovableHandle] = []
         self._converts = False
 
@@ -28,10 +34,9 @@ class GradientViews:
         """Collect the gradients of the next backwards in `buffer` (padded elements), until `close`."""
         # Padding is reduced and counted in norms like any element, so it must be zero.
         buffer[self._extents[-1][1] :].zero_()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._detach()
         self._converts = buffer.dtype != self._parameters[0].dtype
-        self._missing = dict(zip(self._parameters, self.views(buffer), strict=True))
+        self._missing = dict(zip(map(id, self._parameters), self._views_of(buffer), strict=True))
         self._written = {}
         # Hooks stay for the life of the parameters; `_missing` tells whether a buffer is open.
         if not self._hooks:
@@ -44,44 +49,58 @@ class GradientViews:
     def _collect(self, parameter: Tensor) -> None:
         # Autograd also calls this without a gradient to add, as for a weight whose gradient is recorded.
         # The cheap question first: a parameter of a class of its own answers for `grad` through Python.
-        if parameter in self._missing and parameter.grad is not None:
+        if id(parameter) in self._missing and parameter.grad is not None:
             gradient = parameter.grad
             self.gradient_of(parameter)[0].copy_(gradient)
-        elif self._converts and parameter in self._written and parameter.grad is not None:
-            self._written[parameter].add_(parameter.grad)
+        elif self._converts and id(parameter) in self._written and parameter.grad is not None:
+            self._written[id(parameter)].add_(parameter.grad)
         if self._converts:
             parameter.grad = None
 
     def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
         """The view of `parameter`, and whether it is still uninitialised: the caller writes or adds at once."""
-        view = self._missing.pop(parameter, None)
+        view = self._missing.pop(id(parameter), None)
         if view is not None:
             self._write(parameter, view)
             return view, True
-        assert parameter in self._written, "a weight gradient was computed while no gradient buffer was open"
-        return self._written[parameter], False
+        assert id(parameter) in self._written, "a weight gradient was computed while no gradient buffer was open"
+        return self._written[id(parameter)], False
 
     def written(self, parameter: Tensor) -> Tensor | None:
         """The gradient of `parameter` so far; None without one, or without a buffer."""
-        return self._written.get(parameter)
+        return self._written.get(id(parameter))
 
     def fill_missing(self) -> None:
         """Set the gradient of parameters that got none to zero; later ones are added."""
-        for parameter, view in self._missing.items():
-            self._write(parameter, view.zero_())
-        self._missing = {}
+        for parameter in self._parameters if self._missing else ():
+            view = self._missing.pop(id(parameter), None)
+            if view is not None:
+                self._write(parameter, view.zero_())
 
     def _write(self, parameter: Tensor, view: Tensor) -> None:
-        self._written[parameter] = view
+        self._written[id(parameter)] = view
         if not self._converts:
-            parameter.grad = view
+            with _AsPlain():
+                parameter.grad = view
 
     def close(self) -> None:
         """Set missing gradients to zero and detach the parameters from the buffer."""
         self.fill_missing()
         self._written = {}
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._detach()
+
+    def _detach(self) -> None:
+        with _AsPlain():
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _views_of(self, buffer: Tensor) -> list[Tensor]:
+        for known, views in self._laid_out:
+            if known is buffer:
+                return views
+        # One is open, one may still be reduced, and one of them is the accumulated gradient.
+        self._laid_out = [*self._laid_out[-2:], (buffer, self.views(buffer))]
+        return self._laid_out[-1][1]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The part of `buffer` that belongs to each parameter, in the parameter's shape."""

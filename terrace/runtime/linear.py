@@ -56,14 +56,14 @@ class _Record:
     def release(self) -> None:
         assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
 
-    def run(self, sinks: Mapping[Tensor, Sink]) -> None:
+    def run(self, sinks: Mapping[int, Sink]) -> None:
         """Add the gradients to the views in `sinks`."""
         if self.weight is not None:
             assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
-            self._run_weight(self.inputs, *sinks[self.weight].gradient_of(self.weight))
+            self._run_weight(self.inputs, *sinks[id(self.weight)].gradient_of(self.weight))
         if self.bias is not None:
             # The first gradient is written, not added: the buffer is uninitialised.
-            gradient, first = sinks[self.bias].gradient_of(self.bias)
+            gradient, first = sinks[id(self.bias)].gradient_of(self.bias)
             if first:
                 torch.sum(self.output_gradient, 0, dtype=gradient.dtype, out=gradient)
             else:
@@ -128,7 +128,7 @@ class WeightQueue:
     autograd does on CUDA, but not while another runs the queue.
     """
 
-    def __init__(self, sinks: Mapping[Tensor, Sink], hold: bool) -> None:
+    def __init__(self, sinks: Mapping[int, Sink], hold: bool) -> None:
         self._sinks = sinks
         self._hold = hold
         self._records: deque[_Record] = deque()
@@ -138,7 +138,7 @@ class WeightQueue:
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Whether a gradient of `parameter` may be recorded here."""
-        return parameter in self._sinks
+        return id(parameter) in self._sinks
 
     def add(self, record: _Record, at_once: bool = False) -> None:
         """Take a record; one that is to be run at once is never held."""
@@ -173,13 +173,14 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._sinks: dict[Tensor, Sink] = {}
+        # By `id`, since a tensor's own hash is computed in Python; sinks keep their parameters.
+        self._sinks: dict[int, Sink] = {}
         self.current: WeightQueue | None = None
 
     def own(self, parameters: Iterable[Tensor], sink: Sink) -> None:
         """Record the gradients of `parameters` from now on, for the views of `sink`."""
         for parameter in parameters:
-            self._sinks[parameter] = sink
+            self._sinks[id(parameter)] = sink
             if parameter.requires_grad and parameter.dim() == 2:
                 # The class changes and not the object: modules, and lists made of them, have it already.
                 parameter.__class__ = Matrix
@@ -242,18 +243,17 @@ class Matrix(nn.Parameter):
             result = own(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        return _plain(func, args, kwargs)
+        return _plain(func, (), args, kwargs or {})
 
 
-def _plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Call `func` without this subclass' `__torch_function__`; a `Matrix` counts as a plain tensor."""
-    return nn.Parameter.__torch_function__(func, (), args, kwargs or {})  # type: ignore[no-untyped-call]
+# (func, types, args, kwargs): calls `func` as if a `Matrix` were a plain tensor.
+_plain: Callable[..., Any] = nn.Parameter.__torch_function__
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if type(weight) is not Matrix or torch.is_autocast_enabled(input.device.type):
+    if type(weight) is not Matrix or torch.is_autocast_enabled(input.device.type) or _is_transformed():
         return NotImplemented
-    return _Linear.apply(input, weight, bias, weight.gradients)  # type: ignore[no-untyped-call]
+    return _apply_linear(input, weight, bias, weight.gradients)
 
 
 def _embedding(
@@ -269,9 +269,9 @@ def _embedding(
         return NotImplemented
     # On CUDA rows would be added atomically: in no fixed order, and in bf16 rounded at every addition.
     special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
-    if special or input.device.type != "cpu":
+    if special or input.device.type != "cpu" or _is_transformed():
         return NotImplemented
-    return _Embedding.apply(input, weight, weight.gradients)  # type: ignore[no-untyped-call]
+    return _apply_embedding(input, weight, weight.gradients)
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}
@@ -298,7 +298,7 @@ class _Linear(torch.autograd.Function):
         # Saving only the operands that a gradient needs frees the rest early.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        return _plain(F.linear, (x, weight, bias))
+        return _plain(F.linear, (), (x, weight, bias))
 
     @staticmethod
     @_once
@@ -310,7 +310,7 @@ class _Linear(torch.autograd.Function):
         input_gradient = weight_gradient = bias_gradient = None
         # First, since the block before waits for it.
         if needs_input:
-            product = _plain(torch.mm, (rows, weight))  # (N, I)
+            product = _plain(torch.mm, (), (rows, weight))  # (N, I)
             input_gradient = product.view(*output_gradient.shape[:-1], product.shape[-1])
         records_weight = needs_weight and queue is not None
         records_bias = needs_bias and queue is not None and ctx.bias in queue
@@ -330,8 +330,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Matrix, gradients: WeightGradients) -> Any:
         ctx.save_for_backward(tokens)
-        ctx.weight, ctx.gradients, ctx.shape = weight, gradients, tuple(_plain(Tensor.size, (weight,)))
-        return _plain(F.embedding, (tokens, weight))
+        ctx.weight, ctx.gradients, ctx.shape = weight, gradients, tuple(_plain(Tensor.size, (), (weight,)))
+        return _plain(F.embedding, (), (tokens, weight))
 
     @staticmethod
     @_once
@@ -345,3 +345,9 @@ class _Embedding(torch.autograd.Function):
             return None, rows.new_zeros(ctx.shape).index_add_(0, tokens.reshape(-1), rows), None
         queue.add(_Rows(rows, tokens, ctx.weight))
         return None, None, None
+
+
+# `Function.apply` itself is half of the Python of a layer: it looks for transforms (torch.func), of which there are none.
+_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_apply_linear: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
+_apply_embedding: Callable[..., Any] = super(torch.autograd.Function, _Embedding).apply
