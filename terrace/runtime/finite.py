@@ -206,7 +206,7 @@ class _Watch:
         return backward
 
     def _gradients(self, block: int) -> Iterator[tuple[str, Tensor]]:
-        for index in self._runner._parameters_of(block):
+        for index in self._runner.parameters_of[block]:
             for flat in self._state.flats[index]:
                 if flat.spec.trainable:
                     named = zip(flat.spec.params, flat.parameters, strict=True)
@@ -217,7 +217,7 @@ class _Watch:
                     )
 
     def _bad_parameter(self, block: int) -> str:
-        for index in self._runner._parameters_of(block):
+        for index in self._runner.parameters_of[block]:
             for name, parameter in self._state.named_parameters(index):
                 if parameter.untyped_storage().nbytes() and not is_finite(parameter):
                     return f", and so is its parameter {self._names[index]}.{name}"

@@ -155,9 +155,14 @@ class FlatParam:
         self._meter.add("gathered", -self.full.nbytes)
 
     @property
-    def needs_buffer(self) -> bool:
-        """Whether a backward through these parameters needs a gradient buffer that is not there."""
-        return self.spec.trainable and not self._in_place and self._buffer is None
+    def has_buffer(self) -> bool:
+        """Whether a backward through these parameters needs a gradient buffer."""
+        return self.spec.trainable and not self._in_place
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the buffer is there."""
+        return self._buffer is not None
 
     def open_gradient(self) -> None:
         """Allocate a buffer that accumulates the gradients of the next backwards."""

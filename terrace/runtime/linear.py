@@ -20,8 +20,7 @@ Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, V 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,6 +158,8 @@ class WeightQueue:
         for the next call. On CUDA the work is enqueued on the current stream, which must be the stream of the
         backward, and the host does not wait.
         """
+        if not self._records:
+            return
         with torch.no_grad():
             while self._records:
                 record = self._records.popleft()
@@ -190,15 +191,21 @@ class WeightGradients:
     def queue(self, hold: bool) -> WeightQueue:
         return WeightQueue(self._sinks, hold)
 
-    @contextmanager
-    def recorded_in(self, queue: WeightQueue) -> Iterator[None]:
-        """Record in `queue` the weight gradients of the backward that the body runs."""
+    def recorded_in(self, queue: WeightQueue) -> "_Recorded":
+        """Record in `queue` the weight gradients of the backward that the body of a `with` runs."""
+        return _Recorded(self, queue)
+
+
+class _Recorded:
+    def __init__(self, gradients: WeightGradients, queue: WeightQueue) -> None:
+        self._gradients, self._queue = gradients, queue
+
+    def __enter__(self) -> None:
+        self._before, self._gradients.current = self._gradients.current, self._queue
+
+    def __exit__(self, *_: object) -> None:
         # Restored on every exit, so that a nested or failed backward leaves no queue behind.
-        before, self.current = self.current, queue
-        try:
-            yield
-        finally:
-            self.current = before
+        self._gradients.current = self._before
 
 
 def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor, at_once: bool = False) -> bool:
@@ -347,7 +354,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-# `Function.apply` itself is half of the Python of a layer: it looks for transforms (torch.func), of which there are none.
+# `Function.apply` itself is half of the Python of a layer: it looks for transforms (torch.func), absent here.
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _apply_linear: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
 _apply_embedding: Callable[..., Any] = super(torch.autograd.Function, _Embedding).apply

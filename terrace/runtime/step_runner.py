@@ -83,6 +83,12 @@ class StepRunner:
         for flat in state if not compiled else ():
             if flat.spec.trainable:
                 weights.own(flat.parameters, flat.gradients)
+        # What an instruction of a block needs, found once: no look-ups in the middle of a step.
+        self.parameters_of = {block: (block, *program.blocks[block].borrows) for block in state.modules}
+        self._buffered = {
+            block: tuple(flat for needed in blocks for flat in state.flats[needed] if flat.has_buffer)
+            for block, blocks in self.parameters_of.items()
+        }
         self._edge = next((axis.edge for axis in axes if axis.edge is not None), None)
         self._recomputed = recomputed(program.plan, program.blocks)
         self._last = len(program.blocks) - 1
@@ -131,23 +137,23 @@ class StepRunner:
         """
         program = self._program = program or self._comm.program
         assert len(batches) == program.num_micros, f"{len(batches)} micro-batches for {program.num_micros}"
-        self._batches = batches
-        self._lr = lr
+        self._trains, self._batches, self._lr = program.trains, batches, lr
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._loss = torch.zeros((), dtype=torch.float64, device=self._comm.device)
         self._activations = Activations(program, self._stages, self._edge, self._loss.device)
         self._clock.start()
-        for counter, instruction in enumerate(program.instructions):
-            self._counter = counter
-            # Reported before it runs: a rank that hangs names the instruction it hangs in.
-            self._progress(counter, instruction, ())
-            self._handlers[instruction.op](instruction)
+        handlers, progress = self._handlers, self._progress
+        with torch.set_grad_enabled(self._trains):
+            for self._counter, self._now in enumerate(program.instructions):
+                # Reported before it runs: a rank that hangs names the instruction it hangs in.
+                progress(self._counter, self._now, ())
+                handlers[self._now.op](self._now)
         self.declared_bytes.update(program.sent_bytes)
         return self._sums
 
     def _tell_waiting(self, ranks: tuple[int, ...]) -> None:
-        self._progress(self._counter, self._program.instructions[self._counter], ranks)
+        self._progress(self._counter, self._now, ranks)
 
     def drain(self) -> None:
         """Wait for all refreshes under way."""
@@ -158,6 +164,7 @@ class StepRunner:
         self._progress(pending.counter, pending.instruction, self._comm.participants(pending.instruction))
         pending.ticket.wait()
         self._clock.mark(category)
+        self._progress(self._counter, self._now, ())
 
     def _submit(self, work: Callable[[], None], after: Pending | None = None) -> Pending:
         def when_ready() -> None:
@@ -165,16 +172,12 @@ class StepRunner:
                 after.ticket.wait()
             work()
 
-        now = self._program.instructions[self._counter]
-        message = self._program.message(now)
+        message = self._program.message(self._now)
         lane = self._lanes[message.lane] if message.sends else HERE  # without peers there is no lane
-        return Pending(lane.submit(when_ready), self._counter, now)
-
-    def _parameters_of(self, block: int) -> tuple[int, ...]:
-        return (block, *self._program.blocks[block].borrows)
+        return Pending(lane.submit(when_ready), self._counter, self._now)
 
     def _await_parameters(self, block: int) -> None:
-        for needed in self._parameters_of(block):
+        for needed in self.parameters_of[block]:
             if needed in self._gathers:
                 pending = self._gathers.pop(needed)
                 self._wait(pending, "wait gather_backward" if pending.instruction.backward else "wait gather")
@@ -193,9 +196,8 @@ class StepRunner:
             flat.free()
 
     def _forward(self, now: Instruction) -> None:
-        trains, self._clock.doing = self._program.trains, "forward"
+        trains, self._clock.doing = self._trains, "forward"
         self._await_parameters(now.block)
-        self._progress(self._counter, now, ())
         inputs = self._batches[now.micro].inputs
         if now.block > 0:
             # Detached: the block's graph begins here, and its input gradient can be sent by itself.
@@ -209,8 +211,11 @@ class StepRunner:
             return
         # Dropout must draw the same masks when the forward runs again.
         state = random_state(inputs.device) if trains and now.block in self._recomputed else None
-        with torch.set_grad_enabled(trains and state is None):
+        if state is None:
             output = self._run_block(now.block, inputs, now.micro)
+        else:
+            with torch.no_grad():
+                output = self._run_block(now.block, inputs, now.micro)
         if trains:
             self._kept[now.block, now.micro] = _Kept(inputs, output if state is None else None, state)
         if now.block == self._last:
@@ -231,9 +236,7 @@ class StepRunner:
         # the FREE of the block may run before that; its REDUCE must not.
         self._clock.doing = "backward"
         self._await_parameters(now.block)
-        for needed in self._parameters_of(now.block):
-            self._open_gradients(needed)
-        self._progress(self._counter, now, ())
+        self._open_gradients(now.block)
         kept = self._kept.pop((now.block, now.micro))
         queue = self._due[now.block, now.micro] = self._weights.queue(hold)
         if now.block == self._last and self._chunked is not None:
@@ -259,9 +262,7 @@ class StepRunner:
 
     def _backward_weight(self, now: Instruction) -> None:
         self._clock.doing = "backward"
-        for needed in self._parameters_of(now.block):
-            self._open_gradients(needed)
-        self._progress(self._counter, now, ())
+        self._open_gradients(now.block)
         self._due.pop((now.block, now.micro)).run()
         self._clock.mark(self._clock.doing)
 
@@ -278,9 +279,7 @@ class StepRunner:
         if pending is None:
             return self._activations.take(key)
         self._wait(pending, f"wait {MessageClass.PIPELINE.value}")
-        values = self._activations.take(key)
-        self._progress(self._counter, self._program.instructions[self._counter], ())
-        return values
+        return self._activations.take(key)
 
     def _recv(self, now: Instruction) -> None:
         self._activations.receive(now, self._counter)
@@ -297,12 +296,12 @@ class StepRunner:
         self._clock.mark(f"wait {MessageClass.TIE.value}")
 
     def _open_gradients(self, block: int) -> None:
-        closed = [flat for flat in self._state.flats[block] if flat.needs_buffer]
-        # At most one gradient stays in flight while the next is made: the memory formula counts two.
-        while closed and len(self._reductions) > 1:
-            self._finish_reduction()
-        for flat in closed:
-            flat.open_gradient()
+        for flat in self._buffered[block]:
+            if not flat.is_open:
+                # At most one gradient stays in flight while the next is made: the memory formula counts two.
+                while len(self._reductions) > 1:
+                    self._finish_reduction()
+                flat.open_gradient()
 
     def _reduce(self, now: Instruction) -> None:
         flats, transfers = self._state.flats[now.block], self._program.message(now).transfers
