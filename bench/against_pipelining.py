@@ -4,7 +4,8 @@
     interleaved   two chunks per rank, one after the other round the ranks
     zbv           two chunks per rank, down the ranks and up again, input and weight gradients apart
     data          1f1b over half of the ranks, twice: stages are replicated        DistributedDataParallel in torch
-    zero3         the same, all model state of a stage sharded over the two        FSDP2 in torch
+    zero3         the same, model state of a stage placed by the planner           FSDP2 in torch, whole during a step
+    gathered      the same, all of it sharded, gathered for each micro-batch       the same
 
 The same decoder, cut in the same places, the same initial values and batches, fp32, the same AdamW and clipping. Each
 library has its own processes for each row. They take turns step by step, and the waiting one sits at a barrier. A step
@@ -16,7 +17,7 @@ for torch the most at one time, tensor by tensor; for the engine the sum of the 
 and sharded). Both columns give the largest rank, and the mean over ranks.
 
 Targets: the engine is at least as fast as torch under the same schedule, with the same losses and gradient norms; under
-zero3 at most 1.1 of torch's time, and no rank's peak above torch's largest.
+zero3 at most 1.1 of torch's time, and under both of the last no rank's peak above torch's largest.
 """
 
 import gc
@@ -48,17 +49,22 @@ from bench.common import (
 from bench.lab import counters
 from bench.torch_pipelining import Pipeline, Trainer
 from bench.turns import DTYPES, LIBRARIES, Train
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs, num_params
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.presets import preset
+from terrace.planner.pins import parse_pins
+from terrace.planner.search import find
+from terrace.planner.space import Space
+from terrace.planner.task import Task, plan_of
+from terrace.program.schedules.registry import schedule_names
 from terrace.runtime.engine import Engine
 from terrace.runtime.gathered import gather_plain
 
 KEPT = ("params", "secondary", "gathered", "grads", "grads_full")  # of the engine's categories of memory
 SHARDED_GOAL = 1.1  # of torch's time, with less memory
 _BOUND = "a block's Python around each instruction, where products are small"
-_SHARDED_BOUND = "the engine gathers each block for each micro-batch, and torch once a step"
 HEADER = ["ranks", "case", "who", "rounds", "median s", "min s", "CPU s", "peak MB (mean)", "kept MB (mean)"]
 HEADER += ["engine / torch (quartiles)", "loss diff", "norm diff", "target"]
 
@@ -71,6 +77,7 @@ class Case:
     num_chunks: int = 1  # virtual stages a rank
     num_data_ranks: int = 1
     sharded: bool = False  # over the data ranks
+    planned: bool = False  # the engine's placements are the planner's
 
 
 CASES = {
@@ -78,7 +85,8 @@ CASES = {
     "interleaved": Case(schedule="interleaved", num_chunks=2),
     "zbv": Case(schedule="zbv", num_chunks=2),
     "data": Case(schedule="1f1b", num_data_ranks=2),
-    "zero3": Case(schedule="1f1b", num_data_ranks=2, sharded=True),
+    "zero3": Case(schedule="1f1b", num_data_ranks=2, sharded=True, planned=True),
+    "gathered": Case(schedule="1f1b", num_data_ranks=2, sharded=True),
 }
 
 
@@ -154,10 +162,9 @@ def engine_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
         cluster = local_cluster({"package": case.num_data_ranks, "node": pipeline.num_stage_ranks})
         mapping = {"package": {"data": case.num_data_ranks}, "node": {"pipeline": pipeline.num_stage_ranks}}
     where = "package" if case.sharded else "device"
+    placed = planned(job, case, cluster) if case.planned else dict.fromkeys(("params", "grads", "optimizer"), where)
     changes: dict[str, Any] = {
-        "params": where,
-        "grads": where,
-        "optimizer": where,
+        **placed,
         "mapping": mapping,
         "schedule": case.schedule if case.num_chunks == 1 else f"{case.schedule}:{case.num_chunks}",
         "stages": pipeline.stages,
@@ -178,6 +185,18 @@ def engine_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
     )
     train = turns.engine_train(engine)
     return Contestant(train=train, kept_bytes=partial(_metered, engine), finish=partial(_end, engine))
+
+
+def planned(job: Job, case: Case, cluster: Cluster) -> dict[str, str]:
+    """Where the planner places the states of a case, with all else as in the case."""
+    num_stages, batch = cluster.world_size // case.num_data_ranks, job.micros * job.batch * case.num_data_ranks
+    task = Task(model=job.model, cluster=cluster, batch=batch, sequence=job.sequence, compute="fp32", master="fp32")
+    pins = [f"pipeline={num_stages}", f"micro_batch={job.batch}", "recompute=none", f"schedule={case.schedule}"]
+    space = Space(task=task, axes=("data", "pipeline"), pins=parse_pins(pins, cluster, schedule_names()))
+    found, _ = find(space, count=1)
+    plan = plan_of(task, found.best[0].candidate)
+    assert plan.mapping == {"node": {"pipeline": num_stages}}, "data ranks are inside the package"
+    return {"params": plan.params, "grads": plan.grads, "optimizer": plan.optimizer}
 
 
 def _metered(engine: Engine, batches: Sequence[Batch]) -> int:
@@ -243,9 +262,12 @@ def verdict(num_ranks: int, job: Job, name: str, results: dict[str, Result]) -> 
     """Claims of case `name` about time, and memory where it counts, and what is wrong with its numbers."""
     ours, theirs = results["engine"], results["torch"]
     text, rival = f"pipeline of {num_ranks} ranks, {name}, hidden {job.hidden}", versioned("torch", "pipelining")
-    goal, bound = (SHARDED_GOAL, _SHARDED_BOUND) if CASES[name].sharded else (turns.GOAL, _BOUND)
-    claims = [compared(text, ours.timing.wall_s, theirs.timing.wall_s, goal, rival=rival, bound=bound)]
-    if CASES[name].sharded:
+    case, goal = CASES[name], SHARDED_GOAL if CASES[name].sharded else turns.GOAL
+    claims = []
+    # What is gathered for each micro-batch takes less memory, not less time.
+    if case.planned or not case.sharded:
+        claims.append(compared(text, ours.timing.wall_s, theirs.timing.wall_s, goal, rival=rival, bound=_BOUND))
+    if case.sharded:
         peaks = [max(ours.peak_bytes)], [max(theirs.peak_bytes)]
         claims.append(compared(f"{text}: largest peak of a rank", *peaks, 1.0, rival=rival))
     return claims, turns.differences(text, ours, theirs, job.dtype)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.against_pipelining import CASES, HEADER, Job, Result, contest, pipeline_for, rows, verdict
-from bench.common import ADAMW, Timing, real_blocks, torch_adamw
+from bench.against_pipelining import CASES, HEADER, Job, Result, contest, pipeline_for, planned, rows, verdict
+from bench.common import ADAMW, Timing, local_cluster, real_blocks, torch_adamw
 from bench.torch_pipelining import Pipeline
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
@@ -93,6 +93,11 @@ def test_stages() -> None:
         pipeline_for(TINY, 16, CASES["1f1b"])
 
 
+def test_the_planner_keeps_parameters_whole_in_a_stage() -> None:
+    case, cluster = CASES["zero3"], local_cluster({"package": 2, "node": 2})
+    assert planned(Job(), case, cluster) == {"params": "device", "grads": "device", "optimizer": "package"}
+
+
 def result(wall_s: float, loss: float = 5.0, norm: float = 2.0, peak: int = 100) -> Result:
     return Result(Timing([wall_s] * 2, [wall_s] * 2, [loss] * 4, [10] * 2), [norm] * 4, [peak, 90], [50, 40])
 
@@ -112,6 +117,8 @@ def test_a_slow_a_large_or_a_wrong_engine_fails() -> None:
     assert against(result(1.1), "zero3") == []
     assert "1.2" in against(result(1.2), "zero3")[0]
     assert "peak" in against(result(0.9, peak=101), "zero3")[0]
+    assert against(result(1.2), "gathered") == []
+    assert "peak" in against(result(0.9, peak=101), "gathered")[0]
     assert against(result(0.9, peak=101), "1f1b") == []
     assert "differ" in against(result(0.9, loss=5.0 + 1e-6), "1f1b")[0]
     assert "differ" in against(result(0.9, norm=2.0 + 1e-6), "1f1b")[0]
