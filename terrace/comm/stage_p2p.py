@@ -48,13 +48,13 @@ class StageP2P:
         self._groups, self._mesh, self._tiers, self._ledger, self._pacer = groups, mesh, tiers, ledger, pacer
         self._rank, self._stage = rank, mesh.stage(rank)
         self._lanes: dict[int, ThreadLane] = {}
+        self._peers: dict[int, tuple[int, str]] = {}
         self.around: Callable[[Callable[[], None]], Callable[[], None]] | None = None  # times a send, in a traced step
 
     def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
         """Start sending contiguous `values`; do not modify them until the ticket is done."""
-        peer = self._mesh.at_stage(self._rank, stage)
+        peer, tier = self._peer(stage)
         group = self._groups.between(peer, upward=self._stage < stage)
-        tier = self._tiers[self._mesh.edge_tier(self._stage, stage)]
         self._ledger.add(message, tier, values.nbytes)
         if self._groups.backend == "nccl":
             return _WorkTicket(dist.isend(values, peer, group=group))
@@ -74,9 +74,16 @@ class StageP2P:
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
         """Start receiving into contiguous `values`; read them only after waiting for the ticket."""
-        peer = self._mesh.at_stage(self._rank, stage)
+        peer, _ = self._peer(stage)
         group = self._groups.between(peer, upward=stage < self._stage)
         return _WorkTicket(dist.irecv(values, peer, group=group))
+
+    def _peer(self, stage: int) -> tuple[int, str]:
+        # The counterpart in a stage, and the outermost tier between.
+        if stage not in self._peers:
+            tier = self._tiers[self._mesh.edge_tier(self._stage, stage)]
+            self._peers[stage] = self._mesh.at_stage(self._rank, stage), tier
+        return self._peers[stage]
 
     @property
     def failed(self) -> bool:
