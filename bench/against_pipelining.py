@@ -50,6 +50,7 @@ from bench.lab import counters
 from bench.torch_pipelining import Pipeline, Trainer
 from bench.turns import DTYPES, LIBRARIES, Train
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, num_params
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
@@ -188,7 +189,10 @@ def engine_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
 
 
 def planned(job: Job, case: Case, cluster: Cluster) -> dict[str, str]:
-    """Where the planner places the states of a case, with all else as in the case."""
+    """Where the planner places the states of a case on tiers like the ones of preset `local`, with all else given."""
+    local = load_cluster("local")
+    links = [replace(local.tiers[0], name=tier.name, size=tier.size) for tier in cluster.tiers]
+    cluster = replace(local, tiers=tuple(links))
     num_stages, batch = cluster.world_size // case.num_data_ranks, job.micros * job.batch * case.num_data_ranks
     task = Task(model=job.model, cluster=cluster, batch=batch, sequence=job.sequence, compute="fp32", master="fp32")
     pins = [f"pipeline={num_stages}", f"micro_batch={job.batch}", "recompute=none", f"schedule={case.schedule}"]

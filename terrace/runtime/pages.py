@@ -21,6 +21,7 @@ from torch import Tensor
 LEAST_BYTES = 1 << 20  # smaller ones come from malloc, which keeps them; a guess
 _LARGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14  # of madvise(2), on Linux
+_NORESERVE = 0x4000  # of mmap(2): addresses without pages are no promise of memory
 _MOVE = 1 | 2 | 4  # of mremap(2): MAYMOVE, FIXED, DONTUNMAP
 
 
@@ -42,7 +43,10 @@ class Pages:
         size = _whole_pages(numel * dtype.itemsize)
         if device.type != "cpu" or size < LEAST_BYTES or not _moves_pages():
             return torch.empty(numel, dtype=dtype, device=device)
-        memory = mmap(-1, size + _LARGE_PAGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        try:
+            memory = mmap(-1, size + _LARGE_PAGE, flags=MAP_PRIVATE | MAP_ANONYMOUS | _NORESERVE)
+        except OSError:  # a limit on addresses
+            return torch.empty(numel, dtype=dtype, device=device)
         begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         skipped = -begin % _LARGE_PAGE
         # Not its end: a large page there would hold more than the buffer.
