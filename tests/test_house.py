@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -112,6 +113,12 @@ def test_no_test_module_is_imported(path: Path) -> None:
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None}
     assert not [name for name in imported if name.rpartition(".")[2].startswith("test_")]
+
+
+def test_names_of_test_modules_are_unique() -> None:
+    """Their folders are no packages, so two of one name would be one module."""
+    names = Counter(path.name for path in SOURCES if path.name.startswith("test_"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_planning_works_without_torch() -> None:
