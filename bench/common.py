@@ -25,7 +25,7 @@ from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 
-ADAMW = OptimizerConfig(lr=1e-3)
+ADAMW = OptimizerConfig(lr=1e-4)  # small, or rounding in bf16 grows into other losses within thirty steps
 _HELP = {"batch": "sequences of a micro-batch", "micros": "micro-batches of a step"}
 
 Step = Callable[[int], float]  # the number of a step -> its loss

@@ -9,10 +9,19 @@ def main() -> int:
     try:
         # Importing takes a moment, in which Ctrl-C shall print one line, too.
         code: int = import_module("terrace.cli.main").main()
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not _is_interrupt(error):
+            raise
         print("terrace: interrupted", file=sys.stderr)
         return 130
     return code
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    # Code that is interrupted may turn that into an error of its own, as Python does in the body of a class.
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":

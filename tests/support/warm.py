@@ -115,7 +115,7 @@ def _command(
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # one may have come meanwhile
         code = main()
-    except KeyboardInterrupt:  # as in terrace/__main__.py
+    except KeyboardInterrupt:  # as in terrace/__main__.py, but that nothing is left to import
         print("terrace: interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)
