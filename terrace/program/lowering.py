@@ -80,7 +80,7 @@ def build_stages(
 
 
 def frame_of(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Program:
-    """A program without instructions: what follows from the plan, for the programs of all stages.
+    """A program without instructions: values that follow from the plan, shared by the programs of all stages.
 
     Arguments and errors as in `build`.
     """

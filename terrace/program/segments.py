@@ -1,7 +1,7 @@
 """Instructions as bodies: the same short run of instructions for one micro-batch after the other.
 
 A stage passes few chunks in few ways, so lowering makes few bodies and says in which order micro-batches take them.
-What counts, prices or plays a program reads the bodies; the instructions are written out for whoever asks for them.
+Counting, pricing and playing read the bodies; other readers get the instructions written out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -110,7 +110,7 @@ def _reduced(frame: Program) -> dict[int, tuple[Instruction, ...]]:
 
 
 class _Edge(NamedTuple):
-    """What a group sends to another stage, or reads from one: a block's output, or the gradient of its input."""
+    """A message that a group sends to another stage or reads from one: a block's output, or its input's gradient."""
 
     peer: int
     block: int

@@ -114,7 +114,7 @@ class Engine:
             device=self.device,
             meter=self.comm.meter,
         )
-        # Now, so that what initial values took is returned.
+        # Now, so that the memory of initial values is returned.
         if self.device.type == "cpu":
             keep_freed_memory()
         if compiled:

@@ -1,4 +1,4 @@
-"""What a stage does in a step, in order, as seen by the others: alone, after a message, or together with them.
+"""The moves of a stage in a step, in order: alone, after a message, or together with other stages.
 
 A stage passes its chunks in few bodies (terrace.program.segments), so each body is read once for all micro-batches.
 """

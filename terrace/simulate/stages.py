@@ -143,7 +143,7 @@ class _Noting(Rank):
 
 
 class _Clock(NamedTuple):
-    """What stages know of each other, and who waits for it."""
+    """Messages and ends of steps that stages share, and the stages that wait for them."""
 
     arrived_s: dict[int, float]  # of every message
     met_s: dict[_Place, dict[int, tuple[float, int]]]  # where stages meet: when each came, its last span

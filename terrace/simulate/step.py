@@ -69,12 +69,12 @@ class Step:
 
     @cached_property
     def frame(self) -> Program:
-        """What all its programs share; raises `PlanError` for a plan that cannot run."""
+        """Program without instructions that all its programs share; raises `PlanError` for a plan that cannot run."""
         return frame_of(self.cluster, self.plan, self.blocks, self.num_micros, self.sequence)
 
     @cached_property
     def costs(self) -> Costs:
-        """Prices of what its programs share; raises `PlanError` when the plan and the work disagree."""
+        """Prices of blocks, the same in all its programs; raises `PlanError` when the plan and the work disagree."""
         return step_costs(self.frame, self.work)
 
 
@@ -247,7 +247,7 @@ def play_stages(
 ) -> tuple[list[Costs], list[dict[str, float]]]:
     """Costs of the programs of all stages, and seconds by category, played together; `work` as in `Step`.
 
-    `known` are prices of what the programs share.
+    `known` are prices of blocks that the programs share.
     """
     first = known or step_costs(programs[0], work)
     # Blocks cost the same everywhere; the optimizer's constant is with a stage's last.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import tomli_w
 
@@ -37,6 +37,9 @@ from terrace.train.folder import with_folder
 from terrace.train.planned import TASK, read_planned
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
+
+if TYPE_CHECKING:
+    from terrace.simulate.step import Step
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
 _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
@@ -148,6 +151,21 @@ class RunConfig:
     def num_micros(self) -> int:
         return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.train.batch)
 
+    def step(self) -> "Step":
+        """A step of the run, to be predicted on the figures of the cluster's file."""
+        # Imported here: many commands read a run and predict nothing.
+        from terrace.simulate.footprint import work_of
+        from terrace.simulate.step import Step
+
+        return Step(
+            cluster=self.cluster,
+            plan=self.plan,
+            blocks=self.blocks(),
+            num_micros=self.num_micros(),
+            sequence=self.train.sequence,
+            work=work_of(self.cluster, self.plan, self.model, self.train.sequence, documents=self.has_documents),
+        )
+
 
 def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]) -> RunConfig:
     """The checked configuration.
@@ -224,18 +242,8 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
 def _with_best_numbers(run: RunConfig, free: Sequence[str]) -> RunConfig:
     # Imported here: a finished run names its numbers, and who reads it needs no planner.
     from terrace.planner.numbers import with_best_numbers
-    from terrace.simulate.footprint import work_of
-    from terrace.simulate.step import Step
 
-    step = Step(
-        cluster=run.cluster,
-        plan=run.plan,
-        blocks=run.blocks(),
-        num_micros=run.num_micros(),
-        sequence=run.train.sequence,
-        work=work_of(run.cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents),
-    )
-    return replace(run, plan=with_best_numbers(step, free).plan)
+    return replace(run, plan=with_best_numbers(run.step(), free).plan)
 
 
 def sections_with(key: str) -> list[str]:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import forward_flops
-from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig
 from terrace.train.utilisation import Utilisation, utilisation
@@ -16,17 +15,9 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
     The run's own cluster, with figures from a probe or a data sheet, prices compute kernel by kernel. A measured one
     holds the FLOP/s of a layer. Blocks are shared among stages by the run's own cluster, which is equal on every rank.
     """
-    own = Step(
-        cluster=run.cluster,
-        plan=run.plan,
-        blocks=run.blocks(),
-        num_micros=run.num_micros(),
-        sequence=run.train.sequence,
-        work=work_of(run.cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents),
-    )
     # Stages are resolved on the run's cluster: measured constants could share the blocks differently than the engine
     # did.
-    own = resolved(own)
+    own = resolved(run.step())
     if cluster is None or cluster is run.cluster:
         return own
     sizes = (run.plan.micro_batch, run.train.sequence)
