@@ -67,7 +67,8 @@ def _dtype_words(run: RunConfig) -> str:
                 f'warning: plan.compute = "bf16": products take {slowdown:.1f} times as long as in fp32 on this CPU '
                 '(measured); plan.compute = "fp32" with plan.messages = "bf16" sends as few bytes\n\n'
             )
-    if plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:
+    sends = run.cluster.world_size > 1
+    if sends and plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:
         return (
             f"computes in fp32, sends parameters and gradients in bf16: by the cluster's file the CPU takes "
             f"{device.bf16_slowdown:.1f} times as long for products in bf16\n\n"
