@@ -1,8 +1,8 @@
 """What holds for the whole suite.
 
-Property tests draw the same examples in every run, so that a change is judged by what it changes.
-`pytest --hypothesis-profile=explore` draws new ones. They have no deadline of their own: on a busy machine any would
-be missed now and then.
+Property tests draw the same examples in every run of the same files, nearly: Hypothesis also draws numbers that it
+finds in the modules loaded so far. `pytest --hypothesis-profile=explore` draws new ones. They have no deadline of
+their own: on a busy machine any would be missed now and then.
 
 `make test` runs two files at a time, each whole, since its tests share what they set up. Files that use the pool of
 eight ranks are one unit, which runs beside the others: so at most one pool is at work, and the two cores are not asked

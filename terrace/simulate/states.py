@@ -8,8 +8,8 @@ all tiers inside):
 
 A window of blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the gradients of two
 neighbours, and with either the matrix that a tied head borrows. During the update Muon has the whole matrices of two
-layers. `terrace.plan.memory` counts the same by walking
-through the visits; for plans that use only the data axis both give the same bytes.
+layers. `terrace.plan.memory` counts the same by walking through the visits; for plans that use only the data axis both
+give the same bytes.
 
 Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
 are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. A tied head on
@@ -173,6 +173,21 @@ def gathered_numels(stage: StageBlocks, prefetch: int) -> tuple[int, ...]:
     return tuple(most)
 
 
+def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool, bool]:
+    """Whether some block is gathered a second time for a forward, and whether one is for a backward.
+
+    A block stays between two visits that are at most `max(1, prefetch)` apart (terrace.plan.residency). It is visited
+    with each block that borrows it, on the way forward and on the way back. With `again` another unit follows.
+    """
+    last, reach = len(stage.order) - 1, max(1, prefetch)
+    readers: dict[int, list[int]] = {block: [block] for block in range(len(stage.order))}
+    for borrower, lender in sorted(stage.lent):
+        readers[lender].append(borrower)
+    apart = any(later - before > reach for each in readers.values() for before, later in pairwise(each))
+    turns = any(2 * (last - each[-1]) + 1 > reach for each in readers.values())
+    return apart or (again and 2 * last + 1 > reach), apart or turns
+
+
 @lru_cache(maxsize=16384)
 def orthogonal_numels(stage: StageBlocks) -> tuple[int, ...]:
     """Elements of every layer whose matrices Muon updates whole, in order."""
@@ -315,11 +330,9 @@ def _messages(
         cases.append((MessageClass.ORTHOGONALISE, None, matrices))
     if layout.gathers:
         cases.append((MessageClass.GATHER, together.params, largest))
-        if 2 * len(stage.order) - 1 > max(1, prefetch):  # else every block stays for the whole step
-            cases.append((MessageClass.GATHER_BACKWARD, together.params_backward, largest))
-            # A borrower far from its lender gathers it for a second forward.
-            lends_late = any(borrower - lender > max(1, prefetch) for borrower, lender in stage.lent)
-            cases += [(MessageClass.GATHER, together.params_backward, largest)] if again or lends_late else []
+        forward, backward = gathers_again(stage, prefetch, again)
+        cases += [(MessageClass.GATHER_BACKWARD, together.params_backward, largest)] if backward else []
+        cases += [(MessageClass.GATHER, together.params_backward, largest)] if forward else []
     lanes: dict[int, int] = {}
     for message, source, numel in cases:
         reduction, gathering = block_hops(layout, plan, message, numel, source)

@@ -64,6 +64,18 @@ def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
     assert closed_form(plan, sizes, blocks, num_micros) == model_state_bytes(cluster, plan, blocks, num_micros)
 
 
+def test_what_is_read_often_stays() -> None:
+    """With `prefetch` above the distance of any two readers no block is gathered twice, so no such message is kept."""
+    cluster = cluster_of(2, 2, 2)
+    plan = replace(preset("three-level", cluster), wire={"gather_backward": {"package": "fp8"}}, compute="bf16")
+    _, _, _, two_lookups = differing(replace(LLAMA, num_layers=1, vocab_size=5, tied_embeddings=True))
+    for prefetch in range(9):
+        for num_micros in (1, 2):
+            chosen = replace(plan, prefetch=prefetch)
+            found = closed_form(chosen, (2, 2, 2), two_lookups, num_micros)
+            assert found == model_state_bytes(cluster, chosen, two_lookups, num_micros), (prefetch, num_micros)
+
+
 def test_presets_too() -> None:
     for name in PRESETS:
         cluster = cluster_of(2, 2, 2)
