@@ -4,22 +4,23 @@ A `ModelConfig` describes the computation, under the same names for every family
 file format. The blocks are "embedding", "layers.0" ... and "head", in this order, and their parameters are named and
 shaped exactly as the modules of `terrace.model.decoder`.
 
-Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D head_dim.
+Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D head_dim, E experts.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
 from terrace.base.schema import read_table
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.config import read_fields, without_dropout, write_table
 from terrace.model.hf.families import ACTIVATIONS, FAMILIES
 from terrace.model.rope import RopeScaling
-from terrace.model.spec import BlockSpec, Computes, ParamSpec
+from terrace.model.spec import STACKED, BlockSpec, Computes, ParamSpec
 
 _SIZES = (
     "vocab_size",
@@ -38,7 +39,10 @@ _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The computation of a decoder. Raises `ModelError` for a configuration of no possible model."""
+    """The computation of a decoder. Raises `ModelError` for a configuration of no possible model.
+
+    Layers are alike but for their MLP: with `experts` most of them have a mixture in its place (`of_layer`).
+    """
 
     family: str  # one of FAMILIES: the layout of its config.json and of its weight files
     vocab_size: int
@@ -64,6 +68,7 @@ class ModelConfig:
     qk_norm: bool = False  # an rms norm over every head of query and key, before RoPE
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
+    experts: ExpertsConfig | None = None  # None: every layer has an MLP
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -95,6 +100,7 @@ class ModelConfig:
         if self.rotary_dim and not 0 < self.rope_theta < math.inf:
             raise ModelError(f"rope_theta = {self.rope_theta} must be positive and finite")
         self._check_attention()
+        self._check_experts(names)
         if not 0 < self.norm_eps < math.inf:
             raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive and finite")
         if not 0 < self.init_std < math.inf:
@@ -116,6 +122,20 @@ class ModelConfig:
         # Two ways to say one thing would make equal models compare unequal.
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
+
+    def _check_experts(self, names: Mapping[str, str]) -> None:
+        if self.experts is None:
+            return
+        # Experts are gated and without biases; where a weight goes in front of `down` relies on it.
+        if not self.gated_mlp or self.mlp_bias:
+            raise ModelError("experts are gated MLPs without biases: use gated_mlp and no mlp_bias")
+        fields = {name.removeprefix("experts."): key for name, key in names.items() if name.startswith("experts.")}
+        self.experts.check(self.num_layers, fields)
+
+    def of_layer(self, index: int) -> "ModelConfig":
+        """The configuration of one layer: without `experts` where it has an MLP."""
+        dense = self.experts is not None and index in self.experts.dense_layers
+        return replace(self, experts=None) if dense else self
 
     @property
     def learned_positions(self) -> bool:
@@ -194,14 +214,15 @@ def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
         places = config.max_positions
         dims = (("positions", places), ("hidden", hidden))
         embedding.append(ParamSpec(name="positions", shape=(places, hidden), dims=dims))
-    # One tuple for all layers: caches recognise alike blocks by its identity.
-    layer = tuple(_layer_params(config))
+    # One tuple for all layers of a kind: caches recognise alike blocks by its identity.
+    kinds = {of: tuple(_layer_params(of)) for of in {config.of_layer(index) for index in range(config.num_layers)}}
+    layers = [config.of_layer(index) for index in range(config.num_layers)]
     output = [] if config.tied_embeddings else [lookup]
     return (
         DecoderBlock(name="embedding", params=tuple(embedding), computes=Computes.LOOK_UP, config=config),
         *(
-            DecoderBlock(name=f"layers.{index}", params=layer, computes=Computes.RESIDUAL, config=config)
-            for index in range(config.num_layers)
+            DecoderBlock(name=f"layers.{index}", params=kinds[layer], computes=Computes.RESIDUAL, config=layer)
+            for index, layer in enumerate(layers)
         ),
         DecoderBlock(
             name="head",
@@ -214,14 +235,15 @@ def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
 
 
 def model_of(blocks: Sequence[BlockSpec]) -> ModelConfig:
-    """The sizes of a model that its blocks share: of the first that attends, else of the first that has any.
+    """The sizes of a model that its blocks share: of the first layer with experts, else of the first layer, else any.
 
     Raises `ModelError` where no block has any.
     """
     known = [block for block in blocks if isinstance(block, DecoderBlock)]
     if not known:
         raise ModelError("no block declares what it computes: give specs of block_specs, or the seconds of each block")
-    return next((block for block in known if block.computes is Computes.RESIDUAL), known[0]).config
+    layers = [block.config for block in known if block.computes is Computes.RESIDUAL]
+    return next((config for config in layers if config.experts is not None), (layers or [known[0].config])[0])
 
 
 def num_params(config: ModelConfig) -> int:
@@ -229,18 +251,24 @@ def num_params(config: ModelConfig) -> int:
     return sum(param.numel for block in block_specs(config) for param in block.params)
 
 
+def num_active_params(config: ModelConfig) -> int:
+    """Number of parameters that a token meets: of a mixture's experts, those that it passes."""
+    return sum(_active(block.config, param) for block in block_specs(config) for param in block.params)
+
+
 def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequence: int) -> int:
     """FLOPs of the matrix products in one forward pass of a block on (B, S) tokens.
 
-    A product of (m, k) and (k, n) counts 2mnk. Attention counts the full S x S square, 4 B S^2 per
-    query element, as published FLOP counts do, although a causal kernel may skip half of it. Biases, norms,
-    activations, RoPE and the embedding's look-up are not products and count nothing.
+    A product of (m, k) and (k, n) counts 2mnk; of experts those that a token passes count. Attention counts the full
+    S x S square, 4 B S^2 per query element, as published FLOP counts do, although a causal kernel may skip half of it.
+    Biases, norms, activations, RoPE and the embedding's look-up are not products and count nothing.
     Raises `IndexError` for a block that does not exist.
     """
     if not 0 <= block_index < config.num_blocks:
         raise IndexError(f"block {block_index} of a model with {config.num_blocks} blocks")
     ends = {0: Computes.LOOK_UP, config.num_blocks - 1: Computes.LOGITS}
-    return _forward_flops(config, ends.get(block_index, Computes.RESIDUAL), batch_size, sequence)
+    of = config if block_index in ends else config.of_layer(block_index - 1)
+    return _forward_flops(of, ends.get(block_index, Computes.RESIDUAL), batch_size, sequence)
 
 
 def _forward_flops(config: ModelConfig, computes: Computes | None, batch_size: int, sequence: int) -> int:
@@ -250,29 +278,56 @@ def _forward_flops(config: ModelConfig, computes: Computes | None, batch_size: i
         return 0
     if computes is Computes.LOGITS:
         return 2 * tokens * config.hidden_size * config.vocab_size
-    # Each element of a matrix is one multiplication and one addition per token.
-    matrices = sum(param.numel for param in _layer_params(config) if len(param.shape) == 2)
+    # Each element of a matrix is one multiplication and one addition per token that meets it.
+    matrices = sum(_active(config, param) for param in _layer_params(config) if param.is_matrix)
     return 2 * tokens * matrices + 4 * tokens * sequence * config.num_heads * config.head_dim
+
+
+def _active(config: ModelConfig, param: ParamSpec) -> int:
+    if param.num_parts == 1 or config.experts is None:
+        return param.numel
+    return param.numel // param.num_parts * config.experts.per_token
 
 
 def _layer_params(config: ModelConfig) -> list[ParamSpec]:
     hidden = ("hidden", config.hidden_size)
-    inner = ("intermediate", config.intermediate_size)
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
     entering = [("query", heads, hidden), ("key", kv_heads, hidden), ("value", kv_heads, hidden)]
     bias, size = config.attention_bias, config.head_dim
-    mlp = [("up", inner, hidden), ("down", hidden, inner)]
-    # The order of `named_parameters` in the module.
-    if config.gated_mlp:
-        mlp.insert(0, ("gate", inner, hidden))
     return [
         *_norm_params(config, "attention_norm"),
         *_linear_params("attention", entering, bias or config.qkv_bias, size),
         *_linear_params("attention", [("output", hidden, heads)], bias, size),
         *_head_norm_params(config),
         *_norm_params(config, "mlp_norm"),
-        *_linear_params("mlp", mlp, config.mlp_bias, 1),
+        *(_mlp_params("mlp", config, config.intermediate_size) if config.experts is None else _mixture_params(config)),
     ]
+
+
+def _mlp_params(parent: str, config: ModelConfig, size: int) -> list[ParamSpec]:
+    hidden, inner = ("hidden", config.hidden_size), ("intermediate", size)
+    # The order of `named_parameters` in the module.
+    gate = [("gate", inner, hidden)] if config.gated_mlp else []
+    return _linear_params(parent, [*gate, ("up", inner, hidden), ("down", hidden, inner)], config.mlp_bias, 1)
+
+
+def _mixture_params(config: ModelConfig) -> list[ParamSpec]:
+    """The parameters of terrace.model.experts.mixture; a stack has a matrix for each expert."""
+    experts = config.experts
+    assert experts is not None
+    hidden, inner = ("hidden", config.hidden_size), ("expert_intermediate", experts.intermediate_size)
+    choices = ("choices", experts.num_experts)
+    params = _linear_params("mlp", [("router", choices, hidden)], experts.biased, 1)
+    if experts.biased:  # moved by counts, not by an optimizer
+        params[-1] = replace(params[-1], trainable=False)
+    for name, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        dims = ((STACKED, experts.num_experts), outputs, inputs)
+        params.append(ParamSpec(name=f"mlp.{name}.weight", shape=tuple(size for _, size in dims), dims=dims))
+    if experts.shared_size:
+        params += _mlp_params("mlp.shared", config, experts.shared_size)
+    if experts.shared_gate:
+        params += _linear_params("mlp", [("shared_gate", ("shared_gate", 1), hidden)], False, 1)
+    return params
 
 
 _Dim = tuple[str, int]

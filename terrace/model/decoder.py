@@ -19,6 +19,7 @@ from terrace.base.errors import ModelError
 from terrace.model.attention import AttentionPlans
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
+from terrace.model.experts.mixture import Mixture
 from terrace.model.layers import MLP, Attention, Rotary, build_norm
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -50,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with residuals; (B, S, H) to (B, S, H)."""
+    """Attention and an MLP, or a mixture of experts, with residuals; (B, S, H) to (B, S, H)."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans, **where: Any) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = build_norm(config, **where)
         self.attention = Attention(config, rotary, plans, **where)
         self.mlp_norm = build_norm(config, **where)
-        self.mlp = MLP(config, **where)
+        self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """The layer's output for x (B, S, H); `positions` (B, S) mark documents if a row holds several.
@@ -103,7 +104,10 @@ def build_blocks(
     embedding = _placed(Embedding(config, **meta), device)
     # One object, so that all layers share a micro-batch's mask plan.
     plans = AttentionPlans(config.sliding_window)
-    layers = [_placed(DecoderLayer(config, rotary, plans, **meta), device) for _ in range(config.num_layers)]
+    layers = [
+        _placed(DecoderLayer(config.of_layer(index), rotary, plans, **meta), device)
+        for index in range(config.num_layers)
+    ]
     head = Head(config, None, **meta)
     if not config.tied_embeddings:
         return [embedding, *layers, _placed(head, device)]

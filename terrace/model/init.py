@@ -20,7 +20,7 @@ from torch.utils import swap_tensors
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.lora.config import DOWN, UP
 
-_RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.weight")
 
 
 def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: tuple[int, ...], seed: int) -> Tensor:

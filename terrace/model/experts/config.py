@@ -1,0 +1,72 @@
+"""The configuration of a model's mixtures of experts. Pure: needs no torch.
+
+In place of one MLP such a layer has E experts, gated MLPs of which every token passes k, and a router that scores all
+of them (Shazeer et al. 1701.06538). A gate (terrace.model.experts.gates) chooses by the scores and weighs the chosen.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from terrace.base.errors import ModelError, did_you_mean
+
+Gate = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The mixtures of a model, which are alike, and the layers that have an MLP instead."""
+
+    num_experts: int
+    per_token: int  # experts that a token passes: k
+    intermediate_size: int  # of one expert
+    gate: Gate = "softmax"
+    normalized: bool = True  # the weights of a token's experts are divided by their sum
+    scale: float = 1.0  # and multiplied by this
+    num_groups: int = 1  # groups of neighbouring experts, of which a token's experts come from `kept_groups`
+    kept_groups: int = 1
+    biased: bool = False  # a bias that chooses and does not weigh, moved by load and by no optimizer (2408.15664)
+    shared_size: int = 0  # inner size of an MLP that every token passes as well; 0: none
+    shared_gate: bool = False  # and whose output is multiplied by a sigmoid of the token
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP, ascending
+
+    def check(self, num_layers: int, names: Mapping[str, str]) -> None:
+        """Raise `ModelError` for mixtures of no possible model; `names` are what a file calls the fields."""
+
+        def said(field: str) -> str:
+            return f"{names.get(field, field)} = {getattr(self, field)}"
+
+        for field in ("num_experts", "per_token", "intermediate_size", "num_groups", "kept_groups"):
+            if not 1 <= getattr(self, field) < 2**31:
+                raise ModelError(f"{said(field)} must be at least 1 and below {2**31}")
+        if not 0 <= self.shared_size < 2**31:
+            raise ModelError(f"{said('shared_size')} must be at least 0 and below {2**31}")
+        if self.gate not in get_args(Gate):
+            raise ModelError(f"{said('gate')} is not implemented{did_you_mean(self.gate, get_args(Gate))}")
+        if not 0 < self.scale < 1e30:
+            raise ModelError(f"{said('scale')} must be positive and finite")
+        if self.num_experts % self.num_groups:
+            raise ModelError(f"{said('num_groups')} does not divide {said('num_experts')}: change one of them")
+        if self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
+            raise ModelError(
+                f"{said('num_groups')} of {said('num_experts')} leaves a group fewer than the two experts by which it "
+                f"is chosen: use at most {self.num_experts // 2}"
+            )
+        if self.kept_groups > self.num_groups:
+            raise ModelError(f"{said('kept_groups')} must be at most {said('num_groups')}")
+        reachable = self.num_experts // self.num_groups * self.kept_groups
+        if self.per_token > reachable:
+            where = f" in {said('kept_groups')} of {said('num_groups')}" if self.num_groups > 1 else ""
+            raise ModelError(
+                f"{said('per_token')} must be at most the {reachable} experts{where} that a token can choose from"
+            )
+        wrong = [layer for layer in self.dense_layers if not 0 <= layer < num_layers]
+        if wrong:
+            raise ModelError(
+                f"{names.get('dense_layers', 'dense_layers')} names layer {wrong[0]} of {num_layers}, counted from 0"
+            )
+        if len(self.dense_layers) == num_layers:
+            raise ModelError(
+                f"{names.get('dense_layers', 'dense_layers')} leaves no layer its experts: "
+                "name fewer, or use the dense model of the family"
+            )

@@ -1,0 +1,24 @@
+"""Gates: pure functions from scores to the experts of each token and their weights, a file each. They know no ranks.
+
+Equal scores go to the expert with the lower index, so that a choice is the same wherever it is made. Weights carry the
+gradient of the scores, choices none.
+
+Shape legend: T tokens, E experts, k experts of a token.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Choice(NamedTuple):
+    """Which experts each token passes, and how much each result counts."""
+
+    experts: Tensor  # (T, k) int64, the highest score first
+    weights: Tensor  # (T, k)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Indexes (T, count) of the largest of scores (T, N), the largest first; of equal ones the lower index."""
+    # `topk` promises nothing about equal values.
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,0 +1,31 @@
+"""A sigmoid of each expert's own logit, a bias that only chooses, and groups (DeepSeek-V3, 2412.19437, section 2.1.2).
+
+A group's score is the sum of its best two; a token's experts come from its best `kept_groups`.
+
+Shape legend: T tokens, E experts, G groups, k experts of a token.
+"""
+
+import torch
+from torch import Tensor
+
+from terrace.model.experts.config import ExpertsConfig
+from terrace.model.experts.gates import Choice, best
+
+_TINY = 1e-20  # in the sum that weights are divided by, which may underflow to zero
+
+
+def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice:
+    """Choose by the sigmoids of logits (T, E) plus `bias` (E); the weights are without it."""
+    scores = logits.sigmoid()
+    ranked = scores.detach() if bias is None else scores.detach() + bias
+    if config.num_groups > 1:
+        grouped = ranked.unflatten(-1, (config.num_groups, -1))  # (T, G, E/G)
+        kept = best(grouped.topk(2, -1).values.sum(-1), config.kept_groups)
+        dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
+        # Never chosen: below any bias.
+        ranked = grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = best(ranked, config.per_token)
+    weights = scores.gather(-1, experts)
+    if config.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return Choice(experts, weights if config.scale == 1.0 else weights * config.scale)

@@ -1,0 +1,22 @@
+"""Softmax over all experts, then the k most likely (Shazeer et al. 1701.06538; Mixtral, 2401.04088, section 2.1).
+
+Shape legend: T tokens, E experts, k experts of a token.
+"""
+
+from torch import Tensor
+
+from terrace.model.experts.config import ExpertsConfig
+from terrace.model.experts.gates import Choice, best
+
+
+def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice:
+    """Choose by logits (T, E), to which `bias` (E) is added for the choice alone.
+
+    Weights are the likelihoods of the chosen, divided by their sum if `normalized`.
+    """
+    likely = logits.softmax(-1)
+    experts = best(likely if bias is None else likely + bias, config.per_token)
+    weights = likely.gather(-1, experts)
+    if config.normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Choice(experts, weights if config.scale == 1.0 else weights * config.scale)

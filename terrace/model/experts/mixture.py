@@ -1,0 +1,88 @@
+"""A mixture of experts in place of a layer's MLP, on one device.
+
+    y = sum over the chosen i of g_i down_i(act(gate_i(x)) * up_i(x))   + shared(x), times sigmoid(shared_gate(x))
+
+Scores, choices and weights are computed in fp32 at least. As `down` has no bias, the weight g multiplies what enters
+it, so that no expert's output is kept for the backward. No token is dropped.
+
+Shape legend: B batch, S sequence, H hidden, T = B S tokens, E experts, I inner size of an expert, k experts of a token,
+N = T k rows.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.model.config import ModelConfig
+from terrace.model.experts.gates import Choice, sigmoid, softmax
+from terrace.model.experts.products import Order, collect, grouped_linear, spread
+from terrace.model.layers import ACTIVATIONS, MLP
+
+GATES = {"softmax": softmax.choose, "sigmoid": sigmoid.choose}
+
+
+class Router(nn.Module):
+    """The score of every expert for every token, and the choice that a gate makes of them."""
+
+    def __init__(self, config: ModelConfig, **where: Any) -> None:
+        super().__init__()
+        assert config.experts is not None, "a layer without experts has no router"
+        self.config = config.experts
+        self.weight = nn.Parameter(torch.empty(self.config.num_experts, config.hidden_size, **where))
+        self.bias = nn.Parameter(torch.empty(self.config.num_experts, **where)) if self.config.biased else None
+
+    def forward(self, x: Tensor) -> Choice:
+        """The experts of tokens x (T, H)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))  # (T, E)
+        bias = None if self.bias is None else self.bias.detach().to(wide)
+        return GATES[self.config.gate](logits, bias, self.config)
+
+
+class Stack(nn.Module):
+    """A linear layer for each expert, without biases; `weight` is (E, O, I)."""
+
+    def __init__(self, num_experts: int, inputs: int, outputs: int, **where: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, outputs, inputs, **where))
+
+    def forward(self, x: Tensor, order: Order) -> Tensor:
+        """Rows x (N, I), sorted by expert, to (N, O)."""
+        return grouped_linear(x, self.weight, order.counts)
+
+
+class Mixture(nn.Module):
+    """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig, **where: Any) -> None:
+        super().__init__()
+        experts, hidden = config.experts, config.hidden_size
+        assert experts is not None, "a layer without experts is no mixture"
+        self.activation = ACTIVATIONS[config.activation]
+        self.router = Router(config, **where)
+        self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
+        self.up = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
+        self.down = Stack(experts.num_experts, experts.intermediate_size, hidden, **where)
+        self.shared: MLP | None = None
+        self.shared_gate: nn.Linear | None = None
+        if experts.shared_size:
+            self.shared = MLP(replace(config, intermediate_size=experts.shared_size), **where)
+        if experts.shared_gate:
+            self.shared_gate = nn.Linear(hidden, 1, bias=False, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every token of x (B, S, H) through its experts."""
+        tokens = x.flatten(0, -2)  # (T, H)
+        choice = self.router(tokens)
+        order = Order.of(choice.experts, self.router.config.num_experts)
+        rows = spread(tokens, order)  # (N, H)
+        inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
+        weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)
+        output: Tensor = collect(self.down(inner * weights.unsqueeze(-1), order), order).view_as(x)
+        if self.shared is None:
+            return output
+        shared = self.shared(x)
+        return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)

@@ -1,0 +1,127 @@
+"""Products of rows that are sorted by expert, and the way of tokens into that order and back.
+
+No sum is atomic: both directions gather rows and add up each token's k in order, so a result is the same in every run.
+
+Shape legend: T tokens, E experts, k experts of a token, N = T k rows sorted by expert, I inputs and O outputs of an
+expert's matrix, H hidden.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+
+class Order(NamedTuple):
+    """The rows of the choices (T, k), sorted by expert; those of one expert in the order of its tokens."""
+
+    choices: Tensor  # (N) int64: row n is choice choices[n], of token choices[n] // k
+    rows: Tensor  # (T, k) int64: the row of each choice
+    counts: tuple[int, ...]  # rows of each expert
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> "Order":
+        """The order of choices (T, k). On a GPU the host waits for the counts."""
+        flat = experts.flatten()
+        choices = flat.argsort(stable=True)
+        rows = torch.empty_like(choices)
+        rows[choices] = torch.arange(len(flat), device=flat.device)
+        counts = torch.bincount(flat, minlength=num_experts).tolist()
+        return cls(choices, rows.view_as(experts), tuple(counts))
+
+
+def spread(x: Tensor, order: Order) -> Tensor:
+    """The tokens x (T, H) as rows (N, H), each once for every expert that it passes."""
+    result: Tensor = _Spread.apply(x, order)
+    return result
+
+
+def collect(rows: Tensor, order: Order) -> Tensor:
+    """The sum (T, H) of each token's rows (N, H)."""
+    result: Tensor = _Collect.apply(rows, order)
+    return result
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows x (N, I), the first counts[0] times weight[0] transposed, and so on; weight (E, O, I), result (N, O)."""
+    if has_torch_function_unary(weight):
+        result: Tensor = handle_torch_function(grouped_linear, (weight,), x, weight, counts)
+        return result
+    result = _GroupedLinear.apply(x, weight, tuple(counts))
+    return result
+
+
+def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool = False) -> Tensor:
+    """`grouped_linear` without a gradient; `transposed`: with weight (E, I, O), not (E, O, I)."""
+    out = x.new_empty(len(x), weight.shape[2 if transposed else 1])
+    for expert, (start, stop) in enumerate(spans(counts)):
+        if start < stop:
+            matrix = weight[expert] if transposed else weight[expert].t()
+            torch.mm(x[start:stop], matrix, out=out[start:stop])
+    return out
+
+
+def spans(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last row, exclusive, of every expert."""
+    found, start = [], 0
+    for count in counts:
+        found.append((start, start + count))
+        start += count
+    return found
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
+        ctx.counts, ctx.shape = counts, weight.shape
+        return products(x, weight, counts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        input_gradient = None if weight is None else products(gradient, weight, ctx.counts, transposed=True)
+        weight_gradient = None
+        if x is not None:
+            # An expert without a row has the gradient zero.
+            weight_gradient = gradient.new_zeros(ctx.shape)
+            for expert, (start, stop) in enumerate(spans(ctx.counts)):
+                if start < stop:
+                    torch.mm(gradient[start:stop].t(), x[start:stop], out=weight_gradient[expert])
+        return input_gradient, weight_gradient, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _spread(x, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _collect(gradient, ctx.order), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _collect(rows, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _spread(gradient, ctx.order), None
+
+
+def _spread(x: Tensor, order: Order) -> Tensor:
+    return x.index_select(0, order.choices // order.rows.shape[1])
+
+
+def _collect(rows: Tensor, order: Order) -> Tensor:
+    return rows.index_select(0, order.rows.flatten()).view(*order.rows.shape, -1).sum(1)
