@@ -84,5 +84,5 @@ class Mixture(nn.Module):
         output: Tensor = collect(self.down(inner * weights.unsqueeze(-1), order), order).view_as(x)
         if self.shared is None:
             return output
-        shared = self.shared(x)
+        shared: Tensor = self.shared(x)
         return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)

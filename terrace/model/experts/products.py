@@ -34,22 +34,22 @@ class Order(NamedTuple):
 
 def spread(x: Tensor, order: Order) -> Tensor:
     """The tokens x (T, H) as rows (N, H), each once for every expert that it passes."""
-    result: Tensor = _Spread.apply(x, order)
+    result: Tensor = _Spread.apply(x, order)  # type: ignore[no-untyped-call]
     return result
 
 
 def collect(rows: Tensor, order: Order) -> Tensor:
     """The sum (T, H) of each token's rows (N, H)."""
-    result: Tensor = _Collect.apply(rows, order)
+    result: Tensor = _Collect.apply(rows, order)  # type: ignore[no-untyped-call]
     return result
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Rows x (N, I), the first counts[0] times weight[0] transposed, and so on; weight (E, O, I), result (N, O)."""
     if has_torch_function_unary(weight):
-        result: Tensor = handle_torch_function(grouped_linear, (weight,), x, weight, counts)
-        return result
-    result = _GroupedLinear.apply(x, weight, tuple(counts))
+        found: Tensor = handle_torch_function(grouped_linear, (weight,), x, weight, counts)
+        return found
+    result: Tensor = _GroupedLinear.apply(x, weight, tuple(counts))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -124,4 +124,4 @@ def _spread(x: Tensor, order: Order) -> Tensor:
 
 
 def _collect(rows: Tensor, order: Order) -> Tensor:
-    return rows.index_select(0, order.rows.flatten()).view(*order.rows.shape, -1).sum(1)
+    return rows.index_select(0, order.rows.flatten()).view(*order.rows.shape, rows.shape[1]).sum(1)

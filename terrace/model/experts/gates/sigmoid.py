@@ -19,7 +19,7 @@ def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice
     scores = logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if config.num_groups > 1:
-        grouped = ranked.unflatten(-1, (config.num_groups, -1))  # (T, G, E/G)
+        grouped = ranked.view(-1, config.num_groups, config.num_experts // config.num_groups)  # (T, G, E/G)
         kept = best(grouped.topk(2, -1).values.sum(-1), config.kept_groups)
         dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
         # Never chosen: below any bias.
