@@ -63,7 +63,12 @@ def theirs(experts: ExpertsConfig) -> nn.Module:
     if experts is GROUPED:
         from transformers.models.glm4_moe import configuration_glm4_moe, modeling_glm4_moe
 
-        groups = {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+        groups: dict[str, Any] = {
+            "n_routed_experts": EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        }
         config: Any = configuration_glm4_moe.Glm4MoeConfig(
             moe_intermediate_size=INNER, n_shared_experts=2, **groups, **sizes
         )
@@ -89,7 +94,11 @@ def theirs(experts: ExpertsConfig) -> nn.Module:
 
 def copy_from(layer: Any, mixture: Mixture) -> None:
     gate, up = layer.experts.gate_up_proj.chunk(2, 1)
-    pairs = [(mixture.gate.weight, gate), (mixture.up.weight, up), (mixture.down.weight, layer.experts.down_proj)]
+    pairs: list[tuple[Tensor, Any]] = [
+        (mixture.gate.weight, gate),
+        (mixture.up.weight, up),
+        (mixture.down.weight, layer.experts.down_proj),
+    ]
     pairs.append((mixture.router.weight, layer.gate.weight))
     if mixture.router.bias is not None:
         pairs.append((mixture.router.bias, layer.gate.e_score_correction_bias))
