@@ -138,6 +138,11 @@ class ModelConfig:
         return replace(self, experts=None) if dense else self
 
     @property
+    def mlp_size(self) -> int:
+        """Inner size of the MLP that every token of a layer passes; 0 for a mixture without a shared expert."""
+        return self.intermediate_size if self.experts is None else self.experts.shared_size
+
+    @property
     def learned_positions(self) -> bool:
         """Whether the embedding block owns a matrix of positions."""
         return self.rotary_dim == 0
@@ -253,7 +258,7 @@ def num_params(config: ModelConfig) -> int:
 
 def num_active_params(config: ModelConfig) -> int:
     """Number of parameters that a token meets: of a mixture's experts, those that it passes."""
-    return sum(_active(block.config, param) for block in block_specs(config) for param in block.params)
+    return sum(active_numel(block.config, param) for block in block_specs(config) for param in block.params)
 
 
 def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequence: int) -> int:
@@ -279,11 +284,12 @@ def _forward_flops(config: ModelConfig, computes: Computes | None, batch_size: i
     if computes is Computes.LOGITS:
         return 2 * tokens * config.hidden_size * config.vocab_size
     # Each element of a matrix is one multiplication and one addition per token that meets it.
-    matrices = sum(_active(config, param) for param in _layer_params(config) if param.is_matrix)
+    matrices = sum(active_numel(config, param) for param in _layer_params(config) if param.is_matrix)
     return 2 * tokens * matrices + 4 * tokens * sequence * config.num_heads * config.head_dim
 
 
-def _active(config: ModelConfig, param: ParamSpec) -> int:
+def active_numel(config: ModelConfig, param: ParamSpec) -> int:
+    """Elements of a parameter that a token meets: of a stack of experts, those of `per_token`."""
     if param.num_parts == 1 or config.experts is None:
         return param.numel
     return param.numel // param.num_parts * config.experts.per_token

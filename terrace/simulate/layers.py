@@ -9,7 +9,8 @@ width K each, t tensor rows and e bytes an element, the passes are
 
 and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention is
 not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT this is
-(20 + 28/t)TH forward and (32 + 44/t)TH backward in bf16. Sequence parallelism cuts everything outside the
+(20 + 28/t)TH forward and (32 + 44/t)TH backward in bf16. A layer with a mixture of experts has the shared expert for
+its MLP, or none, and the mixture on top (`terrace.simulate.mixture`). Sequence parallelism cuts everything outside the
 tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
 repeat the rest. Query, key and value count as one product, and so do gate and up. Attention is summed over the rounds
 of a ring and covers the heads of a Ulysses rank. A block that declares its parameters alone is priced as a chain of
@@ -28,6 +29,7 @@ from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, work_in
+from terrace.simulate.mixture import launches, mixture_seconds
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -119,8 +121,8 @@ def hardware_flops(work: Work, batch: int) -> int:
     """
     model, sequence = work.model, work.sequence
     # Recomputation runs every layer's forward a second time.
-    again = model.num_layers * forward_flops(model, 1, batch, sequence) if work.recompute == "full" else 0
-    return model_flops(model, sequence, batch) + again
+    layers = range(1, model.num_layers + 1) if work.recompute == "full" else ()
+    return model_flops(model, sequence, batch) + sum(forward_flops(model, layer, batch, sequence) for layer in layers)
 
 
 @lru_cache(maxsize=65536)
@@ -133,13 +135,15 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeco
     core = _core_seconds(device, work)
     # Norms, residual sums, activation and RoPE are bound by memory.
     passes = _pass_seconds(device, work)
-    seconds = BlockSeconds(
-        forward_s=forward_s + core[0] + passes[0],
-        input_s=input_s + core[1] + passes[1],
-        weight_s=weight_s,
-    )
+    forward_s, input_s = forward_s + core[0] + passes[0], input_s + core[1] + passes[1]
+    host_s = device.kernels.host_layer_s
+    if work.model.experts is not None:
+        mixture = mixture_seconds(device, work, work.model.experts, accumulate)
+        forward_s, input_s, weight_s = forward_s + mixture[0], input_s + mixture[1], weight_s + mixture[2]
+        host_s *= launches(work, work.model.experts)
+    seconds = BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     # A small layer takes as long as the host needs to launch its kernels.
-    seconds = _host_bound(seconds, device.kernels.host_layer_s)
+    seconds = _host_bound(seconds, host_s)
     return replace(seconds, again_s=seconds.forward_s) if work.recompute == "full" else seconds
 
 
@@ -167,11 +171,13 @@ def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
 def _layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
     model, tokens = work.model, work.tokens
     query, key = _widths(work)
-    intermediate = math.ceil(model.intermediate_size / work.rows)
+    intermediate = math.ceil(model.mlp_size / work.rows)
     hidden = math.ceil(model.hidden_size / work.columns)
+    attention = ((tokens, hidden, query + 2 * key), (tokens, query, hidden))
+    if not intermediate:
+        return attention
     return (
-        (tokens, hidden, query + 2 * key),
-        (tokens, query, hidden),
+        *attention,
         (tokens, hidden, intermediate * (2 if model.gated_mlp else 1)),
         (tokens, intermediate, hidden),
     )
@@ -226,7 +232,7 @@ def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
 def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     query, key = _widths(work)
-    intermediate = math.ceil(model.intermediate_size / work.rows)
+    intermediate = math.ceil(model.mlp_size / work.rows)
     # Two residual sums read two operands and write one.
     residual = 2 * 3 * item * model.hidden_size / work.stream_cut
     norms = 2 * item * model.hidden_size / work.stream_cut
@@ -237,7 +243,7 @@ def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     norms += item * (query + key) if model.qk_norm else 0
     forward = 2 * norms + residual + (3 if model.gated_mlp else 2) * item * intermediate + rope + layout
     backward = 5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + bias
-    num_kernels = 5 + (1 if rope else 0) + (1 if layout else 0) + (2 if model.qk_norm else 0)
+    num_kernels = (5 if intermediate else 4) + (1 if rope else 0) + (1 if layout else 0) + (2 if model.qk_norm else 0)
     return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, num_kernels + 2)
 
 

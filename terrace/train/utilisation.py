@@ -5,9 +5,9 @@
 
 **Model FLOPs** are needed by the mathematics of a step (Chowdhery et al. 2204.02311, appendix B), with causal attention
 counted exactly. A weight matrix of n elements that T tokens pass costs 2nT forward, 2nT for the gradient of its input
-and, unless it is frozen, 2nT for its own gradient. Attention costs 4P per element of the queries forward and twice as
-much backward, with P the visible (query, key) pairs: B S (S + 1) / 2 for B causal sequences of S tokens, less under a
-sliding window. The embedding lookup, norms and activations count nothing.
+and, unless it is frozen, 2nT for its own gradient; a token passes k experts of a mixture. Attention costs 4P per
+element of the queries forward and twice as much backward, with P the visible (query, key) pairs: B S (S + 1) / 2 for B
+causal sequences of S tokens, less under a sliding window. The embedding lookup, norms and activations count nothing.
 
 **Hardware FLOPs** are executed: the full square B S^2 of attention, as in a kernel that skips nothing, and the forward
 of every recomputed block once more (Korthikanti et al. 2205.05198, section 6). `terrace plan` predicts with the full
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig
+from terrace.model.config import ModelConfig, active_numel
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
@@ -121,8 +121,8 @@ def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tu
         return 0, 0  # a look-up
     # Vectors (norms, biases) take no products.
     if index < len(blocks) - 1:
-        matrices = [param for param in blocks[index].params if len(param.shape) == 2]
-        return sum(param.numel for param in matrices), sum(param.numel for param in matrices if param.trainable)
+        matrices = [(active_numel(model, param), param.trainable) for param in blocks[index].params if param.is_matrix]
+        return sum(numel for numel, _ in matrices), sum(numel for numel, trainable in matrices if trainable)
     # A tied head multiplies with the embedding's matrix.
     owner = blocks[0] if model.tied_embeddings else blocks[-1]
     output = next(param for param in owner.params if param.name == "weight")

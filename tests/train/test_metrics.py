@@ -18,7 +18,7 @@ from terrace.base.errors import ConfigError
 from terrace.base.sealed import sealed_toml
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import block_specs, parse_model
+from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
@@ -32,6 +32,7 @@ from terrace.train.recorder import read_events, recorded
 from terrace.train.steps import parse_steps
 from terrace.train.trackers import check_installed, check_names, open_trackers, values_of
 from terrace.train.utilisation import StepFlops, Utilisation, causal_pairs, step_flops, utilisation
+from tests.support.mixtures import SHARED, mixture
 
 MODEL = parse_model(
     {
@@ -44,6 +45,7 @@ MODEL = parse_model(
         "num_key_value_heads": 2,
     }
 )
+MIXTURE = mixture(SHARED, layers=3, dense_layers=(1,))
 PLAN = Plan(params="device", grads="device", optimizer="device", compute="bf16")
 RECORD = StepRecord(
     step=3,
@@ -72,15 +74,17 @@ def test_pairs_of_causal_attention_are_counted_exactly(sequence: int, window: in
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 9), st.integers(1, 33), st.booleans())
-def test_without_causality_the_counts_are_the_published_ones(batch: int, sequence: int, again: bool) -> None:
+@given(st.sampled_from([MODEL, MIXTURE]), st.integers(1, 9), st.integers(1, 33), st.booleans())
+def test_without_causality_the_counts_are_the_published_ones(
+    model: ModelConfig, batch: int, sequence: int, again: bool
+) -> None:
     """With the full square and nothing frozen they are those of the simulator: Korthikanti's and Narayanan's."""
     plan = replace(PLAN, recompute=("layers.*",)) if again else PLAN
-    flops = step_flops(MODEL, block_specs(MODEL), plan, batch, sequence)
-    work = Work(model=MODEL, sequence=sequence, recompute="full" if again else "none")
+    flops = step_flops(model, block_specs(model), plan, batch, sequence)
+    work = Work(model=model, sequence=sequence, recompute="full" if again else "none")
     assert flops.hardware == hardware_flops(work, batch)
-    square = 12 * batch * sequence**2 * MODEL.num_layers * MODEL.num_heads * MODEL.head_dim
-    assert flops.products == model_flops(MODEL, sequence, batch) - square
+    square = 12 * batch * sequence**2 * model.num_layers * model.num_heads * model.head_dim
+    assert flops.products == model_flops(model, sequence, batch) - square
     assert flops.attention * sequence**2 == square * causal_pairs(sequence)
 
 

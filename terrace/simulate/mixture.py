@@ -1,0 +1,88 @@
+"""Seconds of a mixture of experts (terrace.model.experts.mixture): router, gate, rows, products, sums; no shared MLP.
+
+With T tokens on a rank, hidden size H, E experts of inner size I, k experts a token, N = T k rows, e bytes an element
+of the compute dtype and w of the router's (fp32, or fp64 as the compute dtype), passes over memory are
+
+    forward    router (e + w)HT, gate (3w + 8)ET, order 64N, spread 2eHN, activation 3eIN, weights 2eIN,
+               collect 3eHN + eHT
+    backward   router (e + w)HT, gate 4wET, spread 3eHN + eHT, activation 5eIN, weights 6eIN, collect 2eHN,
+               sum of the tokens' gradients 3eHT
+
+An expert's products are products of its own, over its rows. Load is taken to be even: N rows are N/E an expert, rounded
+up for some and down for others. A skewed load multiplies as many rows and changes the shapes of products alone. Every
+rank holds all experts; tensor ranks do not cut them.
+"""
+
+from terrace.cluster.cluster import Device
+from terrace.model.experts.config import ExpertsConfig
+from terrace.plan.wire import FORMATS
+from terrace.simulate.kernels import gemm_s, memory_s, stream_s
+from terrace.simulate.work import Work
+
+Seconds = tuple[float, float, float]  # of the forward, of input gradients, of weight gradients
+_INDEX_BYTES = (
+    64  # a row: its choice, its place in the sorted rows and the count of its expert, int64, read and written
+)
+# Operators that a forward launches, counted on the decoder: of a dense layer, and what a mixture adds to it, but for
+# the products of experts.
+_LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
+
+
+def mixture_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
+    """Seconds of a mixture's kernels; `accumulate` as in terrace.simulate.layers."""
+    hidden, inner, tokens = work.model.hidden_size, experts.intermediate_size, work.tokens
+    forward_s, input_s = _passes(device, work, experts)
+    weight_s = 0.0
+    wide = router_dtype(work.compute)
+    # (Dtype, products, rows of each, inputs, outputs).
+    products = [(wide, 1, tokens, hidden, experts.num_experts)]
+    for count, rows in even_loads(tokens, experts):
+        products += [(work.compute, 2 * count, rows, hidden, inner), (work.compute, count, rows, inner, hidden)]
+    if experts.shared_gate:
+        products.append((work.compute, 1, tokens, hidden, 1))
+    for dtype, count, m, k, n in products:
+        forward_s += count * gemm_s(device, m, k, n, 1, dtype)
+        input_s += count * gemm_s(device, m, n, k, 1, dtype)
+        weight_s += count * gemm_s(device, k, m, n, 1, dtype)
+        if accumulate:
+            weight_s += stream_s(device, 3 * FORMATS[work.compute].element_bytes * count * k * n, count)
+    return forward_s, input_s, weight_s
+
+
+def even_loads(tokens: int, experts: ExpertsConfig) -> list[tuple[int, int]]:
+    """(Number of experts, rows of each) of experts with any row, for an even load of `tokens`."""
+    fewer, more = divmod(tokens * experts.per_token, experts.num_experts)
+    loads = [(more, fewer + 1), (experts.num_experts - more, fewer)]
+    return [(count, rows) for count, rows in loads if count and rows]
+
+
+def router_dtype(compute: str) -> str:
+    """The dtype of scores: fp32 at least."""
+    return "fp64" if compute == "fp64" else "fp32"
+
+
+def launches(work: Work, experts: ExpertsConfig) -> float:
+    """Kernels that the host launches for a layer with a mixture, over those of a dense layer."""
+    products = 3 * sum(count for count, _ in even_loads(work.tokens, experts))
+    return 1 + (_MIXTURE_OPERATORS + products) / _LAYER_OPERATORS
+
+
+def _passes(device: Device, work: Work, experts: ExpertsConfig) -> tuple[float, float]:
+    item, wide = FORMATS[work.compute].element_bytes, FORMATS[router_dtype(work.compute)].element_bytes
+    tokens, hidden = work.tokens, work.model.hidden_size
+    rows, scores = tokens * experts.per_token, tokens * experts.num_experts
+    router = (item + wide) * hidden * tokens if wide > item else 0
+    # A sort by score keeps values and indices. A bias, and groups, are further passes over the scores.
+    gate = (3 * wide + 8 + (2 * wide if experts.biased else 0) + (3 * wide if experts.num_groups > 1 else 0)) * scores
+    token = item * hidden * tokens
+    forward = router + gate + _INDEX_BYTES * rows + 5 * item * hidden * rows + token
+    backward = router + 4 * wide * scores + 5 * item * hidden * rows + 4 * token
+    forward += (3 + 2) * item * experts.intermediate_size * rows
+    backward += (5 + 6) * item * experts.intermediate_size * rows
+    num_kernels = _MIXTURE_OPERATORS
+    if experts.shared_size:  # is added; a gate of its own multiplies it before
+        gated = 1 if experts.shared_gate else 0
+        forward += (3 + 2 * gated) * token
+        backward += (3 + 9 * gated) * token
+        num_kernels += 1 + gated
+    return memory_s(device, forward, num_kernels), memory_s(device, backward, num_kernels)

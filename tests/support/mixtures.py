@@ -1,0 +1,58 @@
+"""Models with mixtures of experts, small ones and two published shapes."""
+
+from dataclasses import replace
+
+from terrace.model.config import ModelConfig, parse_model
+from terrace.model.experts.config import ExpertsConfig
+
+PLAIN = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=40)
+GROUPED = ExpertsConfig(
+    num_experts=8,
+    per_token=3,
+    intermediate_size=24,
+    gate="sigmoid",
+    scale=1.5,
+    num_groups=4,
+    kept_groups=2,
+    biased=True,
+    shared_size=56,
+)
+SHARED = ExpertsConfig(
+    num_experts=6, per_token=2, intermediate_size=24, normalized=False, shared_size=28, shared_gate=True
+)
+EXPERTS = {"plain": PLAIN, "grouped": GROUPED, "shared": SHARED}
+
+
+def mixture(
+    experts: ExpertsConfig = PLAIN, layers: int = 4, dense_layers: tuple[int, ...] = (), **sizes: int
+) -> ModelConfig:
+    """A small Llama with these experts in all layers but the dense ones."""
+    table = {
+        "model_type": "llama",
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+    }
+    return replace(parse_model(table | sizes), experts=replace(experts, dense_layers=dense_layers))
+
+
+def _published(vocab: int, hidden: int, layers: int, kv_heads: int, experts: ExpertsConfig) -> ModelConfig:
+    table = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "intermediate_size": experts.intermediate_size,
+    }
+    return replace(parse_model(table), experts=experts)
+
+
+# Mixtral 8x7B (2401.04088, table 1) and Qwen3-30B-A3B (2505.09388, table 2).
+MIXTRAL = _published(32000, 4096, 32, 8, ExpertsConfig(num_experts=8, per_token=2, intermediate_size=14336))
+QWEN3_30B = _published(151936, 2048, 48, 4, ExpertsConfig(num_experts=128, per_token=8, intermediate_size=768))
