@@ -3,12 +3,12 @@
 Each block is a tape (terrace.simulate.tape) of the operations in `terrace/model/decoder.py` and `layers.py`, with the
 tensors that each operation keeps. Kernels keep different tensors, so a backend is named:
 
-- `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a
-  root per token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised.
-  Attention keeps q, k, v, its output and one log-sum per token and head. A gated MLP keeps gate, up, act(gate) and
-  the product. The head computes its logits in chunks of tokens during its backward (terrace.runtime.head), so it
-  keeps only its input. Attention by plain products keeps q, k, v and the softmax in fp32, and a copy of its
-  output with the heads merged.
+- `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a root per
+  token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised. Attention
+  keeps q, k, v, its output and one log-sum per token and head. A gated MLP keeps gate, up, act(gate) and the product; a
+  mixture of experts its rows, the same of every row, and what its gate needs (terrace.simulate.mlp_tape). The head
+  computes its logits in chunks of tokens during its backward (terrace.runtime.head), so it keeps only its input.
+  Attention by plain products keeps q, k, v and the softmax in fp32, and a copy of its output with the heads merged.
 
 Documents and windows are in terrace.simulate.masks.
 
@@ -31,8 +31,9 @@ from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
-from terrace.simulate.block_tape import Backend, BlockTape
+from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import copied_bytes, work_in
+from terrace.simulate.mlp_tape import MlpTape
 from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 
@@ -155,7 +156,7 @@ def chain_activation_bytes(
     return BlockActivations(tape=tape, is_recomputed=work.recompute == "full")
 
 
-class _Tape(BlockTape):
+class _Tape(MlpTape):
     def look_up(self) -> None:
         """Looked-up rows plus learned positions; the tokens belong to the batch. Gradients of both are dense."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
@@ -193,7 +194,8 @@ class _Tape(BlockTape):
         self._attention(self._entered("attention input"), "attended")
         self._residual("attention residual", INPUT, "attended", "middle")
         self._norm("mlp norm", INPUT if parallel else "middle", "mlp input")
-        self._mlp(self._entered("mlp input"), "mlp output")
+        feed = self._mlp if model.experts is None else self._mixture
+        feed(self._entered("mlp input"), "mlp output")
         self._residual("mlp residual", "middle", "mlp output", OUTPUT)
 
     def logits(self) -> None:
@@ -329,21 +331,3 @@ class _Tape(BlockTape):
             forward_adds = max(forward_adds - self.sizes[output], of_others)
             backward_adds = max(query + backward_adds, query + keys + of_others)
         self._add("attention", reads, output, (*kept, "log-sums"), forward_adds, backward_adds)
-
-    def _mlp(self, source: str, target: str) -> None:
-        model = self.work.model
-        # Both matrices are cut by rows and columns; the inner tensors only by rows.
-        weight, inner = self.inner * self.hidden, self.work.tokens * self.inner * self.item
-        self.sizes |= dict.fromkeys(("up", "gate", "active", "product"), inner)
-        beside = self.gathered_beside
-        self._product("up", source, "up", weight, whole=beside)
-        # relu's gradient needs its result alone, which the next operation keeps anyway.
-        by_result = model.activation == "relu"
-        if model.gated_mlp:
-            self._product("gate", source, "gate", weight, whole=beside)
-            self._add("activation", ("gate",), "active", ("active",) if by_result else ("gate",))
-            self._add("gating", ("active", "up"), "product", ("active", "up"))
-            self._product("down", "product", target, weight, (source, "up"), self.whole)
-        else:
-            self._add("activation", ("up",), "active", ("active",) if by_result else ("up",))
-            self._product("down", "active", target, weight, (source, "up"), self.whole)

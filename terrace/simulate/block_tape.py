@@ -34,7 +34,7 @@ class BlockTape:
         self.cut = work.rows if work.sequence_parallel else 1  # of the tokens of the residual stream
         self.heads = -(-model.num_heads // work.rows)
         self.kv_heads = -(-model.num_kv_heads // work.rows)
-        self.inner = -(-model.intermediate_size // work.rows)
+        self.inner = -(-model.mlp_size // work.rows)
         self.hidden = -(-model.hidden_size // work.columns)
         self.residual = work.tokens * self.hidden // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim

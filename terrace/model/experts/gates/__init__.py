@@ -20,5 +20,5 @@ class Choice(NamedTuple):
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Indexes (T, count) of the largest of scores (T, N), the largest first; of equal ones the lower index."""
-    # `topk` promises nothing about equal values.
-    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    # `topk` promises nothing about equal values. A copy: a view would keep the indexes of all experts.
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
