@@ -234,15 +234,16 @@ class Estimator:
         return tensors_bytes + (CPU_CONTEXT_BYTES if self.task.backend == "cpu" else 0)
 
     def kept_bytes(self, kind: int, mesh: Mesh, micro_batch: int, recompute: int) -> int:
-        """Bytes a block keeps per micro-batch until its backward."""
+        """Bytes a block keeps per micro-batch until its backward, as far as they grow with its sequences."""
         spec = self.specs[kind]
         # Activations depend on the number of ranks, not on their tiers.
         key = (kind, mesh.inside_degrees, 0 if spec.at_an_end else recompute)
         found = self._kept.get(key)
         if found is None:
             work = self.work(mesh, 1, key[2])
-            found = self._kept[key] = activations_of(work, spec, self.task.backend).kept_bytes
-        # Every tensor that is kept has a row for each sequence.
+            held = activations_of(work, spec, self.task.backend)
+            found = self._kept[key] = held.kept_bytes - held.fixed_bytes
+        # Every other tensor that is kept has a row for each sequence.
         return micro_batch * found
 
     def numels(self, mesh: Mesh) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ class Works:
 
     def _kept(self, shape: OpenMesh, recompute: int) -> list[int]:
         # Ulysses beyond the number of key-value heads replicates them, so the form with fewest Ulysses ranks keeps
-        # least. Logits exist only while they are computed. Every tensor that is kept has a row for each sequence.
+        # least. Logits exist only while they are computed.
         numbers = self.forms(shape)[0], 1, recompute
         kept = self.estimator.kept_bytes
         return [0 if spec.at_an_end else kept(kind, *numbers) for kind, spec in enumerate(self.specs)]

@@ -79,6 +79,11 @@ class BlockActivations:
     def kept_bytes(self) -> int:
         return self.input_bytes + sum(self.saved.values())
 
+    @property
+    def fixed_bytes(self) -> int:
+        """The part of `kept_bytes` that does not grow with the sequences."""
+        return self._random if self._again else self.tape.fixed_bytes
+
     # The peaks are found only where they are asked for: a search asks for the kept bytes of most blocks alone.
     @cached_property
     def forward_peak_bytes(self) -> int:

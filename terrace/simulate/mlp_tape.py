@@ -1,13 +1,13 @@
 """Operations of a layer's MLP, or of the mixture of experts in its place, for `terrace.simulate.tape`.
 
-With T tokens, k experts a token, N = T k rows and inner size I, a mixture keeps for its backward
+With T tokens, hidden size H, k of E experts a token, N = T k rows and inner size I, a mixture keeps for its backward
 
-    rows (N, H); gate, up, act(gate), their product and that times the weight, each (N, I); the weight of each row
-    of the router, in fp32 at least: its input and matrix if they are narrower; scores (T, E); chosen scores (T, k)
-    int64: experts, order of the choices and place of each choice, (T, k) each
+    rows (N, H); gate, up, act(gate), the product of the last two and that times the weight, each (N, I); weights (N)
+    in fp32 at least: the router's input (T, H) and matrix where these are narrower, scores (T, E), chosen scores (T, k)
+    in int64: the chosen experts, the order of the choices and the place of each, (T, k) each
 
-N does not depend on what the gate chooses as long as every rank holds all experts: a skewed load takes longer, and no
-more memory.
+N is the same whatever the gate chooses, as every rank holds all experts: a skewed load takes longer, but no more
+memory.
 """
 
 from terrace.model.experts.config import ExpertsConfig
@@ -79,6 +79,7 @@ class MlpTape(BlockTape):
         keeps: tuple[str, ...] = (source,)
         if self.wide > self.item:
             self.sizes |= {"wide input": tokens * self.work.model.hidden_size * self.wide, "router": router * self.wide}
+            self.fixed_bytes = self.sizes["router"]
             keeps = ("wide input", "router")
             self._add("widen", (source,), "wide input")
         self._add("router", (keeps[0],), "logits", keeps, backward_adds=router * self.wide)

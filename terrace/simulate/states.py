@@ -12,9 +12,9 @@ layers. `terrace.plan.memory` counts the same by walking through the visits; for
 give the same bytes.
 
 Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
-are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. A tied head on
-another stage than the embedding has its own copy, and both stages keep the gradient of the other's. All parameters
-train.
+are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. Frozen
+parameters, such as a gate's bias, have one too, without gradient and optimizer state. A tied head on another stage than
+the embedding has its own copy, and both stages keep the gradient of the other's.
 """
 
 import math
@@ -42,32 +42,38 @@ _Dtypes = tuple[Literal["bf16", "fp32", "fp64"], Literal["fp32", "fp64"], Litera
 
 
 class Flats(NamedTuple):
-    """The flat buffers of a stage's blocks that the tensor ranks of `axes` share."""
+    """The flat buffers of a stage's blocks that the tensor ranks of `axes` share, and that train or do not."""
 
     axes: tuple[str, ...]
     sizes: Sizes  # padded elements, the copies that a block reads included
     largest: int  # elements of the largest, which a message's memory must fit
     tied: int = 0  # elements of the largest of a block that another stage holds as well
+    trainable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageBlocks:
     """The blocks that one rank holds, in order, by kind.
 
-    `flats` begins with the buffers that are shared by data ranks alone. `lent` holds (borrower, lender) of blocks that
-    read a block of this stage.
+    `flats` begins with the trainable buffers that are shared by data ranks alone. `lent` holds (borrower, lender) of
+    blocks that read a block of this stage.
     """
 
     order: tuple[int, ...]
     flats: tuple[Flats, ...]
     lent: tuple[tuple[int, int], ...] = ()
-    vectors: Sizes = ()  # elements outside matrices by kind, padding included
+    vectors: Sizes = ()  # trainable elements outside matrices by kind, padding included
     ends: tuple[int, ...] = ()  # blocks that are no layers
 
     @cached_property
     def sizes(self) -> Sizes:
         """Elements of a block of each kind."""
-        return tuple(map(sum, zip(*(flats.sizes for flats in self.flats), strict=True)))
+        return _summed(self.flats)
+
+    @cached_property
+    def trained(self) -> Sizes:
+        """Trainable elements of a block of each kind."""
+        return _summed([flats for flats in self.flats if flats.trainable])
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -86,6 +92,10 @@ class StageBlocks:
     def with_sizes(self, sizes: Sizes) -> "StageBlocks":
         """The same blocks with other sizes, in one buffer each."""
         return replace(self, flats=(Flats((), sizes, 0),))
+
+
+def _summed(flats: Sequence[Flats]) -> Sizes:
+    return tuple(map(sum, zip(*(each.sizes for each in flats), strict=True)))
 
 
 def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
@@ -120,22 +130,22 @@ def stage_blocks(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, s
     # Either of two stages that hold one block sends the other its gradient.
     tied = set[int]().union(*copies, _lent_away(kinds, place.keys()))
     flats = []
-    for axes in sorted({axes for each in numels for axes in each} | {()}):
+    for frozen, axes in sorted({key for each in numels for key in each} | {(False, ())}):
         # A shared buffer is also sharded over the tensor ranks that share it.
         parts = shards * math.prod(degrees[axis] for axis in axes)
-        padded = [-(-each.get(axes, 0) // parts) * parts for each in numels]
+        padded = [-(-each.get((frozen, axes), 0) // parts) * parts for each in numels]
         copied = [sum(padded[kinds.order[lender]] for lender in lenders) for lenders in copies]
         passed_on = [padded[kinds.order[lender]] for lender in tied]
         largest = max([padded[kind] for kind in order] + passed_on)
         sizes = tuple(map(sum, zip(padded, copied, strict=True)))
-        flats.append(Flats(axes, sizes, largest, max(passed_on, default=0)))
-    whole = tuple(map(sum, zip(*(each.sizes for each in flats), strict=True)))
-    matrices = [sum(param.numel for param in spec.params if param.decays) for spec in specs]
+        flats.append(Flats(axes, sizes, largest, 0 if frozen else max(passed_on, default=0), not frozen))
+    trained = _summed([each for each in flats if each.trainable])
+    matrices = [sum(param.numel for param in spec.params if param.decays and param.trainable) for spec in specs]
     return StageBlocks(
         order=order,
         flats=tuple(flats),
         lent=tuple(lent),
-        vectors=tuple(size - numel for size, numel in zip(whole, matrices, strict=True)),
+        vectors=tuple(size - numel for size, numel in zip(trained, matrices, strict=True)),
         ends=tuple(index for index, block in enumerate(held) if not is_layer(kinds.blocks, block)),
     )
 
@@ -145,10 +155,11 @@ def _lent_away(kinds: Kinds, held: Collection[int]) -> set[int]:
     return {lender for borrowed in away for lender in borrowed if lender in held}
 
 
-def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
-    total: dict[tuple[str, ...], int] = defaultdict(int)
+def _local_numels(block: BlockSpec) -> dict[tuple[bool, tuple[str, ...]], int]:
+    # By whether they are frozen, and by the tensor axes that share them.
+    total: dict[tuple[bool, tuple[str, ...]], int] = defaultdict(int)
     for param in block.params:
-        total[tuple(filter(param.is_replicated_over, TENSOR))] += param.numel
+        total[not param.trainable, tuple(filter(param.is_replicated_over, TENSOR))] += param.numel
     return total
 
 
@@ -192,7 +203,7 @@ def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool,
 def orthogonal_numels(stage: StageBlocks) -> tuple[int, ...]:
     """Elements of every layer whose matrices Muon updates whole, in order."""
     layers = (kind for index, kind in enumerate(stage.order) if index not in stage.ends)
-    return tuple(stage.sizes[kind] for kind in layers if stage.vectors[kind] < stage.sizes[kind])
+    return tuple(stage.trained[kind] for kind in layers if stage.vectors[kind] < stage.trained[kind])
 
 
 @lru_cache(maxsize=16384)
@@ -256,12 +267,13 @@ def model_states(
         total = stage.held(sizes)
         steady["params"] += total // here.span(here.params) * item
         steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
-        steady["grads"] += total // here.span(here.grads) * master
-        kept = total // here.span(here.optimizer) * (3 if keeps_master(plan, here) else 2)
-        steady["outer"] += total // here.span(here.optimizer) * master if here.num_islands > 1 else 0
-        steady["optimizer"] += (kept - _spared_moments(plan, here, stage, sizes)) * master
+        if flats.trainable:
+            steady["grads"] += total // here.span(here.grads) * master
+            kept = total // here.span(here.optimizer) * (3 if keeps_master(plan, here) else 2)
+            steady["outer"] += total // here.span(here.optimizer) * master if here.num_islands > 1 else 0
+            steady["optimizer"] += (kept - _spared_moments(plan, here, stage, sizes)) * master
         # Only gradients that are reduced need a whole buffer.
-        if not accumulates_in_place(plan, here):
+        if flats.trainable and not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         if here.frees:
             comes_and_goes = [before + size for before, size in zip(comes_and_goes, sizes, strict=True)]
@@ -320,13 +332,13 @@ def _messages(
         master=master,
         messages=messages,
     )
-    largest = stage.flats[0].largest
-    cases: list[tuple[MessageClass, int | None, int]] = [
-        (message, None, largest) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)
-    ]
-    if layout.num_islands > 1:
+    trainable, largest = stage.flats[0].trainable, stage.flats[0].largest
+    cases: list[tuple[MessageClass, int | None, int]] = []
+    if trainable:
+        cases = [(message, None, largest) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)]
+    if trainable and layout.num_islands > 1:
         cases.append((MessageClass.OUTER, None, largest))
-    if matrices:
+    if trainable and matrices:
         cases.append((MessageClass.ORTHOGONALISE, None, matrices))
     if layout.gathers:
         cases.append((MessageClass.GATHER, together.params, largest))
@@ -341,7 +353,7 @@ def _messages(
         lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))
     feedback = 0
     # Error feedback keeps its residuals for the whole step.
-    if any(name.endswith("+feedback") for row in table.values() for name in row.values()):
+    if trainable and any(name.endswith("+feedback") for row in table.values() for name in row.values()):
         each = zip(stage.counts, stage.sizes, strict=True)
         feedback = sum(count * sum(residual_numels(layout, plan, numel)) for count, numel in each)
     return tuple(lanes.items()), feedback * RESIDUAL_BYTES * RESIDUAL_COPIES

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
-from terrace.model.spec import BlockSpec
+from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
@@ -21,6 +21,7 @@ from terrace.program.lowering import build_stages
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import StageBlocks, model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
+from tests.support.mixtures import EXPERTS, GROUPED
 from tests.support.strategies import plans
 from tests.support.toys import cluster_of
 
@@ -49,7 +50,9 @@ def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec],
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
-    """On the data axis alone, for any placement, wire formats, prefetch, unit, tied or not, padded or not."""
+    """On the data axis alone, for any placement, wire formats, prefetch, unit, tied or not, padded or not, with frozen
+    parameters and with layers of two kinds.
+    """
     sizes = data.draw(st.sampled_from(SIZES))
     cluster = cluster_of(*sizes)
     plan = replace(data.draw(plans(cluster)), update=data.draw(st.sampled_from(("adamw", "muon"))))
@@ -60,7 +63,11 @@ def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
         vocab_size=data.draw(st.sampled_from((5, 101, 1000))),
     )
     num_micros = data.draw(st.integers(1, 7))
-    blocks = data.draw(st.sampled_from((block_specs(model), *differing(model), *undeclared(model))))
+    frozen = freeze(block_specs(model), data.draw(st.sampled_from((["*norm*"], ["layers.*.mlp.*"], ["layers.0.m*"]))))
+    mixtures = replace(model, experts=data.draw(st.sampled_from(list(EXPERTS.values()))))
+    first = replace(mixtures, num_layers=model.num_layers + 1, experts=replace(GROUPED, dense_layers=(0,)))
+    every = (block_specs(model), *differing(model), *undeclared(model), frozen, *map(block_specs, (mixtures, first)))
+    blocks = data.draw(st.sampled_from(every))
     assert closed_form(plan, sizes, blocks, num_micros) == model_state_bytes(cluster, plan, blocks, num_micros)
 
 
