@@ -32,7 +32,7 @@ from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.simulate.block_tape import Backend
-from terrace.simulate.masks import copied_bytes, work_in
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, work_in
 from terrace.simulate.mlp_tape import MlpTape
 from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
@@ -297,7 +297,10 @@ class _Tape(MlpTape):
             return
         # Queries and keys are scaled first; in fp32, and for every query head, as plain products take them.
         inputs = ("scaled query", "scaled key", "wide value")
-        self.sizes |= dict.fromkeys(inputs, self.query * self.wide) | {"softmax": self.scores * self.wide}
+        sequence = self.work.sequence
+        keys = min(sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else sequence
+        scores = self.work.tokens * self.heads * keys
+        self.sizes |= dict.fromkeys(inputs, self.query * self.wide) | {"softmax": scores * self.wide}
         # Without grouped heads in fp32 or fp64, widening is a no-op, so the values are the layer's own tensor.
         if self.item == self.wide and model.num_kv_heads == model.num_heads:
             inputs = ("scaled query", "scaled key", "value")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from terrace.plan.wire import FORMATS
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import Operation
 from terrace.simulate.work import Work
 
@@ -41,8 +40,6 @@ class BlockTape:
         self.query = work.tokens * self.heads * model.head_dim
         # Piece by piece on a CPU, else over whole rows.
         self.in_pieces = self.backend == "cpu" and work.is_masked
-        keys = min(work.sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else work.sequence
-        self.scores = work.tokens * self.heads * keys
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
         # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
