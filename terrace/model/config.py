@@ -17,8 +17,9 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
 from terrace.base.schema import read_table
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.hf.config import read_fields, without_dropout, write_table
-from terrace.model.hf.families import ACTIVATIONS, FAMILIES
+from terrace.model.hf.config import read_fields, without_training, write_table
+from terrace.model.hf.families import FAMILIES
+from terrace.model.hf.keys import ACTIVATIONS
 from terrace.model.rope import RopeScaling
 from terrace.model.spec import STACKED, BlockSpec, Computes, ParamSpec
 
@@ -173,7 +174,7 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
 
 
 def load_model(path: str, *, training: bool = True) -> ModelConfig:
-    """Read a `config.json`, or the one in a folder; without `training` its dropout does not count.
+    """Read a `config.json`, or the one in a folder; without `training` its dropout and losses of routers do not count.
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
@@ -183,7 +184,7 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:
         table = read_table(file)
-        return parse_model(table if training else without_dropout(table))
+        return parse_model(table if training else without_training(table))
     except ConfigError as error:
         raise ModelError(str(error)) from error
     except ModelError as error:
@@ -195,9 +196,13 @@ def to_table(config: ModelConfig) -> dict[str, Any]:
 
     Raises `ModelError` when the family cannot express the configuration (a GPT-2 with grouped heads).
     """
+    if (config.experts is not None) != FAMILIES[config.family].is_mixture:
+        said, others = ("no", True) if config.experts is not None else ("only models with", False)
+        named = ", ".join(sorted(name for name, family in FAMILIES.items() if family.is_mixture == others))
+        raise ModelError(f"a {config.family} config.json has {said} experts: use one of {named}")
     table = write_table(asdict(config))
     # Read back and compared: a family may silently give a field another meaning.
-    back, wanted = asdict(parse_model(table)), asdict(config)
+    back, wanted = _fields(parse_model(table)), _fields(config)
     for name, value in wanted.items():
         if back[name] != value:
             raise ModelError(
@@ -205,6 +210,12 @@ def to_table(config: ModelConfig) -> dict[str, Any]:
                 f"use that value, or another family"
             )
     return table
+
+
+def _fields(config: ModelConfig) -> dict[str, Any]:
+    fields = asdict(config)
+    experts = fields.pop("experts") or {}
+    return fields | {f"experts.{name}": value for name, value in experts.items()}
 
 
 def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:

@@ -14,6 +14,7 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import best, sigmoid
 from terrace.model.experts.mixture import Mixture
 from terrace.model.experts.products import Order, collect, spread
+from terrace.model.lora.config import LoraConfig, targets
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 24, 20, 8, 3
 DENSE = parse_model(
@@ -229,3 +230,12 @@ def test_cost_counts_the_experts_of_a_token() -> None:
 def test_what_is_no_mixture(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         with_experts(replace(PLAIN, **changed))
+
+
+def test_adapters_on_experts_are_refused() -> None:
+    specs = block_specs(with_experts(SHARED))
+    for pattern in ("layers.*", "layers.1.mlp.router.weight", "*.mlp.down.weight"):
+        with pytest.raises(ModelError, match="adapters on experts or their router are not implemented: name other"):
+            targets(specs, LoraConfig(rank=2, targets=(pattern,)))
+    chosen = targets(specs, LoraConfig(rank=2, targets=("*.attention.*", "*.mlp.shared.up.*")))
+    assert len(chosen) == 3 * 5

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,118 +12,23 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from terrace.base.errors import ModelError
 from terrace.base.sealed import ChangedFile
-from terrace.model.config import ModelConfig, block_specs, load_model, num_params, parse_model
-from terrace.model.decoder import build_blocks
-from terrace.model.hf.names import num_stored, sources
+from terrace.model.config import block_specs, load_model, num_params, parse_model
+from terrace.model.hf.names import sources, stored_bytes
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
-from tests.support.toys import run_blocks
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-transformers = pytest.importorskip("transformers", reason="logits are compared with those of transformers")
-
-_SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-_SIZES |= {"max_position_embeddings": 40}
-_LLAMA = _SIZES | {"intermediate_size": 37}
-_LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-_LLAMA3 |= {"original_max_position_embeddings": 32}  # with heads of 12, frequencies of all three kinds
-_LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 700.0}
-_GPT2: dict[str, Any] = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40}
-_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-TABLES: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA | {"model_type": "llama", "num_key_value_heads": 2},
-    "llama, tied, biases": _LLAMA
-    | {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "llama 3.1, 1 kv head": _LLAMA
-    | {"model_type": "llama", "head_dim": 12, "num_key_value_heads": 1, "rope_parameters": _LLAMA3},
-    "llama, linear": _LLAMA | {"model_type": "llama", "rope_parameters": _LINEAR},
-    "mistral": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 10, "sliding_window": None},
-    "mistral, window": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 7},
-    "qwen2, window": _LLAMA
-    | {"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5}
-    | {"max_window_layers": 0},
-    "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2},
-    "qwen2, tied": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 4, "tie_word_embeddings": True},
-    "qwen3": _LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 10},
-    "qwen3, biases": _LLAMA | {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 6, "attention_bias": True},
-    "gpt_neox": _SIZES | {"model_type": "gpt_neox", "intermediate_size": 50, "rotary_pct": 0.5, "hidden_size": 36},
-    "gpt_neox, serial, tied, linear": _SIZES
-    | {"model_type": "gpt_neox", "intermediate_size": 50, "use_parallel_residual": False, "tie_word_embeddings": True}
-    | {"rope_parameters": _LINEAR | {"partial_rotary_factor": 1.0}, "attention_bias": False},
-    "gpt2": _GPT2 | {"model_type": "gpt2"},
-    "gpt2, untied": _GPT2 | {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 31},
-}
-TOKENS = torch.randint(0, 61, (3, 19), generator=torch.Generator().manual_seed(0))
-WITHIN = {torch.float32: 1e-5, torch.float64: 1e-10}
-
-
-class Wide(TorchFunctionMode):
-    """Keeps fp64 where `transformers` goes through fp32, in its rms norms and rotary positions."""
-
-    def __torch_function__(self, function: Any, _: Any, given: Any = (), options: Any = None) -> Any:
-        options = {key: torch.float64 if value is torch.float32 else value for key, value in (options or {}).items()}
-        given = tuple(torch.float64 if value is torch.float32 else value for value in given)
-        return function(*given, **options) if function is not torch.Tensor.float else given[0].double()
-
-
-def their_logits(folder: Path, dtype: torch.dtype) -> Tensor:
-    """Logits of what `transformers` loads from a folder."""
-    if dtype is not torch.float64:
-        return _logits(
-            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-        )
-    with Wide():
-        return _logits(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
-
-
-@torch.no_grad()
-def _logits(model: Any) -> Tensor:
-    logits: Tensor = model.eval()(TOKENS).logits
-    return logits
-
-
-def randomise(parameters: Any) -> None:
-    """Give every parameter values that tell it from every other: norms and biases too."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.normal_(0.0, 0.25, generator=generator)
-
-
-def their_model(folder: Path, table: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> None:
-    """Have `transformers` make a model with random values, and save it."""
-    config = transformers.AutoConfig.for_model(**table)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    randomise(model.parameters())
-    model.save_pretrained(folder, **options)
-
-
-@torch.no_grad()
-def our_logits(config: ModelConfig, value: Callable[[str, str], Tensor], dtype: torch.dtype) -> Tensor:
-    """Logits of this decoder with these values."""
-    blocks = build_blocks(config, "cpu", dtype)
-    for spec, block in zip(block_specs(config), blocks, strict=True):
-        for param in spec.params:
-            block.get_parameter(param.name).copy_(value(spec.name, param.name))
-    return run_blocks(blocks, TOKENS)
-
-
-def our_values(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Callable[[str, str], Tensor]:
-    """Random values of every parameter."""
-    shapes = {(block.name, param.name): param.shape for block in block_specs(config) for param in block.params}
-    values = {key: nn.Parameter(torch.empty(shape, dtype=dtype)) for key, shape in shapes.items()}
-    randomise(values.values())
-    return lambda block, param: values[block, param].detach()
+from tests.support.families import (
+    TABLES,
+    WITHIN,
+    contents,
+    our_logits,
+    our_values,
+    their_logits,
+    their_model,
+    transformers,
+)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -151,12 +55,7 @@ def test_our_model_has_the_same_logits_there(name: str, tmp_path: Path) -> None:
     assert load_model(str(tmp_path / "out")) == config
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Name and content of every file in a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("name", ["llama 3.1, 1 kv head", "qwen2, tied", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["llama 3.1, 1 kv head", "qwen2, tied", "gpt_neox", "gpt2", "mixtral", "glm4_moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_what_is_written_and_read_is_written_the_same(name: str, dtype: str, tmp_path: Path) -> None:
     config = parse_model(TABLES[name])
@@ -173,7 +72,9 @@ def test_what_is_written_and_read_is_written_the_same(name: str, dtype: str, tmp
     assert sum(tensor.nbytes for file in stored for tensor in file.values()) == index["metadata"]["total_size"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gpt_neox", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"]
+)
 def test_their_folder_is_written_with_the_same_tensors(name: str, tmp_path: Path) -> None:
     """Names, shapes, dtypes and bits are those of `save_pretrained`, from sharded files as well."""
     their_model(tmp_path / "theirs", TABLES[name], torch.bfloat16, max_shard_size="6KB")
@@ -366,8 +267,8 @@ def test_every_parameter_has_one_place(tmp_path: Path) -> None:
     """Tensors of a family and their parts: each part of each tensor belongs to one parameter."""
     for table in TABLES.values():
         config = parse_model(table)
-        found = [(source.name, source.part) for source in sources(config).values()]
+        found = [(name, source.part) for source in sources(config).values() for name in source.tensors]
         assert len(set(found)) == len(found)
-        wholes = {source.name: source.num_parts for source in sources(config).values()}
+        wholes = {name: source.num_parts for source in sources(config).values() for name in source.tensors}
         assert sorted(found) == sorted((name, part) for name, parts in wholes.items() for part in range(parts))
-        assert num_stored(config) == num_params(config)
+        assert stored_bytes(config, 4) == 4 * num_params(config)

@@ -72,6 +72,62 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         162_322_944,
     ),
+    "Mixtral-8x7B-v0.1": (
+        {
+            "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+        46_702_792_704,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+            "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+            "model_type": "qwen2_moe", "num_attention_heads": 16, "num_hidden_layers": 24, "num_key_value_heads": 16,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True,
+            "use_sliding_window": False, "vocab_size": 151936, "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
+            "num_experts": 60, "norm_topk_prob": False, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+        },
+        14_315_784_192,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+            "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+            "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+            "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        30_532_122_624,
+    ),
+    "GLM-4.5-Air": (  # its files hold 3,616,573,568 more in a layer for the token after the next
+        {
+            "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944,
+            "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+            "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+            "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+        },
+        106_852_251_264,
+    ),
 }  # fmt: skip
 
 

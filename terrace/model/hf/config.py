@@ -13,7 +13,9 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
-from terrace.model.hf.families import ACTIVATIONS, DROPOUTS, FAMILIES, HARMLESS, ONLY, Family
+from terrace.model.hf.families import FAMILIES, Family
+from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
+from terrace.model.hf.mixtures import read_experts, write_experts
 from terrace.model.rope import RopeScaling, scaling_keys
 
 _ENDLESS = 1e30  # beyond, it is no number that anyone means
@@ -29,38 +31,46 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ModelError(f"model_type is missing: set it to one of {', '.join(sorted(FAMILIES))}")
     if name not in FAMILIES:
-        raise ModelError(f"model_type = {name!r} is not implemented{did_you_mean(name, FAMILIES)}")
+        why = f": {REFUSED[name]}" if name in REFUSED else did_you_mean(name, FAMILIES)
+        raise ModelError(f"model_type = {name!r} is not implemented{why}")
     family = FAMILIES[name]
+    table = _without_aliases(table, family)
     _refuse_values(table, family)
     own_keys = {item.name for item in dataclasses.fields(family.table)}
     rope_keys = _rope_keys(family)
     for key in table:
-        if key not in own_keys | rope_keys | HARMLESS | ONLY.keys():
+        if key not in own_keys | rope_keys | HARMLESS | family.harmless | ONLY.keys():
             raise ModelError(f"unknown key {key!r} for {name}{did_you_mean(key, own_keys | rope_keys)}")
     try:
         loaded = load(family.table, {key: table[key] for key in table if key in own_keys}, name)
     except ConfigError as error:
         raise ModelError(str(error)) from error
-    fields = {own: getattr(loaded, key) for own, key in family.names.items()}
+    fields = {own: getattr(loaded, key) for own, key in family.names.items() if "." not in own}
+    fields |= {own: value for own, value in family.constants.items() if "." not in own}
     if "sliding_window" in fields:
         fields["sliding_window"] = _read_window(loaded, family)
-    return _complete(fields | dict(family.constants) | {"family": name}, table)
+    if family.is_mixture:
+        fields["experts"] = read_experts(loaded, family)
+    return _complete(fields | {"family": name}, table)
 
 
 def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` table of the fields of a `ModelConfig`, with the newer form of RoPE keys."""
     family = FAMILIES[fields["family"]]
     table: dict[str, Any] = {"model_type": fields["family"], "architectures": [family.architecture]}
-    table |= {key: fields[own] for own, key in family.names.items()}
+    table |= {key: fields[own] for own, key in family.names.items() if "." not in own}
     activation_key = family.names["activation"]
     # Several spellings mean one activation; the first is written.
     spellings = [theirs for theirs, ours in ACTIVATIONS.items() if ours == fields["activation"]]
     table[activation_key] = spellings[0]
-    # Written out, because absent keys would take the non-zero defaults of transformers.
-    table |= dict.fromkeys(family.implied, 0.0)
+    table |= family.written
+    if family.is_mixture:
+        table |= write_experts(fields["experts"], family)
     if family.switched_window:
         has_window = fields["sliding_window"] > 0
         table |= {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else fields["num_layers"]}
+        if family.alternating_window and has_window:
+            table["layer_types"] = ["sliding_attention"] * fields["num_layers"]
     if family.theta_key:
         scaling = fields["rope_scaling"] or {"rope_type": "default"}
         kept = ("rope_type", *scaling_keys(scaling["rope_type"]))
@@ -91,11 +101,20 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
     return published
 
 
-def without_dropout(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with every dropout at 0, for a model that is not being trained."""
+def without_training(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table without dropout, noise and losses of routers, for a model that is not being trained."""
     family = FAMILIES.get(table.get("model_type", ""))
     given = {**(family.implied if family else {}), **table}
-    return {**table, **{key: 0.0 for key in given if key in DROPOUTS}}
+    return {**table, **{key: TRAINING[key] for key in given if key in TRAINING}}
+
+
+def _without_aliases(table: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    # Releases of transformers differ in what they call a key.
+    result = dict(table)
+    for alias, key in family.aliases.items():
+        if alias in result and result.setdefault(key, result[alias]) != result.pop(alias):
+            raise ModelError(f"{key} = {table[key]!r} and {alias} = {table[alias]!r} disagree: keep one of them")
+    return result
 
 
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
@@ -161,7 +180,7 @@ def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
     for key in ("partial_rotary_factor", family.factor_key):
         found["factor"][key] = table.get(key)
     # The same number may appear under several keys; disagreeing values are refused.
-    theta = _agreed(found["theta"], 10000.0)
+    theta = _agreed(found["theta"], family.default_theta)
     factor = _agreed(found["factor"], family.default_factor)
     if not family.factor_is_free and factor != family.default_factor:
         raise ModelError(f"partial_rotary_factor = {factor} is not part of this family: set it to 1.0")
@@ -210,22 +229,32 @@ def _rope_tables(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _read_window(loaded: Any, family: Family) -> int:
     window = 0 if loaded.sliding_window is None else int(loaded.sliding_window)
-    num_layers, kinds = loaded.num_hidden_layers, loaded.layer_types
-    # Qwen2 has a switch and a number of layers without a window.
+    num_layers, kinds = loaded.num_hidden_layers, getattr(loaded, "layer_types", None)
+    fix = "leave it out"
+    # Some families have a switch and a number of layers without a window.
     if family.switched_window:
-        without = loaded.max_window_layers if kinds is None else 0
-        if not loaded.use_sliding_window or without >= num_layers:
+        if not loaded.use_sliding_window:
             window = 0
-        elif window and without > 0:
-            raise ModelError(
-                f"max_window_layers = {without} of {num_layers} layers without a window is not implemented: "
-                f"set it to 0 or {num_layers}, or use_sliding_window to false"
-            )
+        elif family.alternating_window:
+            fix = "set use_sliding_window to false"
+            if window and kinds is None:
+                sliding = [layer % 2 == 0 and layer < loaded.max_window_layers for layer in range(num_layers)]
+                kinds = ["sliding_attention" if each else "full_attention" for each in sliding]
+        elif kinds is None:
+            without = getattr(loaded, "max_window_layers", 0)
+            if without >= num_layers:
+                window = 0
+            elif window and without > 0:
+                raise ModelError(
+                    f"max_window_layers = {without} of {num_layers} layers without a window is not implemented: "
+                    f"set it to 0 or {num_layers}, or use_sliding_window to false"
+                )
     wanted = "sliding_attention" if window else "full_attention"
     # All layers share one mask plan, so mixed kinds are refused.
     if kinds is not None and (len(kinds) != num_layers or set(kinds) != {wanted}):
+        absent = "" if getattr(loaded, "layer_types", None) else " (what its absence means)"
         raise ModelError(
-            f"layer_types = {list(kinds)} is not implemented: make all {num_layers} {wanted!r}, or leave it out"
+            f"layer_types = {list(kinds)}{absent} is not implemented: make all {num_layers} {wanted!r}, or {fix}"
         )
     return window
 

@@ -2,7 +2,8 @@
 
 A family is data: a table class with the keys Terrace implements as fields, with the defaults of `transformers`, the
 names of these keys in `ModelConfig`, and the values fixed by the family. Every other key is either harmless
-(`HARMLESS`), or accepted only with the value Terrace implements (`ONLY`), or refused: no key is ignored by accident.
+(`HARMLESS` of terrace.model.hf.keys, and the family's own), or accepted only with the value Terrace implements
+(`ONLY`), or refused: no key is ignored by accident.
 
 The defining sizes of a model (vocabulary, width, depth, heads) have defaults in `transformers` too, but are required
 here: a forgotten key should not silently train a model of seven billion parameters.
@@ -11,48 +12,6 @@ here: a forgotten key should not silently train a model of seven billion paramet
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-# Keys that do not change the next-token function or its gradient.
-_HARMLESS = """
-_attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation bad_words_ids
-bos_token_id chunk_size_feed_forward classifier_dropout decoder_start_token_id do_sample dtype early_stopping
-eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder
-is_llama_config label2id length_penalty max_length min_length model_type n_ctx name_or_path no_repeat_ngram_size
-num_beams num_labels num_return_sequences output_attentions output_hidden_states pad_token_id prefix pretraining_tp
-problem_type repetition_penalty return_dict return_dict_in_generate sep_token_id summary_activation
-summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
-temperature tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
-typical_p unk_token_id unsloth_fixed unsloth_version use_cache
-"""
-HARMLESS = frozenset(_HARMLESS.split())
-
-# Keys that change the mathematics, with the values Terrace implements. `None` is JSON's null.
-_DROPOUTS = """
-resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout attention_probs_dropout_prob hidden_dropout_prob
-"""
-DROPOUTS = tuple(_DROPOUTS.split())
-ONLY: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(DROPOUTS, (0.0, None)),
-    "quantization_config": (None,),
-    "use_mrope": (False,),
-    "cross_attention_hidden_size": (None,),
-    "pruned_heads": ({}, None),
-    "rope_interleaved": (False,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),
-}
-
-ACTIVATIONS: Mapping[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +90,96 @@ class GPT2Table:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _MixtureTable(_RotaryTable):
+    # keys and defaults that families with experts share
+
+    num_key_value_heads: int | None
+    num_experts_per_tok: int
+    rms_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BalancedTable(_MixtureTable):
+    # Their loss has a part of the router's if its logits are asked for.
+
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralTable(_BalancedTable):
+    num_local_experts: int
+    head_dim: int | None = None
+    max_position_embeddings: int = 4096 * 32
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _QwenMoeTable(_BalancedTable):
+    num_experts: int
+    moe_intermediate_size: int
+    max_position_embeddings: int = 32768
+    norm_topk_prob: bool = False
+    mlp_only_layers: tuple[int, ...] | None = None
+    decoder_sparse_step: int = 1
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2MoeTable(_QwenMoeTable):
+    """The implemented keys of `Qwen2MoeConfig`. Without `layer_types` a window is in every other layer alone."""
+
+    shared_expert_intermediate_size: int
+    qkv_bias: bool = True
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeTable(_QwenMoeTable):
+    head_dim: int | None = None
+    attention_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeTable(_MixtureTable):
+    n_routed_experts: int
+    moe_intermediate_size: int
+    head_dim: int | None = None
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One `model_type`: how its keys become the fields of `ModelConfig`."""
 
     table: type[Any]
     architecture: str
-    names: Mapping[str, str]  # field of ModelConfig -> key of the table
+    names: Mapping[str, str]  # field of ModelConfig -> key of the table; of its ExpertsConfig with "experts." in front
     constants: Mapping[str, object]  # fields the family does not let one choose
     implied: Mapping[str, object] = field(default_factory=dict)  # ONLY keys whose absence is not neutral
+    written: Mapping[str, object] = field(default_factory=dict)  # keys that every table says alike
+    aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling of a key -> the key
+    harmless: frozenset[str] = frozenset()  # more keys without effect on the next token
+    is_mixture: bool = False
     theta_key: str = ""  # where older files keep the RoPE base; empty: the family has no RoPE
+    default_theta: float = 10000.0
     factor_key: str = ""  # where older files keep the rotated fraction of a head
     default_factor: float = 1.0
     factor_is_free: bool = False
     switched_window: bool = False  # whether sliding_window means something only with use_sliding_window
+    alternating_window: bool = False  # whether it means every other layer where layer_types is absent
 
 
 _SHARED_NAMES = {
@@ -162,6 +198,14 @@ _ROTARY_NAMES = _SHARED_NAMES | {
 _BIASED = {"attention_bias": "attention_bias"}
 _GROUPED = _ROTARY_NAMES | {"num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
 _GATED = {"norm": "rms", "gated_mlp": True, "parallel_residual": False}
+_ROUTED = _GROUPED | {"experts.per_token": "num_experts_per_tok"}
+_QWEN_ROUTED = _ROUTED | {
+    "experts.num_experts": "num_experts",
+    "experts.intermediate_size": "moe_intermediate_size",
+    "experts.normalized": "norm_topk_prob",
+    "experts.dense_layers": "mlp_only_layers",
+    "sliding_window": "sliding_window",
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -225,5 +269,73 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_bias": True,
         },
         implied={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+        # Absent keys would take the defaults of transformers.
+        written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "mixtral": Family(
+        table=MixtralTable,
+        architecture="MixtralForCausalLM",
+        names=_ROUTED
+        | {
+            "head_dim": "head_dim",
+            "sliding_window": "sliding_window",
+            "experts.num_experts": "num_local_experts",
+            "experts.intermediate_size": "intermediate_size",
+        },
+        constants=_GATED | {"attention_bias": False, "mlp_bias": False},
+        aliases={"num_experts": "num_local_experts"},
+        is_mixture=True,
+        theta_key="rope_theta",
+        default_theta=1e6,
+    ),
+    "qwen2_moe": Family(
+        table=Qwen2MoeTable,
+        architecture="Qwen2MoeForCausalLM",
+        names=_QWEN_ROUTED | {"qkv_bias": "qkv_bias", "experts.shared_size": "shared_expert_intermediate_size"},
+        constants=_GATED | {"attention_bias": False, "mlp_bias": False, "experts.shared_gate": True},
+        is_mixture=True,
+        theta_key="rope_theta",
+        switched_window=True,
+        alternating_window=True,
+    ),
+    "qwen3_moe": Family(
+        table=Qwen3MoeTable,
+        architecture="Qwen3MoeForCausalLM",
+        names=_QWEN_ROUTED | _BIASED | {"head_dim": "head_dim"},
+        constants=_GATED | {"mlp_bias": False, "qk_norm": True},
+        aliases={"num_local_experts": "num_experts"},
+        harmless=frozenset({"max_window_layers"}),
+        is_mixture=True,
+        theta_key="rope_theta",
+        switched_window=True,
+    ),
+    "glm4_moe": Family(
+        table=Glm4MoeTable,
+        architecture="Glm4MoeForCausalLM",
+        names=_ROUTED
+        | {
+            "head_dim": "head_dim",
+            "qkv_bias": "attention_bias",
+            "qk_norm": "use_qk_norm",
+            "experts.num_experts": "n_routed_experts",
+            "experts.intermediate_size": "moe_intermediate_size",
+            "experts.normalized": "norm_topk_prob",
+            "experts.scale": "routed_scaling_factor",
+            "experts.num_groups": "n_group",
+            "experts.kept_groups": "topk_group",
+            "experts.shared_size": "n_shared_experts",
+            "experts.dense_layers": "first_k_dense_replace",
+        },
+        constants=_GATED
+        | {"attention_bias": False, "mlp_bias": False, "experts.gate": "sigmoid", "experts.biased": True},
+        # A head for further tokens is no part of the next token, and is not written.
+        written={"num_nextn_predict_layers": 0},
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        harmless=frozenset({"num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}),
+        is_mixture=True,
+        theta_key="rope_theta",
+        factor_key="partial_rotary_factor",
+        default_factor=0.5,
+        factor_is_free=True,
     ),
 }

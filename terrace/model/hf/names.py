@@ -1,7 +1,8 @@
 """Location of each parameter of a decoder in the weight files of its family. Pure: only names and shapes.
 
-A parameter is a whole tensor there, or a part of one:
+A parameter is a whole tensor there, a part of one, or a stack of several:
 
+- experts have a tensor each, which one parameter (experts, out, in) holds here;
 - GPT-2 stores matrices as (in, out), and query, key and value one after the other in `c_attn`;
 - GPT-NeoX stores query, key and value in `query_key_value`, head by head: of head 0 all three, then of head 1.
 """
@@ -9,9 +10,10 @@ A parameter is a whole tensor there, or a part of one:
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from terrace.model.config import ModelConfig, block_specs
+from terrace.model.spec import ParamSpec
 
 # What files of older releases hold beside parameters: masks and frequencies, which follow from config.json.
 DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
@@ -19,19 +21,33 @@ DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.i
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Part `part` of `num_parts` of the tensor `name`; the parts' rows alternate within each of `num_groups` groups."""
+    """Part `part` of `num_parts` of the tensor `name`; the parts' rows alternate within each of `num_groups` groups.
+
+    With `num_stacked`, a stack of tensors, in whose names the index stands in place of "{}".
+    """
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor, as it is stored
+    shape: tuple[int, ...]  # of the whole tensor, or of each stacked one, as it is stored
+    num_stacked: int = 0
+    wide: bool = False  # fp32, whatever the dtype of the others
     transposed: bool = False  # stored as (in, out)
     part: int = 0
     num_parts: int = 1
     num_groups: int = 1
 
+    def nbytes(self, dtype_bytes: int) -> int:
+        """Bytes of one of its tensors where files have `dtype_bytes` an element."""
+        return (4 if self.wide else dtype_bytes) * math.prod(self.shape)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of its tensors in the files."""
+        return tuple(self.name.format(index) for index in range(self.num_stacked)) if self.num_stacked else (self.name,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """The names of one family; a parameter's own ending, `weight` or `bias`, follows."""
+    """The names of one family; a parameter's own ending, `weight` or `bias`, follows those of modules."""
 
     base: str  # in front of all but the output matrix; files of the model without its head leave it out
     layers: str
@@ -39,6 +55,8 @@ class Names:
     output: str
     final_norm: str
     layer: Mapping[str, str]
+    stacked: Mapping[str, str] = field(default_factory=dict)  # modules with a tensor for each expert
+    router_bias: str = ""  # the whole name of the parameter
     positions: str = ""
     fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its part
     by_head: bool = False  # whether the parts take turns head by head
@@ -65,6 +83,18 @@ _LLAMA = Names(
         "mlp.down": "mlp.down_proj",
     },
 )
+_MLP = ("gate", "up", "down")
+
+
+def _mixture(block: str, experts: tuple[str, str, str], shared: str = "", router_bias: str = "") -> Names:
+    # `experts` are the names of gate, up and down.
+    layer = {**_LLAMA.layer, "mlp.router": f"{block}.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
+    layer |= {f"mlp.shared.{name}": f"mlp.{shared}.{name}_proj" for name in _MLP}
+    stacked = {f"mlp.{name}": f"{block}.experts.{{}}.{theirs}" for name, theirs in zip(_MLP, experts, strict=True)}
+    return replace(_LLAMA, layer=layer, stacked=stacked, router_bias=router_bias)
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PARTS = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
 NAMES: Mapping[str, Names] = {
@@ -107,6 +137,10 @@ NAMES: Mapping[str, Names] = {
         fused=_PARTS,
         transposed=True,
     ),
+    "mixtral": _mixture("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen2_moe": _mixture("mlp", _PROJECTIONS, "shared_expert"),
+    "qwen3_moe": _mixture("mlp", _PROJECTIONS),
+    "glm4_moe": _mixture("mlp", _PROJECTIONS, "shared_experts", "mlp.gate.e_score_correction_bias"),
 }
 
 
@@ -114,7 +148,7 @@ def sources(config: ModelConfig) -> dict[tuple[str, str], StoredTensor]:
     """(block, parameter) -> its place in the files, in the order of the blocks; a tied head is not stored."""
     names = NAMES[config.family]
     return {
-        (block.name, param.name): _source(config, names, block.name, param.name, param.shape)
+        (block.name, param.name): _source(config, names, block.name, param)
         for block in block_specs(config)
         for param in block.params
     }
@@ -125,7 +159,8 @@ def output_name(config: ModelConfig) -> str:
     return f"{NAMES[config.family].output}.weight"
 
 
-def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tuple[int, ...]) -> StoredTensor:
+def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> StoredTensor:
+    param, shape = spec.name, spec.shape
     module, _, ending = param.rpartition(".")
     if block == "embedding":
         return StoredTensor(
@@ -135,14 +170,20 @@ def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tu
         name = f"{names.output}.weight" if param == "weight" else f"{names.base}{names.final_norm}.{ending}"
         return StoredTensor(name=name, shape=shape)
     index = block.removeprefix("layers.")
-    name = f"{names.base}{names.layers}.{index}.{names.layer[module]}.{ending}"
+    layer = f"{names.base}{names.layers}.{index}."
+    if spec.part_shape != shape:
+        name = f"{layer}{names.stacked[module]}.{ending}"
+        return StoredTensor(name=name, shape=spec.part_shape, num_stacked=shape[0])
+    if param == "mlp.router.bias":
+        # In 16 bits its steps would round away.
+        return StoredTensor(name=f"{layer}{names.router_bias}", shape=shape, wide=True)
     # Fused tensors hold query, key and value in one matrix.
     num_parts = len(names.fused) if module in names.fused else 1
     # GPT-2 stores Conv1D weights as (in, out); biases have one dim.
     transposed = names.transposed and len(shape) == 2
     stored = (num_parts * shape[0], *shape[1:])
     return StoredTensor(
-        name=name,
+        name=f"{layer}{names.layer[module]}.{ending}",
         shape=stored[::-1] if transposed else stored,
         transposed=transposed,
         part=names.fused.get(module, 0),
@@ -151,8 +192,7 @@ def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tu
     )
 
 
-def num_stored(config: ModelConfig) -> int:
-    """Number of elements in the weight files of a model."""
-    return sum(
-        math.prod(shape) for shape in {source.name: source.shape for source in sources(config).values()}.values()
-    )
+def stored_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of the tensors in the weight files of a model, stored with `dtype_bytes` an element."""
+    tensors = {name: source for source in sources(config).values() for name in source.tensors}
+    return sum(source.nbytes(dtype_bytes) for source in tensors.values())

@@ -8,9 +8,8 @@ Shape legend: G groups, P parts, d rows of a part in a group.
 """
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from terrace.model.config import ModelConfig, load_model, to_table
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
 from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
-from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, num_stored, output_name, sources
+from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
 SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -61,15 +60,22 @@ class Pretrained:
         """The dtype of the embedding as it is stored: fp32, bf16, fp16 or fp64."""
         return _FLOATS[self._header(self._stored_name(self._sources["embedding", "weight"].name))[1]]
 
-    def value(self, block_name: str, param_name: str) -> Tensor:
-        """A whole parameter in Terrace's layout, in its stored dtype, on the CPU.
+    def value(self, block_name: str, param_name: str, experts: Sequence[int] | None = None) -> Tensor:
+        """A whole parameter in Terrace's layout, in its stored dtype, on the CPU; of a stack, `experts` alone if given.
 
         Raises `ModelError` when it is missing or cannot be read.
         """
         source = self._sources[block_name, param_name]
-        name = self._stored_name(source.name)
+        if not source.num_stacked:
+            return self._part(source, source.name)
+        names = source.tensors
+        chosen = names if experts is None else [names[index] for index in experts]
+        return torch.stack([self._part(source, name) for name in chosen])
+
+    def _part(self, source: StoredTensor, wanted: str) -> Tensor:
+        name = self._stored_name(wanted)
         if name not in self._files:
-            raise ModelError(f"{self.folder} has no tensor {source.name}")
+            raise ModelError(f"{self.folder} has no tensor {wanted}")
         try:
             self._sums.check(self._file(self._files[name]), self._files[name], name)
             return _taken(self._file(self._files[name]).get_slice(name), source)
@@ -85,13 +91,13 @@ class Pretrained:
         if config is not None and config != self._config:
             Pretrained(self.folder, config).check()
             return
-        wanted = {source.name: source.shape for source in self._sources.values()}
+        wanted = {name: source.shape for source in self._sources.values() for name in source.tensors}
         names = {self._stored_name(name): name for name in wanted}
         missing = [name for stored, name in names.items() if stored not in self._files]
         output = output_name(self.config)
         tied = output if self.config.tied_embeddings and output in self._files else None
         # Derived buffers (rotary frequencies, masks) and a tied output matrix may be stored or not.
-        unexpected = [name for name in self._files if name not in names and name != tied and not DERIVED.search(name)]
+        unexpected = [name for name in self._files if name not in names and name != tied and not self._is_spare(name)]
         complaints = [*_listed("lacks", missing), *_listed("has beside the model's", unexpected)]
         headers = {name: self._header(name) for name in names if name in self._files}
         for name, (shape, dtype) in headers.items():
@@ -115,6 +121,14 @@ class Pretrained:
                 f"{self.folder} has an output matrix {tied} that differs from the embedding, to which the model ties "
                 "it: give --model.tie_word_embeddings false"
             )
+
+    def _is_spare(self, name: str) -> bool:
+        if DERIVED.search(name):
+            return True
+        # A further layer that predicts the token after the next (DeepSeek-V3, GLM-4.5) is no part of the decoder.
+        names = NAMES[self.config.family]
+        layer = f"{names.base}{names.layers}.{self.config.num_layers}."
+        return name.startswith(layer) and f"{layer}eh_proj.weight" in self._files
 
     @cached_property
     def _sources(self) -> dict[tuple[str, str], StoredTensor]:
@@ -194,10 +208,11 @@ def write_pretrained(
         with folder_atomic(folder) as made:
             if len(shards) > 1:
                 files = {name: file for file, tensors in shards.items() for name in tensors}
-                metadata = {"total_size": DTYPES[dtype].itemsize * num_stored(config)}
+                metadata = {"total_size": stored_bytes(config, DTYPES[dtype].itemsize)}
                 others[INDEX] = _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
+            once = _Once(value)
             for file, tensors in shards.items():
-                _write_shard(made / file, {n: _stored(parts, value, dtype) for n, parts in tensors.items()}, others)
+                _write_shard(made / file, {n: _stored(parts, once, dtype) for n, parts in tensors.items()}, others)
             for name, content in others.items():
                 write_atomic(made / name, content)
     except OSError as error:
@@ -205,24 +220,37 @@ def write_pretrained(
     return sorted([*shards, *others])
 
 
-# (block, parameter, where it belongs) of one tensor, in the order of its parts
-_Parts = list[tuple[str, str, StoredTensor]]
+# (block, parameter, index in a stack, where it belongs) of one tensor, in the order of its parts
+_Parts = list[tuple[str, str, int, StoredTensor]]
+
+
+class _Once:
+    # The tensors of a stack follow one another, perhaps in several shards, and are asked for once.
+    def __init__(self, value: Callable[[str, str], Tensor]) -> None:
+        self._value, self._last = value, ("", "")
+        self._held = torch.empty(0)
+
+    def __call__(self, block: str, param: str) -> Tensor:
+        if (block, param) != self._last:
+            self._held, self._last = self._value(block, param), (block, param)
+        return self._held
 
 
 def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[str, _Parts]]:
     tensors: dict[str, _Parts] = {}
     for (block, param), source in sources(config).items():
-        tensors.setdefault(source.name, []).append((block, param, source))
+        for index, name in enumerate(source.tensors):
+            tensors.setdefault(name, []).append((block, param, index, source))
     shards: list[dict[str, _Parts]] = [{}]
     held = 0
     for name, parts in tensors.items():
-        size = item * math.prod(parts[0][2].shape)
+        size = parts[0][3].nbytes(item)
         # A tensor is never split, so one larger than the limit has a shard of its own.
         if shards[-1] and held + size > shard_bytes:
             shards.append({})
             held = 0
         # Parts of a fused tensor (query, key, value) are joined in their stored order.
-        shards[-1][name] = sorted(parts, key=lambda each: each[2].part)
+        shards[-1][name] = sorted(parts, key=lambda each: each[3].part)
         held += size
     # One file has the name that transformers looks for, and no index.
     if len(shards) == 1:
@@ -231,11 +259,15 @@ def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[
 
 
 def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> Tensor:
-    values = [value(block, param) for block, param, _ in parts]
-    whole = _joined([each.to(DTYPES[dtype]) for each in values], parts[0][2])
+    _, _, index, source = parts[0]
+    values = [value(block, param) for block, param, _, _ in parts]
+    if source.num_stacked:
+        values = [values[0][index]]
+    dtype = "fp32" if source.wide else dtype
+    whole = _joined([each.to(DTYPES[dtype]) for each in values], source)
     # An infinity that was there before is not the conversion's fault.
     if dtype == "fp16" and whole.isinf().any() and not any(each.isinf().any() for each in values):
-        raise ModelError(f"{parts[0][2].name} has values beyond what fp16 holds: write bf16 or fp32")
+        raise ModelError(f"{source.tensors[index]} has values beyond what fp16 holds: write bf16 or fp32")
     return whole
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from terrace.base.alike import once_each
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import STACKED, BlockSpec, ParamSpec
 
 DOWN, UP = "lora_a", "lora_b"  # the parameters A and B of a target, beside its weight
 _WEIGHT = ".weight"
@@ -58,13 +58,20 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
     """(block, weight) of every target among `blocks`, a decoder's without adapters.
 
     Only weights of linear layers can be adapted; a pattern that also matches other parameters takes these weights
-    alone. Raises `ModelError` for a pattern that matches none.
+    alone. Raises `ModelError` for a pattern that matches none, or that matches experts or their router.
     """
+    routed = [f"{block.name}.{param.name}" for block in blocks for param in block.params if _is_routed(param)]
+    for pattern in lora.targets:
+        if found := fnmatch.filter(routed, pattern):
+            raise ModelError(
+                f"lora.targets pattern {pattern!r} matches {found[0]}, and adapters on experts or their router are not "
+                'implemented: name other weights, such as "layers.*.attention.*"'
+            )
     names = {
         f"{block.name}.{param.name}": (block.name, param.name)
         for block in blocks[1:-1]
         for param in block.params
-        if param.decays and param.name.endswith(_WEIGHT)
+        if param.decays and param.name.endswith(_WEIGHT) and not _is_routed(param)
     }
     # A pattern that matches nothing is most likely a typing error.
     for pattern in lora.targets:
@@ -75,6 +82,10 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
     return {
         where for name, where in names.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in lora.targets)
     }
+
+
+def _is_routed(param: ParamSpec) -> bool:
+    return bool(param.dims) and param.dims[0][0] in (STACKED, "choices")
 
 
 def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockSpec, ...]:

@@ -1,0 +1,57 @@
+"""Keys of a Hugging Face `config.json` whose meaning is the same in every family, and families that are refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Keys that do not change the next-token function or its gradient.
+_HARMLESS = """
+_attn_implementation _attn_implementation_autoset _experts_implementation _name_or_path architectures
+attn_implementation bad_words_ids bos_token_id chunk_size_feed_forward classifier_dropout decoder_start_token_id
+do_sample dtype early_stopping eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id
+gradient_checkpointing id2label is_decoder is_llama_config label2id length_penalty max_length min_length model_type
+n_ctx name_or_path no_repeat_ngram_size num_beams num_labels num_return_sequences output_attentions
+output_hidden_states pad_token_id prefix pretraining_tp problem_type repetition_penalty return_dict
+return_dict_in_generate sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type
+summary_use_proj suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torch_dtype
+torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
+use_cache
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+
+# Keys that change the mathematics, with the values Terrace implements. `None` is JSON's null.
+_NOISE = """
+resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout attention_probs_dropout_prob hidden_dropout_prob
+router_jitter_noise
+"""
+_NOISES = tuple(_NOISE.split())
+# What only training knows, and its value without.
+TRAINING: Mapping[str, object] = {**dict.fromkeys(_NOISES, 0.0), "output_router_logits": False}
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_NOISES, (0.0, None)),
+    "quantization_config": (None,),
+    "use_mrope": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "rope_interleaved": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+}
+
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+# Families whose experts could be read, but not their attention.
+_LATENT = "its keys and values are products of a shorter, latent vector; glm4_moe has the same gate and other attention"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
+    "gpt_oss": "its attention has sinks, which take a share of every softmax, and a window in every other layer",
+}

@@ -1,0 +1,61 @@
+"""The keys of `config.json` that describe mixtures of experts, to the fields of `ExpertsConfig` and back.
+
+Layers without experts are named in three ways: `mlp_only_layers`, every layer but each `decoder_sparse_step`-th, or the
+first `first_k_dense_replace`. Written are the first of them or the last.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from terrace.base.errors import ModelError
+from terrace.model.experts.config import ExpertsConfig
+from terrace.model.hf.families import Family
+
+_PART = "experts."  # in front of the names of these fields
+
+
+def read_experts(loaded: Any, family: Family) -> ExpertsConfig:
+    """The mixtures of a family's table. Raises `ModelError` for a value that is not implemented."""
+    if getattr(loaded, "output_router_logits", False) and loaded.router_aux_loss_coef:
+        raise ModelError(
+            f"output_router_logits = True adds router_aux_loss_coef = {loaded.router_aux_loss_coef} of a balance loss, "
+            "which is not implemented: set it to false in config.json, or give --model.output_router_logits false"
+        )
+    fields = {own.removeprefix(_PART): getattr(loaded, key) for own, key in family.names.items() if _is_part(own)}
+    fields |= {own.removeprefix(_PART): value for own, value in family.constants.items() if _is_part(own)}
+    if hasattr(loaded, "n_shared_experts"):
+        # The shared experts are one MLP of their joint size.
+        if loaded.n_shared_experts < 1:
+            raise ModelError(f"n_shared_experts = {loaded.n_shared_experts} must be at least 1 in this family")
+        fields["shared_size"] = loaded.n_shared_experts * loaded.moe_intermediate_size
+    return ExpertsConfig(**fields | {"dense_layers": _dense_layers(loaded)})
+
+
+def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The keys that `read_experts` reads as these fields of an `ExpertsConfig`, where the family can say them."""
+    table = {key: fields[own.removeprefix(_PART)] for own, key in family.names.items() if _is_part(own)}
+    if "n_shared_experts" in table:
+        table["n_shared_experts"] = fields["shared_size"] // fields["intermediate_size"]
+    if "first_k_dense_replace" in table:
+        table["first_k_dense_replace"] = len(fields["dense_layers"])
+    if "mlp_only_layers" in table:
+        table |= {"mlp_only_layers": list(fields["dense_layers"]), "decoder_sparse_step": 1}
+    return table
+
+
+def _is_part(own: str) -> bool:
+    return own.startswith(_PART)
+
+
+def _dense_layers(loaded: Any) -> tuple[int, ...]:
+    layers = range(loaded.num_hidden_layers)
+    if hasattr(loaded, "first_k_dense_replace"):
+        if loaded.first_k_dense_replace < 0:
+            raise ModelError(f"first_k_dense_replace = {loaded.first_k_dense_replace} must be at least 0")
+        return tuple(layers[: loaded.first_k_dense_replace])
+    if not hasattr(loaded, "decoder_sparse_step"):
+        return ()
+    step, named = loaded.decoder_sparse_step, set(loaded.mlp_only_layers or ())
+    if step < 1:
+        raise ModelError(f"decoder_sparse_step = {step} must be at least 1: layers step, 2 step, ... have experts")
+    return tuple(sorted(named | {layer for layer in layers if (layer + 1) % step}))
