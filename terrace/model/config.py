@@ -170,7 +170,9 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
 
     Raises `ModelError` for a key or value that is missing, unknown or not implemented.
     """
-    return ModelConfig(**read_fields(table))
+    fields = read_fields(table)
+    experts = fields.pop("experts", None)
+    return ModelConfig(**fields, experts=None if experts is None else ExpertsConfig(**experts))
 
 
 def load_model(path: str, *, training: bool = True) -> ModelConfig:

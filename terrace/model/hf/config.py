@@ -22,7 +22,7 @@ _ENDLESS = 1e30  # beyond, it is no number that anyone means
 
 
 def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` that a `config.json` table describes.
+    """The fields of `ModelConfig` that a `config.json` table describes; `experts` as a table of its own fields.
 
     Raises `ModelError` for a family, key or value that is unknown, missing, mistyped or not implemented. Sizes are not
     checked here; `ModelConfig` does that.
@@ -50,7 +50,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     if "sliding_window" in fields:
         fields["sliding_window"] = _read_window(loaded, family)
     if family.is_mixture:
-        fields["experts"] = read_experts(loaded, family)
+        fields["experts"] = read_experts(loaded, family.names, family.constants)
     return _complete(fields | {"family": name}, table)
 
 
@@ -65,7 +65,7 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     table[activation_key] = spellings[0]
     table |= family.written
     if family.is_mixture:
-        table |= write_experts(fields["experts"], family)
+        table |= write_experts(fields["experts"], family.names)
     if family.switched_window:
         has_window = fields["sliding_window"] > 0
         table |= {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else fields["num_layers"]}

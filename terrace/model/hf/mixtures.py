@@ -8,32 +8,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrace.base.errors import ModelError
-from terrace.model.experts.config import ExpertsConfig
-from terrace.model.hf.families import Family
 
 _PART = "experts."  # in front of the names of these fields
 
 
-def read_experts(loaded: Any, family: Family) -> ExpertsConfig:
-    """The mixtures of a family's table. Raises `ModelError` for a value that is not implemented."""
+def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of `ExpertsConfig` of a loaded table, by the `names` and `constants` of its family.
+
+    Raises `ModelError` for a value that is not implemented.
+    """
     if getattr(loaded, "output_router_logits", False) and loaded.router_aux_loss_coef:
         raise ModelError(
             f"output_router_logits = True adds router_aux_loss_coef = {loaded.router_aux_loss_coef} of a balance loss, "
             "which is not implemented: set it to false in config.json, or give --model.output_router_logits false"
         )
-    fields = {own.removeprefix(_PART): getattr(loaded, key) for own, key in family.names.items() if _is_part(own)}
-    fields |= {own.removeprefix(_PART): value for own, value in family.constants.items() if _is_part(own)}
+    fields: dict[str, Any] = {
+        own.removeprefix(_PART): getattr(loaded, key) for own, key in names.items() if _is_part(own)
+    }
+    fields |= {own.removeprefix(_PART): value for own, value in constants.items() if _is_part(own)}
     if hasattr(loaded, "n_shared_experts"):
         # The shared experts are one MLP of their joint size.
         if loaded.n_shared_experts < 1:
             raise ModelError(f"n_shared_experts = {loaded.n_shared_experts} must be at least 1 in this family")
         fields["shared_size"] = loaded.n_shared_experts * loaded.moe_intermediate_size
-    return ExpertsConfig(**fields | {"dense_layers": _dense_layers(loaded)})
+    return fields | {"dense_layers": _dense_layers(loaded)}
 
 
-def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def write_experts(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The keys that `read_experts` reads as these fields of an `ExpertsConfig`, where the family can say them."""
-    table = {key: fields[own.removeprefix(_PART)] for own, key in family.names.items() if _is_part(own)}
+    table = {key: fields[own.removeprefix(_PART)] for own, key in names.items() if _is_part(own)}
     if "n_shared_experts" in table:
         table["n_shared_experts"] = fields["shared_size"] // fields["intermediate_size"]
     if "first_k_dense_replace" in table:
