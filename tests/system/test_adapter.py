@@ -35,6 +35,8 @@ _GROUPED = _SIZES | {"num_key_value_heads": 2}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.3}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _WINDOW = {"sliding_window": 3}
+_EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}  # the others refuse fp64
+_QWEN = {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _GROUPED),
@@ -50,6 +52,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", _SIZES),
     "gemma": ("Gemma", _GROUPED | {"head_dim": 4}),
     "granite scaled": ("Granite", _GROUPED | {"embedding_multiplier": 3.0}),
+    "mixtral": ("Mixtral", _GROUPED | _EAGER | {"num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", _GROUPED | _EAGER | _QWEN),
 }
 TAKEN = [name for name in FAMILIES if name not in ("granite scaled", "phi")]
 
@@ -127,7 +131,8 @@ def check(pool: LocalPool, name: str, tmp_path: Path, plan: Any) -> None:
     wanted.parameters = {key: value.detach() for key, value in model.named_parameters()}
     for found in pool.run(2, train, name, str(tmp_path), plan):
         assert deviation(found, wanted) < (TOLERANCE if name in _IN_FP32 else EXACT), name
-    again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    eager = {key: FAMILIES[name][1][key] for key in FAMILIES[name][1] if key == "experts_implementation"}
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64, **eager)
     tokens, _ = batch_of(9)
     assert torch.allclose(again(tokens).logits, model(tokens).logits, atol=1e-4)
 
@@ -208,9 +213,13 @@ def test_an_unnamed_cap_shows_at_large_logits() -> None:
 
 def test_dropout_is_refused_in_training_mode_alone() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2))
-    with pytest.raises(ModelError, match=r"= 0\.1 of GPT2LMHeadModel is dropout"):
+    with pytest.raises(ModelError, match=r"= 0\.1 of GPT2LMHeadModel is random"):
         terrace.blocks_of(model)
     assert len(terrace.blocks_of(model.eval())) == 4
+    config = transformers.MixtralConfig(**_GROUPED, num_local_experts=4, router_jitter_noise=0.1)
+    mixture = transformers.MixtralForCausalLM(config)
+    with pytest.raises(ModelError, match=r"mlp\.jitter_noise = 0\.1 of MixtralForCausalLM is random"):
+        terrace.blocks_of(mixture)
 
 
 def test_what_is_no_decoder_is_refused() -> None:

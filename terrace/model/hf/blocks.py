@@ -47,7 +47,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     that carry a state from token to token (Mamba, linear attention) refuse positions, in the first step that has some.
 
     Runs the model once on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder
-    of this form, has parameters elsewhere, is in training mode with dropout, or computes something the blocks do not.
+    of this form, has parameters elsewhere, is in training mode with dropout or noise, or computes more than its blocks.
     """
     what = type(model).__name__
     decoder, output = _decoder_of(model, what)
@@ -199,15 +199,16 @@ def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
 
 
 def _check_dropout(model: nn.Module, what: str) -> None:
-    # Attention keeps its rate as a float attribute, not as a Dropout module.
+    # Attention keeps its rate as a float attribute, not as a Dropout module; so do routers that jitter what they see.
     for name, module in model.named_modules():
-        rates = {key: value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)}
+        found = {key: value for key, value in vars(module).items() if isinstance(value, float)}
+        rates = {key: value for key, value in found.items() if "dropout" in key or key == "jitter_noise"}
         if isinstance(module, nn.Dropout):
             rates["p"] = module.p
         for key, rate in rates.items():
             if rate > 0 and module.training:
                 raise ModelError(
-                    f"{name}.{key} = {rate} of {what} is dropout, which ranks and plans would draw differently: set it "
+                    f"{name}.{key} = {rate} of {what} is random, which ranks and plans would draw differently: set it "
                     "to 0 in the model's config, or call model.eval() to train without"
                 )
 
