@@ -10,8 +10,8 @@ from terrace.base.schema import read_table
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.folder import BYTES, SOURCE, check_source
 
-_SHARD_BYTES = 5_000_000_000  # default file size in transformers
-_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+SHARD_BYTES = 5_000_000_000  # default file size in transformers
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
 def add_parser(commands: Any) -> None:
@@ -24,13 +24,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("path", metavar="PATH", type=Path, help="folder to make; it must not be there, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="dtype of the weights (default: the one that the run computed in)"
+        "--dtype", choices=DTYPES, help="dtype of the weights (default: the one that the run computed in)"
     )
     parser.add_argument(
         "--shard-bytes",
         type=int,
         metavar="N",
-        help=f"largest file of weights, in bytes (default: {_SHARD_BYTES})",
+        help=f"largest file of weights, in bytes (default: {SHARD_BYTES})",
     )
     parser.add_argument(
         "--adapter", action="store_true", help="write the adapters alone, in fp32, as a folder that peft loads"
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         checkpoint,
         options.path,
         dtype,
-        options.shard_bytes or _SHARD_BYTES,
+        options.shard_bytes or SHARD_BYTES,
         source if source.is_dir() else None,
         _end_of_text(config, source),
     )

@@ -30,6 +30,7 @@ _HELP = {
     "generate": "continue a text with a trained model",
     "eval": "measure how well a trained model predicts a text",
     "export": "write a trained model as a Hugging Face folder",
+    "upcycle": "make a mixture of experts from a dense model",
     "data": "look at a corpus before a run",
     "probe": "measure this machine or job and write a cluster file",
     "rehearse": "emulate a cluster on this machine and run a program in it",
