@@ -15,6 +15,7 @@ from terrace.checkpoint.reading import Checkpoint, not_finite
 from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
+from terrace.model.experts.config import GATE_BIAS
 from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, holds_weights
 from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
@@ -88,7 +89,7 @@ def with_values(
     wanted = dict(zip(names or [spec.name for spec in block_specs(config)], blocks, strict=True))
     replacements: dict[int, nn.Parameter] = {}
     for block, name, value in values:
-        given = value.to(device, dtype)
+        given = value.to(device, torch.promote_types(dtype, torch.float32) if name == GATE_BIAS else dtype)
         if not is_finite(given):
             raise not_finite(where, f"{block}.{name}")
         # Keyed by identity, so that a tied parameter is replaced in every place.

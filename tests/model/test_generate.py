@@ -138,7 +138,7 @@ def test_a_text_that_ends_leaves_the_batch() -> None:
 
 
 @pytest.mark.parametrize("num_texts", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "normed heads", "tied"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "normed heads", "tied", "mixtral", "glm4_moe"])
 def test_arranged_matrices_give_the_same_numbers(name: str, num_texts: int) -> None:
     """Frozen fp32 matrices by columns or packed, biases included; what is trained and fp64 stay as they are."""
     config = replace(MODELS["llama"], tied_embeddings=True) if name == "tied" else MODELS[name]
@@ -203,7 +203,7 @@ def test_what_is_drawn() -> None:
             Sampling(**options)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral", "glm4_moe"])
 def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = MODELS[name]
@@ -213,7 +213,8 @@ def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: 
     write_pretrained(folder, config, lambda block, key: held[block, key].detach(), "fp64")
     prompt = "def f(x):"
     ids = list(prompt.encode())
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    eager = {} if config.experts is None else {"experts_implementation": "eager"}  # the others refuse fp64
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
     wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     model = load_trained(folder, dtype="fp64", tokenizer="bytes")
     made = continue_texts(model.blocks, model.config, [ids], num_tokens=12, context=model.context, sampling=GREEDY)

@@ -15,6 +15,7 @@ from terrace.base.errors import ModelError
 from terrace.model.config import ModelConfig, load_model, parse_model, to_table
 from terrace.model.hf.config import published_table
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.train.trained import load_trained
 from tests.support.families import TABLES, our_logits, our_values, transformers
 
 MIXTURES = [name for name, table in TABLES.items() if "num_experts_per_tok" in table]
@@ -54,6 +55,9 @@ def test_a_bias_stays_in_fp32(tmp_path: Path) -> None:
     assert torch.equal(pretrained.value("layers.1", "mlp.router.bias"), bias)
     assert not torch.equal(bias, bias.bfloat16().float())
     assert pretrained.value("layers.1", "mlp.router.weight").dtype == torch.bfloat16
+    blocks = load_trained(tmp_path, dtype="bf16", tokenizer="bytes").blocks
+    assert torch.equal(blocks[2].get_parameter("mlp.router.bias"), bias)
+    assert blocks[2].get_parameter("mlp.router.weight").dtype == torch.bfloat16
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(model.model.layers[1].mlp.gate.e_score_correction_bias, bias)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

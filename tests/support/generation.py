@@ -8,6 +8,7 @@ from torch import nn
 
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise
 
 VOCAB = 257
@@ -29,6 +30,10 @@ MODELS = {"llama": parse_model(_LLAMA), "gpt_neox": parse_model(NEOX), "gpt2": p
 MODELS["window"] = replace(MODELS["llama"], sliding_window=5)
 MODELS["one head of keys"] = replace(MODELS["llama"], num_kv_heads=1)
 MODELS["normed heads"] = replace(MODELS["llama"], qk_norm=True, family="qwen3")
+_EXPERTS = ExpertsConfig(num_experts=6, per_token=2, intermediate_size=12)
+MODELS["mixtral"] = replace(MODELS["llama"], family="mixtral", intermediate_size=12, experts=_EXPERTS)
+_GROUPS = replace(_EXPERTS, gate="sigmoid", num_groups=3, kept_groups=2, biased=True, shared_size=24, dense_layers=(0,))
+MODELS["glm4_moe"] = replace(MODELS["llama"], family="glm4_moe", rotary_dim=2, experts=_GROUPS)
 
 
 def make(config: ModelConfig) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from terrace.base.errors import ModelError, did_you_mean
 
 Gate = Literal["softmax", "sigmoid"]
+GATE_BIAS = "mlp.router.bias"  # in a block; fp32 at least wherever it is kept, as 16 bits would round its steps away
 
 
 @dataclass(frozen=True, kw_only=True)

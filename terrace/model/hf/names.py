@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from terrace.model.config import ModelConfig, block_specs
+from terrace.model.experts.config import GATE_BIAS
 from terrace.model.spec import ParamSpec
 
 # What files of older releases hold beside parameters: masks and frequencies, which follow from config.json.
@@ -174,8 +175,7 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
     if spec.part_shape != shape:
         name = f"{layer}{names.stacked[module]}.{ending}"
         return StoredTensor(name=name, shape=spec.part_shape, num_stacked=shape[0])
-    if param == "mlp.router.bias":
-        # In 16 bits its steps would round away.
+    if param == GATE_BIAS:
         return StoredTensor(name=f"{layer}{names.router_bias}", shape=shape, wide=True)
     # Fused tensors hold query, key and value in one matrix.
     num_parts = len(names.fused) if module in names.fused else 1
