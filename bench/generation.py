@@ -3,6 +3,9 @@
 A Llama of 34 M parameters continues one text, and eight texts of mixed length at once. Each library has a process of
 its own, one thread and fp32, and they take turns; transformers gets the eight texts padded on the left, under a mask.
 The time is processor time of the whole call, prompts included.
+
+A mixture of 8 experts, of which a token passes 2, then takes turns with the dense model of its active size, whose MLPs are
+as large as two experts, both from Terrace and with one token as their prompt.
 """
 
 import statistics
@@ -23,24 +26,30 @@ from terrace.train.sampling import Sampling, continue_texts
 from terrace.train.trained import load_trained
 
 TARGETS = {"one text": 0.8, "eight texts": 0.5}
+MIXTURE_TARGET = 1.2
 LENGTHS = {"one text": [64], "eight texts": [12, 200, 37, 90, 150, 64, 25, 120]}
 VOCAB = 8192
 
 
-def write_folder(folder: Path, hidden: int, layers: int) -> int:
-    """Write a Llama of random values as a Hugging Face folder; the number of its parameters."""
+def write_folder(folder: Path, hidden: int, layers: int, experts: int = 0) -> int:
+    """Write a Llama of random values, or a Mixtral of its active size, as a Hugging Face folder; its parameters."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        intermediate_size=-(-8 * hidden // 3 // 128) * 128,
-        initializer_range=0.05,  # likeliest tokens are then far apart, and rounding chooses none
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    inner = -(-8 * hidden // 3 // 128) * 128
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "initializer_range": 0.05,  # likeliest tokens are then far apart, and rounding chooses none
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if experts:
+        routed = {"num_local_experts": experts, "num_experts_per_tok": 2, "intermediate_size": inner // 2}
+        model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **routed))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=inner))
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -99,6 +108,15 @@ def main() -> int:
                 wrong.append(f"{setting}: {differ} of {len(lengths)} differ from those of {rival}")
             medians = (f"{statistics.median(seconds[who]) * 1e3 / options.tokens:.1f}" for who in ("theirs", "own"))
             rows.append([setting, rival, *medians, ratio_words(seconds["own"], seconds["theirs"])])
+        write_folder(folder / "mixture", options.hidden, options.layers, experts=8)
+        jobs = {"mixture": folder / "mixture", "dense": folder}
+        turns = {name: (own, (where, prompts_of([1]), options.tokens)) for name, where in jobs.items()}
+        seconds, _ = take_turns(turns, options.rounds)
+        rival = "a dense model of its active size"
+        claim = "greedy generation, a token of a mixture, processor time"
+        claims.append(compared(claim, seconds["mixture"], seconds["dense"], MIXTURE_TARGET, rival=rival))
+        medians = (f"{statistics.median(seconds[who]) * 1e3 / options.tokens:.1f}" for who in ("dense", "mixture"))
+        rows.append(["mixture, one text", rival, *medians, ratio_words(seconds["mixture"], seconds["dense"])])
     print_table(["texts", "rival", "its CPU ms a token", "own", "ratio (quartiles)"], rows)
     return judge(claims, options, wrong)
 

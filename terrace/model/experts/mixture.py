@@ -66,6 +66,8 @@ class Mixture(nn.Module):
         self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
         self.up = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
         self.down = Stack(experts.num_experts, experts.intermediate_size, hidden, **where)
+        # The experts' products as one module, where terrace.model.arranged has joined their matrices.
+        self.joined: nn.Module | None = None
         self.shared: MLP | None = None
         self.shared_gate: nn.Linear | None = None
         if experts.shared_size:
@@ -77,12 +79,15 @@ class Mixture(nn.Module):
         """Every token of x (B, S, H) through its experts."""
         tokens = x.flatten(0, -2)  # (T, H)
         choice = self.router(tokens)
-        order = Order.of(choice.experts, self.router.config.num_experts)
-        rows = spread(tokens, order)  # (N, H)
-        inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
-        weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)
-        output: Tensor = collect(self.down(inner * weights.unsqueeze(-1), order), order).view_as(x)
+        output = (self._routed if self.joined is None else self.joined)(tokens, choice).view_as(x)
         if self.shared is None:
             return output
         shared: Tensor = self.shared(x)
         return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+
+    def _routed(self, tokens: Tensor, choice: Choice) -> Tensor:
+        order = Order.of(choice.experts, self.router.config.num_experts)
+        rows = spread(tokens, order)  # (N, H)
+        inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
+        weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)
+        return collect(self.down(inner * weights.unsqueeze(-1), order), order)
