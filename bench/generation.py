@@ -4,8 +4,8 @@ A Llama of 34 M parameters continues one text, and eight texts of mixed length a
 its own, one thread and fp32, and they take turns; transformers gets the eight texts padded on the left, under a mask.
 The time is processor time of the whole call, prompts included.
 
-A mixture of 8 experts, of which a token passes 2, then takes turns with the dense model of its active size, whose MLPs are
-as large as two experts, both from Terrace and with one token as their prompt.
+A mixture of 8 experts, of which a token passes 2, then takes turns with the dense model of its active size, its MLPs
+as large as two experts, both by Terrace and from a prompt of one token.
 """
 
 import statistics
