@@ -46,7 +46,11 @@ def write_folder(folder: Path, hidden: int, layers: int, experts: int = 0) -> in
         "eos_token_id": None,
     }
     if experts:
-        routed = {"num_local_experts": experts, "num_experts_per_tok": 2, "intermediate_size": inner // 2}
+        routed: dict[str, Any] = {
+            "num_local_experts": experts,
+            "num_experts_per_tok": 2,
+            "intermediate_size": inner // 2,
+        }
         model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **routed))
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=inner))
