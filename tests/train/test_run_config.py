@@ -22,7 +22,18 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 8, "n_layer": 2, "n_h
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NEOX = {"model_type": "gpt_neox", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1}
 NEOX |= {"num_attention_heads": 2, "intermediate_size": 24, "rotary_pct": 0.5}
-FAMILIES: dict[str, dict[str, Any]] = {"llama": MODEL, "gpt2": GPT2, "gpt_neox": NEOX}
+QWEN = {**MODEL, "model_type": "qwen2_moe", "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+QWEN |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}
+QWEN |= {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2}
+GLM = {**MODEL, "model_type": "glm4_moe", "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+GLM |= {"moe_intermediate_size": 12}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": MODEL,
+    "gpt2": GPT2,
+    "gpt_neox": NEOX,
+    "qwen2_moe": QWEN,
+    "glm4_moe": GLM,
+}
 
 
 def given(*words: str, config: Path | None = None, **flags: str) -> RunConfig:
