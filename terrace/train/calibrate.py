@@ -148,7 +148,8 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
-    config, dtype = replace(run.model, num_layers=1, vocab_size=1), DTYPES[run.plan.compute]
+    experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
+    config, dtype = replace(run.model, num_layers=1, vocab_size=1, experts=experts), DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     initialise(blocks, config, 0, dtype, engine.device)
     mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -124,11 +125,16 @@ def expected_loss(config: ModelConfig, folder: Path, job_of: RunConfig, tmp_path
         return float(token_loss(run_blocks(blocks, inputs), labels)) / labels.numel()
 
 
-def test_from_a_folder_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+MIXTURE = TABLE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MIXTURE |= {"mlp_only_layers": [0]}
+
+
+@pytest.mark.parametrize("model", [TABLE, pytest.param(MIXTURE, marks=pytest.mark.nightly)], ids=["dense", "mixture"])
+def test_from_a_folder_and_back(model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, parameters sharded over both, begin where one process would; what they export is what they saved."""
-    folder, config = write_folder(tmp_path / "model"), write_run(tmp_path, 2, plan="zero3", steps=2, batch=4)
+    folder, config = write_folder(tmp_path / "model", model), write_run(tmp_path, 2, plan="zero3", steps=2, batch=4)
     words = ("--plan.compute", "fp64", "--plan.master", "fp64", "--train.checkpoint_every", "1")
-    expected = expected_loss(parse_model(TABLE), folder, given(*words, config=config, model=str(folder)), tmp_path)
+    expected = expected_loss(parse_model(model), folder, given(*words, config=config, model=str(folder)), tmp_path)
     run = tmp_path / "run"
     done = terrace("train", "--config", config, "--model", folder, "--folder", run, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -153,11 +159,11 @@ def test_from_a_folder_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     newest = latest(run)
     assert newest is not None
     exported, count = Pretrained(tmp_path / "out"), 0
-    exported.check(parse_model(TABLE))
+    exported.check(parse_model(model))
     for block, param, value in Checkpoint(newest).parameters():
         assert torch.equal(exported.value(block, param), value)
         count += 1
-    assert count == sum(len(block.params) for block in block_specs(parse_model(TABLE)))
+    assert count == sum(len(block.params) for block in block_specs(parse_model(model)))
 
     assert main(["export", str(run), str(tmp_path / "first"), "--step", "1", "--dtype", "bf16"]) == 0
     first = safetensors.torch.load_file(tmp_path / "first" / "model.safetensors")

@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import torch
 from terrace.cluster.cluster import Cluster
 from terrace.comm.stage_p2p import StageP2P
 from terrace.launch.start import LocalPool, World
+from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
@@ -22,6 +24,7 @@ from terrace.train import calibrate as calibrate_module
 from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import predict
+from tests.support.generation import MODELS
 from tests.support.tiny_runs import write_run
 
 NO_FLAGS = dict.fromkeys(("model", "cluster", "plan", "data"))
@@ -104,3 +107,15 @@ def test_edges_are_measured(
         if tier.name in edges:
             assert tier.latency_s > 0.8 * LATENCY_S
             assert 0.2 / S_PER_BYTE < tier.bandwidth_bytes_per_s < 1.5 / S_PER_BYTE
+
+
+def test_the_layer_whose_rate_is_measured_has_the_models_experts() -> None:
+    """Where the first layers of a model have none."""
+    model = MODELS["glm4_moe"]
+    assert model.experts is not None
+    assert model.experts.dense_layers == (0,)
+    run = replace(resolve(None, NO_FLAGS, {}), model=model)
+    on_a_cpu: Any = SimpleNamespace(device="cpu")
+    work, flops = calibrate_module._layer(on_a_cpu, run)
+    assert flops == forward_flops(model, 2, run.plan.micro_batch, run.train.sequence)
+    assert work().shape == (run.plan.micro_batch, run.train.sequence, model.hidden_size)

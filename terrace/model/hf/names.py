@@ -30,7 +30,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]  # of the whole tensor, or of each stacked one, as it is stored
     num_stacked: int = 0
-    wide: bool = False  # fp32, whatever the dtype of the others
+    wide: bool = False  # fp32 at least, whatever the dtype of the others
     transposed: bool = False  # stored as (in, out)
     part: int = 0
     num_parts: int = 1
@@ -38,7 +38,7 @@ class StoredTensor:
 
     def nbytes(self, dtype_bytes: int) -> int:
         """Bytes of one of its tensors where files have `dtype_bytes` an element."""
-        return (4 if self.wide else dtype_bytes) * math.prod(self.shape)
+        return (max(4, dtype_bytes) if self.wide else dtype_bytes) * math.prod(self.shape)
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -263,7 +263,7 @@ def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> T
     values = [value(block, param) for block, param, _, _ in parts]
     if source.num_stacked:
         values = [values[0][index]]
-    dtype = "fp32" if source.wide else dtype
+    dtype = "fp32" if source.wide and DTYPES[dtype].itemsize < 4 else dtype
     whole = _joined([each.to(DTYPES[dtype]) for each in values], source)
     # An infinity that was there before is not the conversion's fault.
     if dtype == "fp16" and whole.isinf().any() and not any(each.isinf().any() for each in values):
