@@ -117,5 +117,6 @@ def test_the_layer_whose_rate_is_measured_has_the_models_experts() -> None:
     run = replace(resolve(None, NO_FLAGS, {}), model=model)
     on_a_cpu: Any = SimpleNamespace(device="cpu")
     work, flops = calibrate_module._layer(on_a_cpu, run)
+    out: Any = work()
     assert flops == forward_flops(model, 2, run.plan.micro_batch, run.train.sequence)
-    assert work().shape == (run.plan.micro_batch, run.train.sequence, model.hidden_size)
+    assert out.shape == (run.plan.micro_batch, run.train.sequence, model.hidden_size)
