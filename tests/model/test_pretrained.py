@@ -228,8 +228,9 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_damaged_weights_are_refused_and_an_edited_file_is_said(tmp_path: Path) -> None:
-    config = parse_model(TABLES["gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", "glm4_moe"])
+def test_damaged_weights_are_refused_and_an_edited_file_is_said(name: str, tmp_path: Path) -> None:
+    config = parse_model(TABLES[name])
     values = our_values(config)
     write_pretrained(tmp_path, config, values, "bf16", end_of_text=3)
     path = tmp_path / "model.safetensors"
@@ -248,7 +249,7 @@ def test_damaged_weights_are_refused_and_an_edited_file_is_said(tmp_path: Path) 
     with warnings.catch_warnings(action="error"):
         Pretrained(tmp_path).check()
     table = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(table | {"layer_norm_epsilon": 3e-5}))
+    (tmp_path / "config.json").write_text(json.dumps(table | {"initializer_range": 0.03}))
     with pytest.warns(ChangedFile, match=r"config.json is not as it was written: .* exported with another"):
         Pretrained(tmp_path).check()
 
