@@ -181,7 +181,14 @@ def test_defaults_are_those_of_transformers() -> None:
             "output_router_logits = True adds router_aux_loss_coef = 0.001 .* give --model.output_router_logits false",
         ),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 must be at least 1"),
-        ("qwen2_moe", {"decoder_sparse_step": 3}, "mlp_only_layers leaves no layer its experts"),
+        (
+            "qwen2_moe",
+            {"decoder_sparse_step": 3},
+            "decoder_sparse_step = 3 must be at least 1 and at most the 2 layers",
+        ),
+        ("qwen2_moe", {"num_hidden_layers": 0}, "num_hidden_layers = 0 must be at least 1"),
+        ("glm4_moe", {"num_hidden_layers": 10**12, "first_k_dense_replace": 10**11}, "num_hidden_layers = 10* must be"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers leaves no layer its experts"),
         (
             "qwen2_moe",
             {"shared_expert_intermediate_size": -1},
@@ -196,7 +203,9 @@ def test_defaults_are_those_of_transformers() -> None:
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}, "mlp_only_layers names layer 2 of 2, counted from 0"),
         ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers = '0' must be"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size = 0 must be at least 1"),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "unknown key 'shared_expert_intermediate_size'"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 .* set it to 0 in"),
+        ("qwen3_moe", {"qkv_bias": True}, "qkv_bias = True is not implemented: set it to false"),
+        ("mixtral", {"use_qk_norm": True}, "unknown key 'use_qk_norm' for mixtral"),
         ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace leaves no layer its experts"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1 must be at least 0"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts = 0 must be at least 1"),
@@ -227,3 +236,5 @@ def test_two_spellings_of_a_key() -> None:
     saved_by_5 = {key: value for key, value in table.items() if key != "num_experts"} | {"num_local_experts": 6}
     assert parse_model(saved_by_5) == parse_model(table) == parse_model(table | {"num_local_experts": 6})
     assert parse_model(table | {"output_router_logits": True, "router_aux_loss_coef": 0.0}) == parse_model(table)
+    coder = {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False, "max_window_layers": 28}
+    assert parse_model(table | coder) == parse_model(table)

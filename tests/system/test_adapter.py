@@ -220,6 +220,9 @@ def test_dropout_is_refused_in_training_mode_alone() -> None:
     mixture = transformers.MixtralForCausalLM(config)
     with pytest.raises(ModelError, match=r"mlp\.jitter_noise = 0\.1 of MixtralForCausalLM is random"):
         terrace.blocks_of(mixture)
+    assert len(terrace.blocks_of(mixture.eval())) == 4
+    with pytest.raises(ModelError, match=r"itself fails on a few tokens \(.* need model.set_experts_implementation"):
+        terrace.blocks_of(mixture.double())
 
 
 def test_what_is_no_decoder_is_refused() -> None:

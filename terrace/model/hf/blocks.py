@@ -257,8 +257,8 @@ def _compare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, what:
     try:
         if weight is not None:
             # A cap on the logits shows where they are large; those of a new model are small.
-            weight.mul_(_LARGE_LOGIT / max(float(model(tokens, use_cache=False).logits.abs().max()), 1e-6))
-        wanted = model(tokens, use_cache=False).logits
+            weight.mul_(_LARGE_LOGIT / max(float(_own_logits(model, tokens, what).abs().max()), 1e-6))
+        wanted = _own_logits(model, tokens, what)
         x = _logits(blocks, tokens, what)
     finally:
         if before is not None:
@@ -271,6 +271,18 @@ def _compare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, what:
             f"{largest:.3g}): its forward does more than embedding, layers, norm and output matrix; write its "
             "blocks by hand (docs/python.md)"
         )
+
+
+def _own_logits(model: nn.Module, tokens: Tensor, what: str) -> Tensor:
+    try:
+        logits: Tensor = model(tokens, use_cache=False).logits
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"{what} itself fails on a few tokens ({reason}); experts in fp64, or with rows of odd sizes, "
+            "need model.set_experts_implementation('eager')"
+        ) from error
+    return logits
 
 
 @torch.no_grad()

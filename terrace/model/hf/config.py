@@ -39,7 +39,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     own_keys = {item.name for item in dataclasses.fields(family.table)}
     rope_keys = _rope_keys(family)
     for key in table:
-        if key not in own_keys | rope_keys | HARMLESS | family.harmless | ONLY.keys():
+        if key not in own_keys | rope_keys | HARMLESS | family.harmless | ONLY.keys() | family.only.keys():
             raise ModelError(f"unknown key {key!r} for {name}{did_you_mean(key, own_keys | rope_keys)}")
     try:
         loaded = load(family.table, {key: table[key] for key in table if key in own_keys}, name)
@@ -119,11 +119,11 @@ def _without_aliases(table: Mapping[str, Any], family: Family) -> Mapping[str, A
 
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
     # Absent keys count with the default of transformers.
-    given = {**family.implied, **table}
-    refused = [key for key, value in given.items() if key in ONLY and value not in ONLY[key]]
+    given, only = {**family.implied, **table}, {**ONLY, **family.only}
+    refused = [key for key, value in given.items() if key in only and value not in only[key]]
     if not refused:
         return
-    implemented = {key: json.dumps(ONLY[key][0]) for key in refused}
+    implemented = {key: json.dumps(only[key][0]) for key in refused}
     key = refused[0]
     absent = "" if key in table else " (what its absence means)"
     fix = f"set it to {implemented[key]} in config.json"

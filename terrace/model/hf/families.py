@@ -172,6 +172,7 @@ class Family:
     written: Mapping[str, object] = field(default_factory=dict)  # keys that every table says alike
     aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling of a key -> the key
     harmless: frozenset[str] = frozenset()  # more keys without effect on the next token
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # more keys with the values that it implements
     is_mixture: bool = False
     theta_key: str = ""  # where older files keep the RoPE base; empty: the family has no RoPE
     default_theta: float = 10000.0
@@ -305,6 +306,8 @@ FAMILIES: Mapping[str, Family] = {
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
         aliases={"num_local_experts": "num_experts"},
         harmless=frozenset({"max_window_layers"}),
+        # Qwen3-Coder's files say what the family is.
+        only={"shared_expert_intermediate_size": (0,), "use_qk_norm": (True,), "qkv_bias": (False,)},
         is_mixture=True,
         theta_key="rope_theta",
         switched_window=True,

@@ -10,6 +10,7 @@ from typing import Any
 from terrace.base.errors import ModelError
 
 _PART = "experts."  # in front of the names of these fields
+_MOST_LAYERS = 10**6
 
 
 def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, object]) -> dict[str, Any]:
@@ -51,7 +52,8 @@ def _is_part(own: str) -> bool:
 
 
 def _dense_layers(loaded: Any) -> tuple[int, ...]:
-    layers = range(loaded.num_hidden_layers)
+    # Absurd numbers of layers are refused where all sizes are; until then they must not fill memory.
+    layers = range(max(1, min(loaded.num_hidden_layers, _MOST_LAYERS)))
     if hasattr(loaded, "first_k_dense_replace"):
         if loaded.first_k_dense_replace < 0:
             raise ModelError(f"first_k_dense_replace = {loaded.first_k_dense_replace} must be at least 0")
@@ -59,6 +61,9 @@ def _dense_layers(loaded: Any) -> tuple[int, ...]:
     if not hasattr(loaded, "decoder_sparse_step"):
         return ()
     step, named = loaded.decoder_sparse_step, set(loaded.mlp_only_layers or ())
-    if step < 1:
-        raise ModelError(f"decoder_sparse_step = {step} must be at least 1: layers step, 2 step, ... have experts")
+    if not 1 <= step <= len(layers):
+        raise ModelError(
+            f"decoder_sparse_step = {step} must be at least 1 and at most the {len(layers)} layers: every "
+            "layer has experts with 1, every second with 2"
+        )
     return tuple(sorted(named | {layer for layer in layers if (layer + 1) % step}))
