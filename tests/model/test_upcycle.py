@@ -10,12 +10,14 @@ import torch
 
 from terrace.base.errors import ModelError
 from terrace.cli.main import main
-from terrace.model.config import load_model, parse_model
+from terrace.model.config import block_specs, load_model, parse_model
+from terrace.model.decoder import build_blocks
 from terrace.model.experts.mixture import Router
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
 from terrace.model.hf.upcycle import Upcycling
 from tests.support.families import TABLES, TOKENS, contents, our_logits, our_values, their_logits
 from tests.support.hf_folder import write_folder
+from tests.support.toys import run_blocks
 
 # Values unlike the defaults of the families' mixtures.
 _CHANGED: dict[str, Any] = {"intermediate_size": 36, "rope_theta": 777.0, "rms_norm_eps": 1e-3}
@@ -56,6 +58,27 @@ def test_copies_get_different_tokens_and_their_parts_the_same() -> None:
     other = replace(upcycling, seed=1).values(dense, our_values(dense))
     assert not torch.equal(other("layers.0", "mlp.router.weight"), router.weight)
     assert not torch.equal(upcycled("layers.1", "mlp.router.weight"), router.weight)
+
+
+def test_copies_part_ways_in_training() -> None:
+    """A step changes each copy by the tokens that it got; a shared copy by all of them, and its gate too."""
+    dense = parse_model(DENSE["qwen2, window"])
+    upcycling = Upcycling(num_copies=3, per_token=1, num_parts=2)
+    config, upcycled = upcycling.config_of(dense), upcycling.values(dense, our_values(dense))
+    blocks = build_blocks(config, "cpu", torch.float64)
+    with torch.no_grad():
+        for spec, block in zip(block_specs(config), blocks, strict=True):
+            for param in spec.params:
+                block.get_parameter(param.name).copy_(upcycled(spec.name, param.name))
+    run_blocks(blocks, TOKENS).logsumexp(-1).sum().backward()
+    for name in ("mlp.gate.weight", "mlp.down.weight"):
+        gradient = blocks[1].get_parameter(name).grad
+        assert gradient is not None
+        copies = gradient.view(3, -1)
+        assert all(not torch.allclose(copies[a], copies[b], rtol=0.1) for a, b in ((0, 1), (0, 2), (1, 2)))
+    gate = blocks[1].get_parameter("mlp.shared_gate.weight").grad
+    assert gate is not None
+    assert gate.abs().max() > 0
 
 
 def test_a_folder_is_upcycled_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
