@@ -134,6 +134,12 @@ def test_a_layer_for_further_tokens_is_left_out(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(24, 48)}, path)
     Pretrained(tmp_path).check()
     assert to_table(config)["num_nextn_predict_layers"] == 0
+    saved(tmp_path / "qwen", "qwen3_moe")
+    path = tmp_path / "qwen" / "model.safetensors"
+    tensors = safetensors.torch.load_file(path) | {"model.layers.2.eh_proj.weight": torch.ones(24, 48)}
+    safetensors.torch.save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"has beside the model's model.layers.2.eh_proj.weight"):
+        Pretrained(tmp_path / "qwen").check()
 
 
 def test_what_a_familys_file_cannot_say() -> None:

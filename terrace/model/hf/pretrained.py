@@ -24,6 +24,7 @@ from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.model.config import ModelConfig, load_model, to_table
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
+from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
@@ -125,7 +126,9 @@ class Pretrained:
     def _is_spare(self, name: str) -> bool:
         if DERIVED.search(name):
             return True
-        # A further layer that predicts the token after the next (DeepSeek-V3, GLM-4.5) is no part of the decoder.
+        # A further layer that predicts the token after the next is no part of the decoder.
+        if "num_nextn_predict_layers" not in FAMILIES[self.config.family].harmless:
+            return False
         names = NAMES[self.config.family]
         layer = f"{names.base}{names.layers}.{self.config.num_layers}."
         return name.startswith(layer) and f"{layer}eh_proj.weight" in self._files
