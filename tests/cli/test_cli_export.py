@@ -129,7 +129,7 @@ MIXTURE = TABLE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per
 MIXTURE |= {"mlp_only_layers": [0]}
 
 
-@pytest.mark.parametrize("model", [TABLE, pytest.param(MIXTURE, marks=pytest.mark.nightly)], ids=["dense", "mixture"])
+@pytest.mark.parametrize("model", [TABLE, MIXTURE], ids=["dense", "mixture"])
 def test_from_a_folder_and_back(model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, parameters sharded over both, begin where one process would; what they export is what they saved."""
     folder, config = write_folder(tmp_path / "model", model), write_run(tmp_path, 2, plan="zero3", steps=2, batch=4)

@@ -200,6 +200,7 @@ def _options(folder: Path) -> Iterator[Case]:
         "generate": ("nowhere", "--prompt", "a"),
         "eval": ("nowhere", "--data", "nowhere"),
         "export": ("nowhere", "nowhere2"),
+        "upcycle": ("nowhere", "nowhere2", "--experts", "2"),
         "replay": ("nowhere", "--step", "1"),
         "data": ("lengths", "--data", "nowhere"),
         "probe": ("--cluster", "nowhere"),
