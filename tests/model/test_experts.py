@@ -217,6 +217,7 @@ def test_cost_counts_the_experts_of_a_token() -> None:
     [
         ({"per_token": 9}, "per_token = 9 must be at most the 8 experts"),
         ({"per_token": 0}, "per_token = 0 must be at least 1"),
+        ({"num_experts": 10**9}, "num_experts = 1000000000 must be at most 65536"),
         ({"num_groups": 3}, "num_groups = 3 does not divide num_experts = 8"),
         ({"num_groups": 8}, "num_groups = 8 of num_experts = 8 leaves a group fewer than the two"),
         ({"kept_groups": 2}, "kept_groups = 2 must be at most num_groups = 1"),

@@ -107,6 +107,7 @@ def test_a_folder_is_upcycled_by_a_command(tmp_path: Path, capsys: pytest.Captur
     ("words", "message"),
     [
         ("--experts 0", "--experts 0 must be at least 1"),
+        ("--experts 100000", "num_experts = 100000 must be at most 65536"),
         ("--experts 1", "--per-token 2 must be at most --experts 1"),
         ("--experts 4 --parts 7", "--parts 7 does not divide the MLP's intermediate_size = 30"),
         ("--experts 4 --noise 0", "--noise 0.0 must be positive"),

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from terrace.base.errors import ModelError, did_you_mean
 
 Gate = Literal["softmax", "sigmoid"]
+_MOST_EXPERTS = 2**16  # each has tensors of its own in files
 GATE_BIAS = "mlp.router.bias"  # in a block; fp32 at least wherever it is kept, as 16 bits would round its steps away
 
 
@@ -40,6 +41,8 @@ class ExpertsConfig:
         for field in ("num_experts", "per_token", "intermediate_size", "num_groups", "kept_groups"):
             if not 1 <= getattr(self, field) < 2**31:
                 raise ModelError(f"{said(field)} must be at least 1 and below {2**31}")
+        if self.num_experts > _MOST_EXPERTS:
+            raise ModelError(f"{said('num_experts')} must be at most {_MOST_EXPERTS}")
         if not 0 <= self.shared_size < 2**31:
             raise ModelError(f"{said('shared_size')} must be at least 0 and below {2**31}")
         if self.gate not in get_args(Gate):
