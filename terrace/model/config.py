@@ -160,6 +160,10 @@ class DecoderBlock(BlockSpec):
 
     config: ModelConfig
 
+    def active(self, param: ParamSpec) -> int:
+        """Elements of one of its parameters that a token meets: of a stack, the parts that it passes."""
+        return active_numel(self.config, param)
+
     def forward_flops(self, batch_size: int, sequence: int) -> int:
         """FLOPs of the matrix products in one forward pass on (B, S) tokens; see the function of this name."""
         return _forward_flops(self.config, self.computes, batch_size, sequence)
@@ -271,7 +275,7 @@ def num_params(config: ModelConfig) -> int:
 
 def num_active_params(config: ModelConfig) -> int:
     """Number of parameters that a token meets: of a mixture's experts, those that it passes."""
-    return sum(active_numel(block.config, param) for block in block_specs(config) for param in block.params)
+    return sum(block.active(param) for block in block_specs(config) for param in block.params)
 
 
 def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequence: int) -> int:

@@ -123,7 +123,8 @@ def _placed(module: _Module, device: torch.device | str) -> _Module:
         for each in module.modules():
             for name, value in each._parameters.items():
                 if value is not None:
-                    each._parameters[name] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=device))
+                    empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    each._parameters[name] = nn.Parameter(empty, requires_grad=value.requires_grad)
     return module
 
 

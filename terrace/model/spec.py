@@ -47,12 +47,12 @@ class ParamSpec:
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of one part of a stack, else `shape`."""
-        return self.shape[1:] if self._is_stack else self.shape
+        return self.shape[1:] if self.is_stack else self.shape
 
     @property
     def num_parts(self) -> int:
         """Number of parts of a stack, else 1."""
-        return self.shape[0] if self._is_stack else 1
+        return self.shape[0] if self.is_stack else 1
 
     @property
     def is_matrix(self) -> bool:
@@ -65,7 +65,8 @@ class ParamSpec:
         return len(self.part_shape) >= 2
 
     @property
-    def _is_stack(self) -> bool:
+    def is_stack(self) -> bool:
+        """Whether its leading dim counts experts."""
         return bool(self.dims) and self.dims[0][0] == STACKED
 
 
@@ -109,6 +110,10 @@ class BlockSpec:
     def attends(self) -> bool:
         """Whether it has attention, whose cost depends on the sequences that its tokens are in."""
         return self.computes is Computes.RESIDUAL
+
+    def active(self, param: ParamSpec) -> int:
+        """Elements of one of its parameters that a token meets; none of a stack, since a token takes few parts."""
+        return 0 if param.is_stack else param.numel
 
     def forward_flops(self, batch_size: int, sequence: int) -> int:
         """FLOPs of one forward pass on (B, S) tokens: two an element of its matrices and a token."""

@@ -26,6 +26,11 @@ def is_inner(param: ParamSpec) -> bool:
     return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
 
 
+def is_router(param: ParamSpec) -> bool:
+    """Whether it scores experts for a token: a router's matrix, or the bias that it chooses by."""
+    return bool(param.dims) and param.dims[0][0] == "choices"
+
+
 def is_norm(param: ParamSpec) -> bool:
     """Whether it is a parameter of a norm over the residual stream, not of a norm of heads, which a rank has whole."""
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]

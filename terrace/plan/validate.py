@@ -8,7 +8,7 @@ from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
-from terrace.plan.dims import is_layer
+from terrace.plan.dims import is_layer, is_router
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import ORDER, TENSOR, Mesh, tier_degrees
 from terrace.plan.plan import AXES, FACTORS, Plan
@@ -32,6 +32,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)
+    _check_experts(cluster, plan, blocks)
     if plan.update == "muon":
         _check_muon(cluster, plan, blocks)
     return layout.settled()
@@ -226,6 +227,22 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
                 f"ulysses = {ulysses} over all tiers cannot split the {heads.queries} heads and {heads.keys} key-value "
                 f"heads of {name}{f' on one of {rows} tensor rows' if rows > 1 else ''}: it must divide the heads, "
                 f"and divide the key-value heads or be a multiple of them; use {' or '.join(valid)}, or a ring"
+            )
+
+
+def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    tensor_ranks = Mesh.of(cluster, plan).total("tensor")
+    rounds = FORMATS[plan.compute].mantissa_bits < FORMATS["fp32"].mantissa_bits
+    for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):
+        if param.is_stack and tensor_ranks > 1:
+            raise PlanError(
+                f"the mapping has {tensor_ranks} tensor ranks, and {name} holds {param.num_parts} experts, which a "
+                "tensor axis does not cut: give its ranks to the data, context or pipeline axis"
+            )
+        if is_router(param) and len(param.shape) == 1 and rounds:
+            raise PlanError(
+                f"compute = {plan.compute!r} would round {name}, the bias by which experts are chosen: use "
+                "compute = 'fp32'"
             )
 
 

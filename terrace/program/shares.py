@@ -3,7 +3,8 @@
 Costs are the seconds of a block's passes where a model is known (terrace.simulate.step). Blocks that only declare
 parameters are weighed by products per token and forward:
 
-    the elements of a block's matrices, borrowed ones included, and S H for causal attention over S tokens
+    the elements of a block's matrices that a token meets, borrowed ones included, and S H for causal attention over S
+    tokens
 
 (2 FLOPs an element, and 4 S H / 2 of scores and values). A looked-up table costs nothing. The slowest virtual
 stage is as fast as it can be while every one keeps within its part of a device's memory with its model state; among the
@@ -102,7 +103,7 @@ def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: 
 def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:
     block = blocks[index]
     # Each element of a matrix is one multiplication per token.
-    products = sum(param.numel for param in block.params if _is_product(param, index, len(blocks)))
+    products = sum(block.active(param) for param in block.params if _is_product(param, index, len(blocks)))
     # A tied head multiplies by the borrowed table.
     for lender in block.borrows:
         products += sum(param.numel for param in blocks[lender].params if is_table(param))
@@ -114,4 +115,4 @@ def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:
 def _is_product(param: ParamSpec, index: int, num_blocks: int) -> bool:
     # The last block's table is the output matrix, which is a product; any other table is only indexed.
     looked_up = is_table(param) and index < num_blocks - 1
-    return len(param.shape) == 2 and not looked_up and (not param.dims or param.dims[0][0] != "positions")
+    return param.is_matrix and not looked_up and (not param.dims or param.dims[0][0] != "positions")

@@ -3,7 +3,8 @@
 A block's parameters keep their storage while it is freed and gathered, so a compiled block reads the current values.
 A compiled backward computes all weight gradients itself; otherwise the runtime records them and computes them when the
 program says (terrace.runtime.linear). Therefore a program with a backward in two parts cannot be compiled, nor blocks
-under a tensor axis, which overlaps its messages with weight gradients, nor layers that attend over several ranks.
+under a tensor axis, which overlaps its messages with weight gradients, nor layers that attend over several ranks, nor
+mixtures of experts, whose products depend on how many tokens chose each.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from torch import nn
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model import attention
 from terrace.plan.context import is_context_parallel
+from terrace.plan.dims import is_router
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 
@@ -31,6 +33,12 @@ def check_compiles(programs: Sequence[Program]) -> None:
             'train.compile = true with a plan whose ranks attend together (a context axis, or balance = "cost"): a '
             "layer talks to other ranks in its middle, which a compiled block cannot; give the ranks to the data axis, "
             "or leave train.compile out"
+        )
+    mixture = next((block.name for block in program.blocks if any(map(is_router, block.params))), None)
+    if mixture is not None:
+        raise PlanError(
+            f"train.compile = true with a mixture of experts ({mixture}): the rows of an expert are another number in "
+            "every micro-batch, and a compiled block has fixed sizes; leave train.compile out"
         )
     if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):
         raise PlanError(

@@ -12,111 +12,25 @@ product is written into the gradient buffer itself: the first one of a unit ther
 added by the product (`addmm_`). No other tensor of the weight's size is made. Where the buffer has a wider dtype,
 products are rounded to their own, part by part, and added in the buffer's.
 
-Model code is unchanged. Matrices that a `WeightGradients` owns become `Matrix` parameters, which take `F.linear`, and
-so `nn.Linear`, and on a CPU `F.embedding`, to the functions below. Every other use of a weight, and every
-other parameter, goes through autograd and the hook of `GradientViews`, into the same buffer and in any mix with this.
+Model code is unchanged. Matrices, and stacks of them, that a `WeightGradients` owns become `Matrix` parameters, which
+take `F.linear`, and so `nn.Linear`, `grouped_linear` of experts, and on a CPU `F.embedding`, to the functions below.
+Every other use of a weight, and every other parameter, goes through autograd and the hook of `GradientViews`, into the
+same buffer and in any mix with this.
 
-Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, V vocabulary, H hidden.
+Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, E experts, V vocabulary, H hidden.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_PART_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a product that is converted; on a GPU a guess
-
-
-class Sink(Protocol):
-    """Where gradients are kept; `GradientViews` is one."""
-
-    def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
-        """The gradient of `parameter`, and whether it is the caller who gives it its first values."""
-
-
-@dataclass
-class _Record:
-    # weight and bias are None where the layer has none or does not train it
-
-    output_gradient: Tensor  # (N, O)
-    inputs: Tensor | None  # (..., I), or tokens (...)
-    weight: Tensor | None  # (O, I)
-    bias: Tensor | None = None  # (O)
-
-    def hold(self) -> None:
-        """Remember the versions of dy and x, to check them when the record runs."""
-        self._versions = self._current_versions()
-
-    def release(self) -> None:
-        assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
-
-    def run(self, sinks: Mapping[int, Sink]) -> None:
-        """Add the gradients to the views in `sinks`."""
-        if self.weight is not None:
-            assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
-            self._run_weight(self.inputs, *sinks[id(self.weight)].gradient_of(self.weight))
-        if self.bias is not None:
-            # The first gradient is written, not added: the buffer is uninitialised.
-            gradient, first = sinks[id(self.bias)].gradient_of(self.bias)
-            if first:
-                torch.sum(self.output_gradient, 0, dtype=gradient.dtype, out=gradient)
-            else:
-                gradient.add_(self.output_gradient.sum(0, dtype=gradient.dtype))
-
-    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        raise NotImplementedError
-
-    def _current_versions(self) -> list[int]:
-        return [tensor._version for tensor in (self.output_gradient, self.inputs) if tensor is not None]
-
-
-class _Product(_Record):
-    # of a linear layer
-
-    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        left, right = self.output_gradient.t(), inputs.reshape(-1, inputs.shape[-1])  # (O, N), (N, I)
-        if gradient.dtype != left.dtype:
-            # In parts: a part is still in the cache when it is converted, and no buffer of the weight's size is made.
-            step = max(1, _PART_NUMEL[left.device.type] // right.shape[1])
-            for start in range(0, len(left), step):
-                part = torch.mm(left[start : start + step], right)
-                gradient[start : start + step].copy_(part) if first else gradient[start : start + step].add_(part)
-        elif first:
-            torch.mm(left, right, out=gradient)
-        else:
-            gradient.addmm_(left, right)
-
-
-class _Sum(_Record):
-    # of code that has summed up the weight gradient itself, which stands for dy and for x
-
-    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        if first:
-            gradient.copy_(inputs)
-        else:
-            gradient.add_(inputs)
-
-
-class _Rows(_Record):
-    # of an embedding: only the rows of its tokens are touched
-
-    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        tokens, rows = inputs.reshape(-1), self.output_gradient
-        if gradient.dtype != rows.dtype:
-            rows = rows.to(gradient.dtype)
-        elif rows.dtype.itemsize < torch.float32.itemsize:
-            # A half-precision row rounds whenever something is added: let that be once, not once a token.
-            tokens, places = torch.unique(tokens, return_inverse=True)
-            total = torch.zeros(len(tokens), rows.shape[1], dtype=torch.float32, device=rows.device)
-            rows = total.index_add_(0, places, rows.float()).to(rows.dtype)
-        if first:
-            gradient.zero_()
-        gradient.index_add_(0, tokens, rows)
+from terrace.model.experts.products import grouped_linear, products, stack_gradient
+from terrace.runtime.weight_records import Product, Record, Sink, StackProduct, Sum, TableRows
 
 
 class WeightQueue:
@@ -130,7 +44,7 @@ class WeightQueue:
     def __init__(self, sinks: Mapping[int, Sink], hold: bool) -> None:
         self._sinks = sinks
         self._hold = hold
-        self._records: deque[_Record] = deque()
+        self._records: deque[Record] = deque()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -139,7 +53,7 @@ class WeightQueue:
         """Whether a gradient of `parameter` may be recorded here."""
         return id(parameter) in self._sinks
 
-    def add(self, record: _Record, at_once: bool = False) -> None:
+    def add(self, record: Record, at_once: bool = False) -> None:
         """Take a record; one that is to be run at once is never held."""
         if self._hold and not at_once:
             record.hold()
@@ -182,7 +96,7 @@ class WeightGradients:
         """Record the gradients of `parameters` from now on, for the views of `sink`."""
         for parameter in parameters:
             self._sinks[id(parameter)] = sink
-            if parameter.requires_grad and parameter.dim() == 2:
+            if parameter.requires_grad and parameter.dim() in (2, 3):
                 # The class changes and not the object: modules, and lists made of them, have it already.
                 parameter.__class__ = Matrix
                 assert isinstance(parameter, Matrix)
@@ -213,15 +127,15 @@ def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor, at_o
 
     With `at_once` it is computed before this returns, and dy and x may change then.
     """
-    return _record(weight, _Product(output_gradient, inputs, weight), at_once)
+    return _record(weight, Product(output_gradient, inputs, weight), at_once)
 
 
 def record_sum(weight: Tensor, gradient: Tensor) -> bool:
     """Add a computed weight gradient, in any dtype; returns whether a queue took it."""
-    return _record(weight, _Sum(gradient, gradient, weight), at_once=True)
+    return _record(weight, Sum(gradient, gradient, weight), at_once=True)
 
 
-def _record(weight: Tensor, record: _Record, at_once: bool) -> bool:
+def _record(weight: Tensor, record: Record, at_once: bool) -> bool:
     # Weights of another class, or a backward outside `recorded_in`, are left to autograd.
     queue = weight.gradients.current if isinstance(weight, Matrix) else None
     if queue is None:
@@ -231,7 +145,7 @@ def _record(weight: Tensor, record: _Record, at_once: bool) -> bool:
 
 
 class Matrix(nn.Parameter):
-    """A trainable 2-D parameter with recordable products."""
+    """A trainable matrix, or stack of matrices, with recordable products."""
 
     gradients: WeightGradients
 
@@ -263,6 +177,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _apply_linear(input, weight, bias, weight.gradients)
 
 
+def _grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Any:
+    if type(weight) is not Matrix or torch.is_autocast_enabled(x.device.type) or _is_transformed():
+        return NotImplemented
+    return _apply_grouped_linear(x, weight, tuple(counts), weight.gradients)
+
+
 def _embedding(
     input: Tensor,
     weight: Tensor,
@@ -281,7 +201,11 @@ def _embedding(
     return _apply_embedding(input, weight, weight.gradients)
 
 
-_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    grouped_linear: _grouped_linear,
+}
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,13 +246,38 @@ class _Linear(torch.autograd.Function):
         records_weight = needs_weight and queue is not None
         records_bias = needs_bias and queue is not None and ctx.bias in queue
         if queue is not None and (records_weight or records_bias):
-            queue.add(_Product(rows, x, ctx.weight if records_weight else None, ctx.bias if records_bias else None))
+            queue.add(Product(rows, x, ctx.weight if records_weight else None, ctx.bias if records_bias else None))
         # No queue: autograd accumulates the gradients itself.
         if needs_weight and not records_weight:
             weight_gradient = rows.t().mm(x.reshape(-1, x.shape[-1]))
         if needs_bias and not records_bias:
             bias_gradient = rows.sum(0)
         return input_gradient, weight_gradient, bias_gradient, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x (N, I) sorted by expert, weight (E, O, I) to (N, O)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Matrix, counts: tuple[int, ...], gradients: WeightGradients) -> Any:
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
+        ctx.weight, ctx.counts, ctx.gradients = weight, counts, gradients
+        return _plain(products, (), (x, weight, counts))
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        queue: WeightQueue | None = ctx.gradients.current
+        input_gradient = weight_gradient = None
+        if weight is not None:
+            input_gradient = _plain(products, (), (output_gradient, weight, ctx.counts, True))
+        if x is not None and queue is None:
+            weight_gradient = stack_gradient(output_gradient, x, ctx.counts)
+        elif x is not None and queue is not None:
+            queue.add(StackProduct(output_gradient, x, ctx.weight, counts=ctx.counts))
+        return input_gradient, weight_gradient, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -350,11 +299,12 @@ class _Embedding(torch.autograd.Function):
         queue: WeightQueue | None = ctx.gradients.current
         if queue is None:
             return None, rows.new_zeros(ctx.shape).index_add_(0, tokens.reshape(-1), rows), None
-        queue.add(_Rows(rows, tokens, ctx.weight))
+        queue.add(TableRows(rows, tokens, ctx.weight))
         return None, None, None
 
 
 # `Function.apply` itself is half of the Python of a layer: it looks for transforms (torch.func), absent here.
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _apply_linear: Callable[..., Any] = super(torch.autograd.Function, _Linear).apply
+_apply_grouped_linear: Callable[..., Any] = super(torch.autograd.Function, _GroupedLinear).apply
 _apply_embedding: Callable[..., Any] = super(torch.autograd.Function, _Embedding).apply

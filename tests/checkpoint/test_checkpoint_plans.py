@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from terrace.checkpoint.parts import BoxValues, held, parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore_flat
 from terrace.checkpoint.reshard import hand_over
 from terrace.model.config import block_specs, parse_model
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
 from terrace.plan.dims import CUT_BY
 from terrace.runtime.settings import OptimizerConfig
@@ -102,6 +104,20 @@ def test_a_decoder_saved_under_one_plan_is_there_under_every_other(source: str, 
     checkpoint = save(tmp_path, blocks, SPREADS[source], truth)
     check_stored(checkpoint, blocks, truth)
     for spread in SPREADS.values():
+        check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
+
+
+WITHOUT_TENSOR = [name for name, spread in SPREADS.items() if spread.total(1) == spread.total(2) == 1]
+
+
+@pytest.mark.parametrize("source", WITHOUT_TENSOR)
+def test_a_mixture_saved_under_one_plan_is_there_under_every_other(source: str, tmp_path: Path) -> None:
+    experts = ExpertsConfig(num_experts=3, per_token=2, intermediate_size=5, biased=True, dense_layers=(0,))
+    blocks = block_specs(replace(parse_model(LLAMA | {"num_hidden_layers": 3}), experts=experts))
+    truth = Truth(blocks)
+    checkpoint = save(tmp_path, blocks, SPREADS[source], truth)
+    check_stored(checkpoint, blocks, truth)
+    for spread in map(SPREADS.__getitem__, WITHOUT_TENSOR):
         check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
 
 

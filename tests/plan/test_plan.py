@@ -18,7 +18,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, parse_plan, preset
 from terrace.plan.residency import recomputed
 from terrace.plan.validate import num_micro_batches, validate
-from tests.support.toys import cluster_of
+from tests.support.toys import MODELS, cluster_of
 
 BLOCKS = tuple(
     BlockSpec(name=name, params=(ParamSpec(name="weight", shape=(5, 3)),)) for name in ("embedding", "layers.0", "head")
@@ -120,6 +120,29 @@ def test_refusal_names_value_rule_and_fix(plan: Plan, words: tuple[str, ...]) ->
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            zero3(mapping={"node": {"tensor": 3}}),
+            ("3 tensor ranks", "layers.0.mlp.gate.weight holds 4 experts", "give its ranks to the data"),
+        ),
+        (
+            zero3(compute="bf16"),
+            ("compute = 'bf16' would round layers.1.mlp.router.bias", "use compute = 'fp32'"),
+        ),
+    ],
+)
+def test_mixtures_that_have_no_form_are_refused(plan: Plan, words: tuple[str, ...]) -> None:
+    model = "mixture tied" if plan.mapping else "mixture, grouped"
+    with pytest.raises(PlanError) as caught:
+        validate(THREE, plan, MODELS[model].declared)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    validate(THREE, zero3(compute="bf16"), MODELS["mixture tied"].declared)
 
 
 def test_what_is_just_inside_the_rules_passes() -> None:

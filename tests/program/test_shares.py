@@ -1,6 +1,7 @@
 """How blocks are shared among stages: even in time, within memory, and never worse than any other way."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.model.config import block_specs, parse_model
+from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.plan import Plan
 from terrace.program.lowering import build_stages
 from terrace.program.shares import block_costs, share
@@ -50,6 +52,13 @@ def test_the_head_counts_and_the_table_does_not() -> None:
     assert costs[1] == (4 * 32 * 32 + 3 * 32 * 64, 16 * 32)
     tied = block_specs(parse_model(MODEL | {"tie_word_embeddings": True}))
     assert block_costs(tied, 16)[-1] == (500 * 32, 0)
+
+
+def test_of_a_mixture_the_experts_of_a_token_count() -> None:
+    experts = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=24, shared_size=10, dense_layers=(0,))
+    costs = block_costs(block_specs(replace(parse_model(MODEL), experts=experts)), 16)
+    assert costs[1] == (4 * 32 * 32 + 3 * 32 * 64, 16 * 32)
+    assert costs[2] == (4 * 32 * 32 + 8 * 32 + 3 * 32 * (2 * 24 + 10), 16 * 32)
 
 
 def plan(stages: tuple[int, ...] = ()) -> Plan:

@@ -75,6 +75,13 @@ def test_parts_of_a_backward_are_not_compiled() -> None:
         compiled.check_compiles(build_stages(cluster, tensor, specs, 1, 8))
 
 
+def test_mixtures_are_not_compiled() -> None:
+    cluster = cluster_of(1)
+    programs = build_stages(cluster, exact("ddp", cluster), MODELS["mixture, grouped"].declared, 1, 8)
+    with pytest.raises(PlanError, match=r"mixture of experts \(layers.1\): .*leave train.compile out"):
+        compiled.check_compiles(programs)
+
+
 def test_a_machine_that_cannot_compile_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(function: object) -> object:
         raise RuntimeError("no compiler found\nand more")

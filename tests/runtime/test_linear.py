@@ -1,7 +1,7 @@
 """Weight gradients that the runtime computes, against autograd's on the same module, in fp64 to 1e-12."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from terrace.model.experts.products import grouped_linear
 from terrace.program.instruction import Instruction, Op
-from terrace.runtime import linear
+from terrace.runtime import weight_records
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.linear import Matrix
@@ -173,6 +174,51 @@ def test_any_mixture_of_uses(uses: list[tuple[str, int]], frozen: set[int], time
     check(Mixed(uses, frozen), [backward(seed) for seed in range(times)], hold)
 
 
+class Experts(nn.Module):
+    """Two stacks one after the other, and where `mixed` one of them in another product too."""
+
+    def __init__(self, counts: Sequence[int], inputs: int, frozen: str = "", mixed: bool = False) -> None:
+        super().__init__()
+        self.counts, self.mixed = tuple(counts), mixed
+        self.up = nn.Parameter(normal(len(counts), SIZE, inputs, seed=1), requires_grad=frozen != "up")
+        self.down = nn.Parameter(normal(len(counts), inputs, SIZE, seed=2), requires_grad=frozen != "down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = grouped_linear(torch.tanh(grouped_linear(x, self.up, self.counts)), self.down, self.counts)
+        return out + torch.einsum("ni,eoi->no", x, self.up).sum() if self.mixed else out
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.sampled_from(("", "up", "down")),
+    LAYOUTS,
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.integers(1, 3),
+)
+def test_any_rows_of_a_stack(
+    counts: list[int], inputs: int, frozen: str, kind: str, chosen: tuple[bool, bool, bool], times: int
+) -> None:
+    """Experts without a row among them; gradients of rows too."""
+    needs_input, mixed, hold = chosen
+    module = Experts(counts, inputs, frozen, mixed)
+    each = [strided((sum(counts), inputs), kind, seed).requires_grad_(needs_input) for seed in range(times)]
+    check(module, [squares(x) for x in each], hold)
+    if needs_input:
+        found = [_grad(x) for x in each]
+        for x in each:
+            x.grad = None
+        reference(module, [squares(x) for x in each])
+        for x, twice in zip(each, found, strict=True):  # by the reference and by what was checked
+            torch.testing.assert_close(twice, 2 * _grad(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_other_dtypes_round_like_autograd(dtype: torch.dtype, bias: bool) -> None:
@@ -189,8 +235,8 @@ def test_other_dtypes_round_like_autograd(dtype: torch.dtype, bias: bool) -> Non
 @pytest.mark.parametrize("hold", [False, True])
 def test_bf16_gradients_are_added_in_fp32(hold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each backward's gradient rounds once; their sum does not, whoever computes them."""
-    monkeypatch.setitem(linear._PART_NUMEL, "cpu", 100)  # parts of five rows of 20, the last of three
-    model = nn.Sequential(nn.Embedding(7, 20), nn.LayerNorm(20), nn.Linear(20, 48)).bfloat16()
+    monkeypatch.setitem(weight_records._PART_NUMEL, "cpu", 100)  # parts of five rows of 20, the last of three
+    model = nn.Sequential(nn.Embedding(7, 20), nn.LayerNorm(20), nn.Linear(20, 48), Experts((20, 0, 44), 48)).bfloat16()
     tokens = [torch.randint(0, 5, (64,), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]
     each = [reference(model, [squares(one)]) for one in tokens]
     found = Adopted.of(model).gradients([squares(one) for one in tokens], hold, torch.float32)
@@ -261,6 +307,23 @@ def test_no_tensor_of_the_weight_s_size_is_made() -> None:
     assert allocated(lambda: backward(layer))[0] >= layer.weight.nbytes
 
 
+def test_of_a_stack_neither() -> None:
+    module = Experts((1, 0, 0, 0, 0, 0, 1), 1024)
+    adopted = Adopted.of(module)
+    (flat,) = adopted.flats
+    flat.gradients.open(torch.empty_like(flat.full))
+    x = normal(2, 1024)
+
+    def backward(module: nn.Module) -> None:
+        torch.autograd.backward(module(x).sum())
+
+    for _ in range(2):
+        with adopted.weights.recorded_in(adopted.weights.queue(hold=False)):
+            peak, _, _ = allocated(lambda: backward(adopted.module))
+        assert peak < module.up.nbytes / 2
+    assert allocated(lambda: backward(module))[0] >= 2 * module.up.nbytes
+
+
 def test_what_is_recorded_must_not_change() -> None:
     adopted = Adopted.of(nn.Linear(3, 3))
     adopted.flats[0].gradients.open(torch.empty_like(adopted.flats[0].full))
@@ -327,7 +390,7 @@ def train(model_name: str, compute: str, delay: bool, **changes: Any) -> tuple[T
     return torch.cat(owned), (delayed.longest if delayed else 0)
 
 
-@pytest.mark.parametrize("model", ["toy", "llama tied", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("model", ["toy", "llama tied", "gpt2", "gpt_neox", "mixture, shared expert"])
 @pytest.mark.parametrize("compute", ["fp64", "fp32"])  # added up in place, and in a buffer
 @pytest.mark.parametrize("changes", [{}, {"unit": 2, "recompute": ("*",)}], ids=["plain", "units, recomputed"])
 def test_computed_later_a_weight_gradient_has_the_same_bits(model: str, compute: str, changes: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from terrace.simulate.events import simulate
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
+from tests.support.nightly import nightly
 from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
@@ -88,10 +89,11 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
     """Train on whole batches in this process, with the formulas of the papers."""
     model = MODELS[model_name]
     blocks = model.blocks(torch.float64)
+    stacks = {(spec.name, param.name) for spec in model.declared for param in spec.params if param.is_stack}
     rules: dict[nn.Parameter, Any] = {}
     for index, block in enumerate(blocks):
         for name, parameter in block.named_parameters():
-            is_stack = model_name == "stacks" and name in ("up", "bias", "down")
+            is_stack = bool(model.declared) and (model.declared[index].name, name) in stacks
             inner = 0 < index < len(blocks) - 1 and parameter.dim() - is_stack == 2
             rule = lion_step if optimizer.name == "lion" else muon_step if inner else adamw_step
             rules.setdefault(parameter, partial(each_part, rule) if is_stack else rule)
@@ -127,11 +129,21 @@ CASES: list[tuple[Sizes, Case]] = [
     ((2, 2, 2), Case(exact("hsdp", cluster_of(2, 2, 2)), model="toy", lane="eager")),
     ((1,), Case(exact("ddp", cluster_of(1)), model="stacks")),
     ((2, 2, 2), Case(exact("three-level", cluster_of(2, 2, 2)), model="stacks")),
+    ((1,), Case(exact("ddp", cluster_of(1)), num_micros=2, model="mixture, grouped")),
+]
+NIGHTLY: list[tuple[Sizes, Case]] = [
+    ((2, 2), Case(exact("zero3", cluster_of(2, 2)), num_micros=2, model="mixture, grouped")),
+    ((2, 2), Case(pipelined("zero1", OUTER, "zbv"), num_micros=4, model="mixture, shared expert")),
+    ((2, 2, 2), Case(exact("three-level", cluster_of(2, 2, 2)), model="mixture, frozen experts")),
 ]
 
 
+def text(value: object) -> str:
+    return f"{value.plan.name} {value.model}" if isinstance(value, Case) else str(value)
+
+
 @pytest.mark.parametrize("optimizer", [LION, MUON], ids=["lion", "muon"])
-@pytest.mark.parametrize(("sizes", "case"), CASES, ids=[f"{case.plan.name} {sizes}" for sizes, case in CASES])
+@pytest.mark.parametrize(("sizes", "case"), [*CASES, *nightly(*NIGHTLY)], ids=text)
 def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case, optimizer: OptimizerConfig) -> None:
     cluster = cluster_of(*sizes)
     case = replace(case, optimizer=optimizer, num_steps=NUM_STEPS)

@@ -18,11 +18,13 @@ from tests.support.toys import MODELS, cluster_of, make_batch
 BATCH = 24  # divides by every world size here
 
 
-def make(world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64", scale: float = 1.0) -> Engine:
-    """An engine of the toy model: tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
+def make(
+    world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64", scale: float = 1.0, model: str = "toy"
+) -> Engine:
+    """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
     cluster = cluster_of(*tiers)
     dtypes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
-    blocks = MODELS["toy"].blocks(torch.float64)
+    blocks = MODELS[model].blocks(torch.float64)
     for block in blocks:
         for parameter in block.parameters():
             parameter.data.mul_(scale)
@@ -31,7 +33,8 @@ def make(world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64",
         cluster=cluster,
         plan=replace(preset(plan, cluster), **dtypes),
         num_micros=1,
-        objective=MODELS["toy"].objective,
+        objective=MODELS[model].objective,
+        declared=MODELS[model].declared,
         rank=world.rank,
         optimizer=OptimizerConfig(lr=1e-2),
     )

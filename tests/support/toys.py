@@ -15,6 +15,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise
 from terrace.model.spec import STACKED, BlockSpec, ParamSpec, freeze
 from terrace.plan.layout import Layout
@@ -155,6 +156,8 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), **chang
             trainable = {param.name: param.trainable for param in spec.params}
             for name, parameter in block.named_parameters():
                 parameter.requires_grad = trainable.get(name, parameter.requires_grad)
+                if name.endswith("router.bias"):  # one that moves choices
+                    parameter.data.copy_(torch.linspace(-0.3, 0.3, len(parameter)))
         return blocks
 
     return Model(build, token_loss, specs)
@@ -167,6 +170,13 @@ _WIDE_GPT2 = _GPT2 | {"n_embd": 16, "n_head": 8}
 # Eight blocks, one for each of 4 stages x 2 chunks; and a layer, a matrix or the table frozen.
 _DEEP = {"num_hidden_layers": 6}
 _FROZEN_LAYER = ("layers.1.*", "layers.0.mlp.down.*")
+
+# Mixtures: of two layers, the second grouped and after a dense one; and of six, for pipelines.
+_MIXTURE = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=5)
+_GROUPED = replace(_MIXTURE, num_experts=6, gate="sigmoid", scale=1.5, num_groups=3, kept_groups=2, biased=True)
+_GROUPED = replace(_GROUPED, shared_size=7, dense_layers=(0,))
+_SHARED = replace(_MIXTURE, normalized=False, shared_size=6, shared_gate=True)
+_FROZEN_EXPERTS = ("layers.1.mlp.*", "layers.0.mlp.down.weight", "layers.0.mlp.router.weight")
 
 MODELS = {
     "toy": Model(_toy, _summed_cross_entropy),
@@ -189,6 +199,13 @@ MODELS = {
     "deep gpt_neox": _decoder_model(_NEOX | _DEEP),
     "deep llama, frozen layer": _decoder_model(_LLAMA | _DEEP, _FROZEN_LAYER, tied_embeddings=True),
     "deep llama, frozen table": _decoder_model(_LLAMA | _DEEP, ("embedding.*",), tied_embeddings=True),
+    "mixture tied": _decoder_model(_LLAMA, tied_embeddings=True, experts=_MIXTURE),
+    "mixture, grouped": _decoder_model(_QWEN3, experts=_GROUPED),
+    "mixture, shared expert": _decoder_model(_QWEN2, experts=_SHARED),
+    "mixture, frozen experts": _decoder_model(_LLAMA, _FROZEN_EXPERTS, experts=_SHARED),
+    "deep mixture tied": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=_GROUPED),
+    "wide mixture": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, experts=_GROUPED),
+    "wide mixture, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3, experts=_SHARED),
 }
 
 

@@ -20,6 +20,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
@@ -47,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 SOME = LoraConfig(rank=3, alpha=6.0, targets=("layers.0.attention.*", "*.attention.value.*", "layers.1.mlp.down.*"))
+EXPERTS = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=5, shared_size=6, dense_layers=(0,))
+OF_MIXTURE = LoraConfig(rank=2, alpha=5.0, targets=("*.attention.*", "*.shared.*", "layers.0.mlp.*"))
 EVERY = LoraConfig(rank=2, alpha=3.0)
 
 
@@ -74,8 +77,8 @@ def blocks_with(config: ModelConfig, lora: LoraConfig | None, value: Value) -> l
     return blocks
 
 
-def _model(family: str, lora: LoraConfig, **table: Any) -> Model:
-    config = parse_model(FAMILIES[family] | table)
+def _model(family: str, lora: LoraConfig, experts: ExpertsConfig | None = None, **table: Any) -> Model:
+    config = replace(parse_model(FAMILIES[family] | table), experts=experts)
     values = values_of(config, lora)
 
     def build() -> list[nn.Module]:
@@ -88,6 +91,7 @@ MODELS |= {  # also in the processes that run `train_adapted`, which import this
     "llama, adapters": _model("llama", EVERY, tie_word_embeddings=True),
     "gpt2, some adapters": _model("gpt2", SOME),
     "deep llama, adapters": _model("llama", EVERY, num_hidden_layers=4),
+    "mixture, adapters": _model("llama", OF_MIXTURE, EXPERTS, tie_word_embeddings=True),
 }
 
 
@@ -107,7 +111,8 @@ GRID: dict[tuple[int, ...], list[Case]] = {
         Case(exact(name, cluster_of(2), **changes), model=model, num_micros=2)
         for model in ("llama, adapters", "gpt2, some adapters")
         for name, changes in (("ddp", {}), ("zero3", {"recompute": ("*",)}), ("zero3", {"unit": 2}))
-    ],
+    ]
+    + [Case(exact("zero3", cluster_of(2), recompute=("block.1",)), model="mixture, adapters", num_micros=2)],
     (2, 2): [
         Case(exact("three-level", cluster_of(2, 2)), model="llama, adapters"),
         Case(exact("zero++", cluster_of(2, 2)), model="gpt2, some adapters", num_micros=2),
@@ -143,6 +148,13 @@ def test_specs_say_what_the_modules_have(family: str, lora: LoraConfig) -> None:
             "some" if lora is SOME else "every"
         ]
     )
+
+
+@pytest.mark.parametrize("pattern", ["layers.*", "*.mlp.*", "layers.1.mlp.router.weight", "layers.1.mlp.down.weight"])
+def test_routers_and_experts_take_no_adapter(pattern: str) -> None:
+    config = replace(parse_model(FAMILIES["llama"]), experts=EXPERTS)
+    with pytest.raises(ModelError, match=r"matches layers\.1\.mlp\.(router|gate|down)\.weight, .*: name linear layers"):
+        with_adapters(block_specs(config), LoraConfig(rank=1, targets=("*.attention.*", pattern)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,13 +32,15 @@ class Router(nn.Module):
         assert config.experts is not None, "a layer without experts has no router"
         self.config = config.experts
         self.weight = nn.Parameter(torch.empty(self.config.num_experts, config.hidden_size, **where))
-        self.bias = nn.Parameter(torch.empty(self.config.num_experts, **where)) if self.config.biased else None
+        self.bias: nn.Parameter | None = None
+        if self.config.biased:
+            self.bias = nn.Parameter(torch.empty(self.config.num_experts, **where), requires_grad=False)
 
     def forward(self, x: Tensor) -> Choice:
         """The experts of tokens x (T, H)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))  # (T, E)
-        bias = None if self.bias is None else self.bias.detach().to(wide)
+        bias = None if self.bias is None else self.bias.to(wide)
         return GATES[self.config.gate](logits, bias, self.config)
 
 

@@ -55,11 +55,20 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool = False) -> Tensor:
     """`grouped_linear` without a gradient; `transposed`: with weight (E, I, O), not (E, O, I)."""
-    out = x.new_empty(len(x), weight.shape[2 if transposed else 1])
-    for expert, (start, stop) in enumerate(spans(counts)):
+    matrices = weight if transposed else weight.mT
+    out = x.new_empty(len(x), matrices.shape[2])
+    for matrix, (start, stop) in zip(matrices.unbind(), spans(counts), strict=True):
         if start < stop:
-            matrix = weight[expert] if transposed else weight[expert].t()
             torch.mm(x[start:stop], matrix, out=out[start:stop])
+    return out
+
+
+def stack_gradient(gradient: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """The gradient (E, O, I) of a stack from dy (N, O) and x (N, I); zero for an expert without a row."""
+    out = gradient.new_zeros(len(counts), gradient.shape[1], x.shape[1])
+    for part, (start, stop) in zip(out, spans(counts), strict=True):
+        if start < stop:
+            torch.mm(gradient[start:stop].t(), x[start:stop], out=part)
     return out
 
 
@@ -77,7 +86,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
         needs_input, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
-        ctx.counts, ctx.shape = counts, weight.shape
+        ctx.counts = counts
         return products(x, weight, counts)
 
     @staticmethod
@@ -85,13 +94,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         input_gradient = None if weight is None else products(gradient, weight, ctx.counts, transposed=True)
-        weight_gradient = None
-        if x is not None:
-            # An expert without a row has the gradient zero.
-            weight_gradient = gradient.new_zeros(ctx.shape)
-            for expert, (start, stop) in enumerate(spans(ctx.counts)):
-                if start < stop:
-                    torch.mm(gradient[start:stop].t(), x[start:stop], out=weight_gradient[expert])
+        weight_gradient = None if x is None else stack_gradient(gradient, x, ctx.counts)
         return input_gradient, weight_gradient, None
 
 

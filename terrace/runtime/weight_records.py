@@ -1,0 +1,122 @@
+"""Weight gradients that wait to be computed: a record keeps what one of them is made of.
+
+Shape legend: N rows (all leading dims), I inputs and O outputs of a matrix, E matrices of a stack, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from terrace.model.experts.products import spans
+
+_PART_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a product that is converted; on a GPU a guess
+
+
+class Sink(Protocol):
+    """Where gradients are kept; `GradientViews` is one."""
+
+    def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
+        """The gradient of `parameter`, and whether it is the caller who gives it its first values."""
+
+
+@dataclass
+class Record:
+    """dy and x of one weight gradient, and of a bias's; weight and bias are None where absent or not trained."""
+
+    output_gradient: Tensor  # (N, O)
+    inputs: Tensor | None  # (..., I), or tokens (...)
+    weight: Tensor | None  # (O, I), or a stack (E, O, I)
+    bias: Tensor | None = None  # (O)
+
+    def hold(self) -> None:
+        """Remember the versions of dy and x, to check them when the record runs."""
+        self._versions = self._current_versions()
+
+    def release(self) -> None:
+        """Check that dy and x are as they were held."""
+        assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
+
+    def run(self, sinks: Mapping[int, Sink]) -> None:
+        """Add the gradients to the views in `sinks`, by the `id` of a parameter."""
+        if self.weight is not None:
+            assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
+            self._run_weight(self.inputs, *sinks[id(self.weight)].gradient_of(self.weight))
+        if self.bias is not None:
+            # The first gradient is written, not added: the buffer is uninitialised.
+            gradient, first = sinks[id(self.bias)].gradient_of(self.bias)
+            if first:
+                torch.sum(self.output_gradient, 0, dtype=gradient.dtype, out=gradient)
+            else:
+                gradient.add_(self.output_gradient.sum(0, dtype=gradient.dtype))
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        raise NotImplementedError
+
+    def _current_versions(self) -> list[int]:
+        return [tensor._version for tensor in (self.output_gradient, self.inputs) if tensor is not None]
+
+
+class Product(Record):
+    """The weight gradient dy^T x of a linear layer."""
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        _product(self.output_gradient, inputs.reshape(-1, inputs.shape[-1]), gradient, first)
+
+
+@dataclass
+class StackProduct(Record):
+    """The weight gradients of a stack: a product for each of its matrices, of neighbouring rows."""
+
+    counts: Sequence[int] = ()  # rows of each matrix, E of them
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        for part, (start, stop) in zip(gradient, spans(self.counts), strict=True):
+            if start < stop:
+                _product(self.output_gradient[start:stop], inputs[start:stop], part, first)
+            elif first:
+                part.zero_()
+
+
+class Sum(Record):
+    """A weight gradient that other code has summed up; it stands for dy and for x."""
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        if first:
+            gradient.copy_(inputs)
+        else:
+            gradient.add_(inputs)
+
+
+class TableRows(Record):
+    """The gradient of an embedding (V, O): only the rows of its tokens are touched."""
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        tokens, rows = inputs.reshape(-1), self.output_gradient
+        if gradient.dtype != rows.dtype:
+            rows = rows.to(gradient.dtype)
+        elif rows.dtype.itemsize < torch.float32.itemsize:
+            # A half-precision row rounds whenever something is added: let that be once, not once a token.
+            tokens, places = torch.unique(tokens, return_inverse=True)
+            total = torch.zeros(len(tokens), rows.shape[1], dtype=torch.float32, device=rows.device)
+            rows = total.index_add_(0, places, rows.float()).to(rows.dtype)
+        if first:
+            gradient.zero_()
+        gradient.index_add_(0, tokens, rows)
+
+
+def _product(output_gradient: Tensor, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+    # dy^T x of dy (N, O) and x (N, I), written or added to the gradient (O, I)
+    left = output_gradient.t()
+    if gradient.dtype != left.dtype:
+        # In parts: a part is still in the cache when it is converted, and no buffer of the weight's size is made.
+        step = max(1, _PART_NUMEL[left.device.type] // inputs.shape[1])
+        for start in range(0, len(left), step):
+            part = torch.mm(left[start : start + step], inputs)
+            gradient[start : start + step].copy_(part) if first else gradient[start : start + step].add_(part)
+    elif first:
+        torch.mm(left, inputs, out=gradient)
+    else:
+        gradient.addmm_(left, inputs)
