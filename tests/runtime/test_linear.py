@@ -1,7 +1,7 @@
 """Weight gradients that the runtime computes, against autograd's on the same module, in fp64 to 1e-12."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terrace.model.experts.products import grouped_linear
 from terrace.program.instruction import Instruction, Op
 from terrace.runtime import weight_records
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.linear import Matrix
 from terrace.runtime.step_runner import StepRunner
-from tests.support.adopted import Adopted
+from tests.support.adopted import Adopted, Experts
 from tests.support.allocations import allocated
 from tests.support.parity import ADAMW, exact
 from tests.support.toys import MODELS, cluster_of, make_batch
@@ -172,20 +171,6 @@ def test_any_mixture_of_uses(uses: list[tuple[str, int]], frozen: set[int], time
         return lambda module: module(normal(2, 3, SIZE, seed=seed).requires_grad_()).square().sum()
 
     check(Mixed(uses, frozen), [backward(seed) for seed in range(times)], hold)
-
-
-class Experts(nn.Module):
-    """Two stacks one after the other, and where `mixed` one of them in another product too."""
-
-    def __init__(self, counts: Sequence[int], inputs: int, frozen: str = "", mixed: bool = False) -> None:
-        super().__init__()
-        self.counts, self.mixed = tuple(counts), mixed
-        self.up = nn.Parameter(normal(len(counts), SIZE, inputs, seed=1), requires_grad=frozen != "up")
-        self.down = nn.Parameter(normal(len(counts), inputs, SIZE, seed=2), requires_grad=frozen != "down")
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = grouped_linear(torch.tanh(grouped_linear(x, self.up, self.counts)), self.down, self.counts)
-        return out + torch.einsum("ni,eoi->no", x, self.up).sum() if self.mixed else out
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,7 +1,7 @@
 """A module whose parameters stand in flat buffers."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from terrace.comm.collectives import DTYPES
 from terrace.comm.ledger import Meter
+from terrace.model.experts.products import grouped_linear
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.presets import preset
@@ -76,3 +77,21 @@ class Adopted:
         flat.gradients.close()
         assert not buffer.isnan().any()
         return dict(zip((names[p] for p in flat.parameters), flat.gradients.views(buffer), strict=True))
+
+
+class Experts(nn.Module):
+    """Two stacks one after the other, and where `mixed` one of them in another product too."""
+
+    def __init__(self, counts: Sequence[int], inputs: int, frozen: str = "", mixed: bool = False) -> None:
+        super().__init__()
+
+        def values(*shape: int, seed: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+        self.counts, self.mixed = tuple(counts), mixed
+        self.up = nn.Parameter(values(len(counts), 4, inputs, seed=1), requires_grad=frozen != "up")
+        self.down = nn.Parameter(values(len(counts), inputs, 4, seed=2), requires_grad=frozen != "down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = grouped_linear(torch.tanh(grouped_linear(x, self.up, self.counts)), self.down, self.counts)
+        return out + torch.einsum("ni,eoi->no", x, self.up).sum() if self.mixed else out

@@ -1,17 +1,21 @@
 """Mixtures of experts under every plan whose ranks hold all experts: the numbers of one process.
 
-Here are placements, pipelines, the context axis and optimizers' schedules of messages; Lion and Muon are in
-tests/runtime/test_optimizers.py, adapters in tests/system/test_lora.py, checkpoints in tests/checkpoint.
+Here are placements, pipelines, the context axis and checkpoints; Lion and Muon are in tests/runtime/test_optimizers.py,
+adapters in tests/system/test_lora.py.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from terrace.launch.start import LocalPool
+from terrace.checkpoint.reading import Checkpoint, restore, resume
+from terrace.checkpoint.writing import save
+from terrace.launch.start import LocalPool, World
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
+from tests.support.checkpoints import contents, differing, make, train
 from tests.support.nightly import nightly
 from tests.support.parity import Case, check, data_rows, deviation, exact, run, serial_bf16
 from tests.support.pipelines import OUTER, case_of, covering_rows, pipelined
@@ -131,3 +135,45 @@ def test_bf16_stays_close_to_one_process_in_bf16(pool: LocalPool, name: str) -> 
     found = deviation(outcomes, serial_bf16("mixture, shared expert", 8))
     assert 0 < found["loss"] < 0.01, found
     assert not outcomes[0].complaint
+
+
+def saved_and_going_on(
+    world: World, folder: Path, sizes: Sizes, plan: str, compute: str, model: str
+) -> tuple[list[float], list[float], list[str]]:
+    """Losses of six steps; those of the last three, from a checkpoint of the middle; and what then differs."""
+    straight = make(world, sizes, plan, compute, model=model)
+    losses = train(straight, 0, 3)
+    saved = save(straight, folder, 3, {}, keep=2)
+    losses += train(straight, 3, 6)
+    other = make(world, sizes, plan, compute, scale=2.0, model=model)
+    assert resume(other, Checkpoint(saved)) == ""
+    again, ends = train(other, 3, 6), [save(straight, folder / "ends", 6, {}, keep=9)]
+    ends.append(save(other, folder / "again", 6, {}, keep=9))
+    return losses, again, differing(*map(contents, ends))
+
+
+def going_on_elsewhere(world: World, source: Path, sizes: Sizes, plan: str, model: str) -> list[float]:
+    """Losses of three more steps from a checkpoint of another plan."""
+    engine = make(world, sizes, plan, scale=2.0, model=model)
+    restore(engine.state, Checkpoint(source))
+    engine.refresh()
+    return train(engine, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan", "compute", "model"),
+    [
+        ((3,), "zero3", "fp64", "mixture, grouped"),
+        *nightly(((2, 2), "zero++", "bf16", "mixture, shared expert"), ((2, 2), "ddp", "fp64", "mixture tied")),
+    ],
+)
+def test_going_on(pool: LocalPool, tmp_path: Path, sizes: Sizes, plan: str, compute: str, model: str) -> None:
+    """The same bits under the same plan, the same numbers under another."""
+    ranks = cluster_of(*sizes).world_size
+    for losses, again, unequal in pool.run(ranks, saved_and_going_on, tmp_path, sizes, plan, compute, model):
+        assert again == losses[3:]
+        assert unequal == []
+    source = tmp_path / "checkpoints" / "step-00000003"
+    for other, name in (((1,), "ddp"), ((1, 2), "three-level")) if compute == "fp64" else ():
+        for again in pool.run(cluster_of(*other).world_size, going_on_elsewhere, source, other, name, model):
+            assert again == pytest.approx(losses[3:], abs=1e-10, rel=0)
