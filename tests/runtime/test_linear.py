@@ -191,17 +191,12 @@ def test_any_rows_of_a_stack(
     each = [strided((sum(counts), inputs), kind, seed).requires_grad_(needs_input) for seed in range(times)]
     check(module, [squares(x) for x in each], hold)
     if needs_input:
-        found = [_grad(x) for x in each]
+        found: list[Any] = [x.grad for x in each]
         for x in each:
             x.grad = None
         reference(module, [squares(x) for x in each])
         for x, twice in zip(each, found, strict=True):  # by the reference and by what was checked
-            torch.testing.assert_close(twice, 2 * _grad(x), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def _grad(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
+            torch.testing.assert_close(twice / 2, x.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
