@@ -172,7 +172,7 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
         return StoredTensor(name=name, shape=shape)
     index = block.removeprefix("layers.")
     layer = f"{names.base}{names.layers}.{index}."
-    if spec.part_shape != shape:
+    if spec.is_stack:
         name = f"{layer}{names.stacked[module]}.{ending}"
         return StoredTensor(name=name, shape=spec.part_shape, num_stacked=shape[0])
     if param == GATE_BIAS:
