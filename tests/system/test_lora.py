@@ -153,7 +153,7 @@ def test_specs_say_what_the_modules_have(family: str, lora: LoraConfig) -> None:
 @pytest.mark.parametrize("pattern", ["layers.*", "*.mlp.*", "layers.1.mlp.router.weight", "layers.1.mlp.down.weight"])
 def test_routers_and_experts_take_no_adapter(pattern: str) -> None:
     config = replace(parse_model(FAMILIES["llama"]), experts=EXPERTS)
-    with pytest.raises(ModelError, match=r"matches layers\.1\.mlp\.(router|gate|down)\.weight, .*: name linear layers"):
+    with pytest.raises(ModelError, match=r"matches layers\.1\.mlp\.(router|gate|down)\.weight, .*: name other weights"):
         with_adapters(block_specs(config), LoraConfig(rank=1, targets=("*.attention.*", pattern)))
 
 
