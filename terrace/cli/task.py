@@ -13,7 +13,7 @@ from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
-from terrace.model.config import load_model, parse_model
+from terrace.model.config import load_model, num_active_params, parse_model
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
 from terrace.train.planned import Planned
@@ -92,10 +92,11 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 def task_words(task: Task) -> str:
     """Two-line summary of a task."""
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
+    active = "" if task.model.experts is None else f" ({quantity(num_active_params(task.model), '').strip()} active)"
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     return (
-        f"{task.model.family} decoder of {size} parameters, {counted(task.batch, 'sequence')} x "
+        f"{task.model.family} decoder of {size} parameters{active}, {counted(task.batch, 'sequence')} x "
         f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
         f"cluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
         f"{task.cluster.device.name}"

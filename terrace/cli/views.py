@@ -11,7 +11,6 @@ from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cli.terminal import Terminal
-from terrace.model.config import num_params
 from terrace.plan.context import is_context_parallel
 from terrace.program.program import Program
 from terrace.program.schedules.csv_form import to_csv
@@ -30,7 +29,16 @@ from terrace.report.stage_tables import (
     stages_table,
 )
 from terrace.report.stages import exposed_table, path_sentence, played_words, stages_page
-from terrace.report.tables import bytes_table, memory_table, plan_table, quantity, seconds, time_table, wire_words
+from terrace.report.tables import (
+    bytes_table,
+    memory_table,
+    model_size,
+    plan_table,
+    quantity,
+    seconds,
+    time_table,
+    wire_words,
+)
 from terrace.simulate.changes import Change, best_changes, changes
 from terrace.simulate.critical import critical_words
 from terrace.simulate.recorded import RecordedStep, record_predicted
@@ -98,7 +106,7 @@ class StepView:
     @property
     def subtitle(self) -> str:
         """Model and batch in one line."""
-        size = quantity(num_params(self.run.model), " parameters")
+        size = model_size(self.run.model)
         return f"{self.run.model.family} decoder, {size}; a step of {step_words(self.run)}"
 
     @cached_property

@@ -156,8 +156,10 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     """Every mesh, with the context forms left open."""
     task, pins = space.task, space.pins
     sizes = [tier.size for tier in task.cluster.tiers]
-    # Only parameters with declared dims can be cut, and only blocks with heads bring tokens of several ranks together.
-    declares_dims = all(param.dims for block in task.kinds.specs for param in block.params if param.shape)
+    # Only parameters with declared dims can be cut, experts by no tensor axis; and only blocks with heads bring tokens
+    # of several ranks together.
+    params = [param for block in task.kinds.specs for param in block.params if param.shape]
+    can_cut = all(param.dims and not param.is_stack for param in params)
     attends = any(block.attends for block in task.kinds.specs)
     # Messages between stages go by the hidden size.
     most_stages = max(1, len(task.inner)) if declared_hidden_size(task.kinds.specs) else 1
@@ -167,7 +169,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     def possible(columns: int, rows: int, context: int, data: int, pipeline: int) -> bool:
         # Degrees only grow from tier to tier, and divisors of a valid degree are valid, so a failure ends the branch.
         return (
-            (columns * rows == 1 or declares_dims)
+            (columns * rows == 1 or can_cut)
             and (context == 1 or attends)
             and task.batch % data == 0
             and all(size % rows == 0 for size in cut_by_rows)

@@ -21,11 +21,10 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
-from terrace.model.config import num_params
 from terrace.report.run_curves import Curve
 from terrace.report.run_page import ComparedAmounts, RunView
 from terrace.report.run_timeline import read_trace, run_timeline
-from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
+from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, time_categories
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
@@ -144,7 +143,7 @@ def _read(folder: Path, missing: list[str]) -> _Left:
 
 def _subtitle(run: RunConfig) -> str:
     return (
-        f"{run.model.family} decoder of {quantity(num_params(run.model), ' parameters')}; a step of "
+        f"{run.model.family} decoder of {model_size(run.model)}; a step of "
         f"{counted(run.train.batch, 'sequence')} x {counted(run.train.sequence, 'token')}; "
         f"{plan_title(run.cluster, run.plan)}"
     )

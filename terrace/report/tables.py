@@ -11,6 +11,7 @@ from rich.text import Text
 
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
+from terrace.model.config import ModelConfig, num_active_params, num_params
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
@@ -22,6 +23,12 @@ _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
 # Largest relative error of a prediction; bytes must be equal.
 STEP_BAND, MEMORY_BAND = 0.20, 0.10
 _STATE_TITLE = "model state of one rank, each category at its own peak"
+
+
+def model_size(model: ModelConfig) -> str:
+    """Number of parameters; of a model with experts also of those that a token meets."""
+    size = quantity(num_params(model), " parameters")
+    return size if model.experts is None else f"{size} ({quantity(num_active_params(model), '').strip()} active)"
 
 
 def quantity(value: float, unit: str) -> str:

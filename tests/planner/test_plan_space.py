@@ -18,6 +18,7 @@ from terrace.planner.space import Space, meshes, placements
 from terrace.planner.stages import SERIAL, share_layers, traits
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import schedule_names
+from tests.support.mixtures import mixture
 from tests.support.planner_cases import CLUSTERS, SMALL, gpt, mesh_of, sized, small_task
 
 
@@ -141,6 +142,18 @@ def test_layers_are_shared_as_well_as_they_can_be(layers: int, virtual: int, hea
             max(-(-(layers - last) // (virtual - 1)), last + head) for last in range(1, layers - (virtual - 1) + 1)
         ]
         assert slowest == pytest.approx(min(others))
+
+
+def test_experts_are_cut_by_no_tensor_axis() -> None:
+    """Layers of two kinds are shared among stages, and the best plan is one that runs."""
+    task = Task(model=mixture(dense_layers=(0,)), cluster=CLUSTERS["dgx 4x2"], batch=8, sequence=64)
+    found = list(meshes(Space(task=task)))
+    assert {mesh.total("tensor") for mesh in found} == {1}
+    assert {mesh.total("pipeline") for mesh in found} == {1, 2, 4}
+    best = find(Space(task=task), count=1)[0].best[0]
+    validate(task.cluster, plan_of(task, best.candidate), task.blocks)
+    pins = parse_pins(["tensor=2"], task.cluster, schedule_names())
+    assert not list(meshes(Space(task=task, pins=pins)))
 
 
 @pytest.mark.parametrize(("batch", "sequence"), [(0, 256), (8, 0)])
