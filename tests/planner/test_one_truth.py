@@ -30,11 +30,14 @@ from terrace.simulate.stages import simulate_stages
 from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig, TrainConfig
 from terrace.train.prediction import predict, resolved_run
+from tests.support.mixtures import GROUPED, SHARED, mixture
 from tests.support.planner_cases import CLUSTERS, gpt
 
 MODELS = {
     "4 layers": gpt(4, 64, 4, vocab=96, positions=64),
     "7 layers": gpt(7, 64, 4, vocab=1000, positions=64),
+    "two kinds of layers": mixture(SHARED, layers=5, dense_layers=(0,)),
+    "frozen bias": mixture(GROUPED),
 }
 SEQUENCE = 64
 NUMBERED = {"interleaved": ("", ":1", ":2", ":3"), "breadth-first": (":1", ":2"), "zeropp": (":1", ":2")}
