@@ -11,12 +11,14 @@ CUT_BY: Mapping[str, tuple[str, ...]] = {
     "intermediate": ("rows",),
     "hidden": ("columns",),
     "vocab": ("columns", "rows"),
+    "experts": ("expert",),
+    "expert_intermediate": ("rows",),
 }
 
 
 def cut_sizes(blocks: Sequence[BlockSpec], axis: str) -> list[int]:
     """Sizes of the dims that `axis` alone cuts, which its degree must divide to cut every rank's part alike."""
-    dims = {dim for block in blocks for param in block.params for dim in param.dims}
+    dims = {dim for block in blocks for param in block.params if not param.is_stack for dim in param.dims}
     return sorted({size for name, size in dims if CUT_BY.get(name) == (axis,)})
 
 

@@ -2,8 +2,8 @@
 
 Parameters of one block that are replicated over the same axes and train, or do not, stand in one buffer. Without a
 tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
-(norms, say) have buffers of their own, which tensor ranks hold as data ranks do. A parameter cut by an axis of the data
-ranks, as experts are, would have a buffer with fewer holders than the others.
+(norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
+more for experts, stacks have buffers of their own, with other holders.
 """
 
 from collections.abc import Sequence
@@ -94,26 +94,29 @@ def block_flats(
     for whole blocks of a plan with a tensor axis.
     """
     _check_sliced(cluster, plan, blocks)
-    mesh, layouts = Mesh.of(cluster, plan), {layout.axes: layout for layout in known}
+    mesh, layouts = Mesh.of(cluster, plan), {(False, layout.axes): layout for layout in known}
 
     def flats(block: tuple[tuple[ParamSpec, ...], bool]) -> tuple[FlatParamSpec, ...]:
         params, orthogonal = block
-        groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
+        groups: dict[_Group, list[ParamSpec]] = {}
         for param in params:
             # Without slicing, `replicated_over` is unset and the data ranks hold everything.
             held_over = HOLDERS if param.replicated_over is None else param.replicated_over
-            axes = tuple(axis for axis in STAGE if axis in held_over and mesh.total(axis) > 1)
+            stacked = param.is_stack and mesh.experts is not None
+            own = mesh.of_stacks(stacked)
+            axes = tuple(axis for axis in STAGE if axis in held_over and own.total(axis) > 1)
             # An empty parameter cannot train, and would force a buffer of its own.
-            groups.setdefault((param.trainable and param.numel > 0, axes), []).append(param)
+            groups.setdefault((param.trainable and param.numel > 0, stacked, axes), []).append(param)
         made = []
-        for trainable, axes in sorted(groups, key=_order):
-            # One Layout object per set of axes, shared by all flat buffers.
-            if axes not in layouts:
-                layouts[axes] = Layout.of(cluster, plan, axes)
+        for group in sorted(groups, key=_order):
+            trainable, stacked, axes = group
+            # One Layout object per set of ranks, shared by all flat buffers.
+            if (stacked, axes) not in layouts:
+                layouts[stacked, axes] = Layout.of(cluster, plan, axes, mesh.of_stacks(stacked))
             # Decayed matrices first: the optimizer applies weight decay to one contiguous prefix.
-            ordered = tuple(sorted(groups[trainable, axes], key=lambda param: not param.decays))
+            ordered = tuple(sorted(groups[group], key=lambda param: not param.decays))
             whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
-            made.append(FlatParamSpec(layouts[axes], ordered, trainable, whole))
+            made.append(FlatParamSpec(layouts[stacked, axes], ordered, trainable, whole))
         return tuple(made)
 
     muon = plan.update == "muon"
@@ -122,10 +125,13 @@ def block_flats(
     )
 
 
-def _order(group: tuple[bool, tuple[str, ...]]) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
-    trainable, axes = group
-    # Trainable buffers first; then the buffers that no tensor axis replicates.
-    return not trainable, tuple(axis for axis in axes if axis not in HOLDERS), axes
+_Group = tuple[bool, bool, tuple[str, ...]]  # whether it trains, is of the factoring for experts, axes of its holders
+
+
+def _order(group: _Group) -> tuple[bool, bool, tuple[str, ...], tuple[str, ...]]:
+    trainable, stacked, axes = group
+    # Trainable buffers first; then the buffers that no tensor axis replicates; experts last.
+    return not trainable, stacked, tuple(axis for axis in axes if axis not in HOLDERS), axes
 
 
 def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:

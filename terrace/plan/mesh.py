@@ -1,7 +1,10 @@
 """The mesh: the degree of every axis on every tier, and the place each rank has in it.
 
 On a tier, the axes divide the members in a fixed order, the first one fastest: columns and rows of the tensor axis,
-Ulysses and ring of the context axis, data, pipeline. So ranks that talk most are neighbours.
+Ulysses and ring of the context axis, expert, data, pipeline. So ranks that talk most are neighbours.
+
+The ranks of a stage are factored a second time for experts (`Plan.experts`): into rows, expert and data. The pipeline
+is slowest on a tier in both factorings, so a rank has the same stage in both.
 """
 
 import math
@@ -16,12 +19,13 @@ if TYPE_CHECKING:
     from terrace.cluster.cluster import Cluster
     from terrace.plan.plan import Plan
 
-ORDER = ("columns", "rows", "ulysses", "ring", "data", "pipeline")
+ORDER = ("columns", "rows", "ulysses", "ring", "expert", "data", "pipeline")
 TENSOR = ("columns", "rows")
 CONTEXT = ("ulysses", "ring")
 PIPELINE = ("pipeline",)
 HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
-STAGE = (*TENSOR, *HOLDERS)  # their ranks work on the same blocks
+EXPERT = ("expert",)  # only where experts are factored: its ranks hold different experts
+STAGE = (*TENSOR, *CONTEXT, *EXPERT, "data")  # their ranks work on the same blocks
 _FACTORED = {"tensor": TENSOR, "context": CONTEXT}
 _UNFACTORED = {"tensor": "rows", "context": "ring"}  # a number alone in a mapping
 _Table = Mapping[str, int | Mapping[str, int]]  # a tier's row of `Plan.mapping`
@@ -33,18 +37,29 @@ class Mesh:
 
     Wherever axes are asked for, "tensor" is columns and rows together, "context" Ulysses and ring. Meshes sort by the
     degrees of data, tensor, context and pipeline of the innermost tier, then by its columns and Ulysses ranks.
+    `experts` factors the same ranks once more, for stacks of experts; None: they are as all other parameters.
     """
 
     degrees: tuple[tuple[int, ...], ...]
+    experts: "Mesh | None" = None
 
     @staticmethod
     def of(cluster: "Cluster", plan: "Plan") -> "Mesh":
         """The mesh of a plan; a tier without a row in the mapping belongs to the data axis."""
         found = []
         for tier in cluster.tiers:
-            row = tier_degrees(plan.mapping.get(tier.name, {"data": tier.size}))
-            found.append(tuple(row.get(axis, 1) for axis in ORDER))
-        return _interned(tuple(found))
+            degrees = tier_degrees(plan.mapping.get(tier.name, {"data": tier.size}))
+            found.append(tuple(degrees.get(axis, 1) for axis in ORDER))
+        mesh = _interned(tuple(found))
+        if not plan.experts:
+            return mesh
+        of_experts = []
+        for tier, members, pipeline in zip(cluster.tiers, mesh.group(*STAGE), mesh.group(*PIPELINE), strict=True):
+            row = plan.experts.get(tier.name, {})
+            # The ranks left over hold the same experts.
+            own = {**row, "data": members // math.prod(row.values()), "pipeline": pipeline}
+            of_experts.append(tuple(own.get(axis, 1) for axis in ORDER))
+        return Mesh(mesh.degrees, _interned(tuple(of_experts)))
 
     @staticmethod
     def build(num_tiers: int, **degrees: Sequence[int]) -> "Mesh":
@@ -75,6 +90,10 @@ class Mesh:
     @cached_property
     def _parts(self) -> dict[tuple[str, ...], "Mesh"]:
         return {}
+
+    def of_stacks(self, stacked: bool) -> "Mesh":
+        """The factoring of stacks of experts, or of all other parameters."""
+        return self.experts if stacked and self.experts is not None else self
 
     def group(self, *axes: str) -> tuple[int, ...]:
         """The product of the degrees of `axes`, per tier: the shape of a group of ranks that differ only on them."""
@@ -127,15 +146,15 @@ class Mesh:
     def with_ulysses(self, degrees: Sequence[int]) -> "Mesh":
         """The mesh with `degrees` of the context ranks per tier in Ulysses form, the rest of them in a ring."""
         found = []
-        for (columns, rows, own, ring, data, pipeline), ulysses in zip(self.degrees, degrees, strict=True):
-            found.append((columns, rows, ulysses, own * ring // ulysses, data, pipeline))
+        for (columns, rows, own, ring, *others), ulysses in zip(self.degrees, degrees, strict=True):
+            found.append((columns, rows, ulysses, own * ring // ulysses, *others))
         return _interned(tuple(found))
 
     def mapping(self, tiers: Sequence[str]) -> dict[str, dict[str, int | dict[str, int]]]:
         """The mesh as `Plan.mapping` on the named tiers, a row for each: the way back from `Mesh.of`."""
         found = {}
         for name, degrees in zip(tiers, self.degrees, strict=True):
-            columns, rows, ulysses, ring, data, pipeline = degrees
+            columns, rows, ulysses, ring, _, data, pipeline = degrees
             forms = {"ulysses": ulysses, "ring": ring}
             row: dict[str, int | dict[str, int]] = {}
             # Axes of degree 1 are left out, as a person would write it.

@@ -7,6 +7,7 @@ from typing import Literal
 from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
+EXPERT_AXES = ("rows", "expert")  # of `Plan.experts`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
@@ -29,6 +30,9 @@ class Plan:
     optimizer: str
     params_backward: str | None = None  # where a secondary copy of the parameters serves later gathers
     mapping: Mapping[str, Mapping[str, int | Mapping[str, int]]] = field(default_factory=dict)  # tier -> axis -> degree
+    # The same ranks once more, for experts: tier -> axis -> degree. Along rows every expert is cut, along expert ranks
+    # hold different ones; the ranks left over hold the same. Empty: experts are as all other parameters.
+    experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute

@@ -6,6 +6,8 @@ Each dim of a parameter declares the quantity it counts, and a table names the a
     heads, kv_heads, intermediate   rows: the inner dim of attention and of the MLP
     hidden                          columns: the residual stream
     vocab                           columns and rows together: embedding and head
+    experts                         expert: ranks hold different experts
+    expert_intermediate             rows of the factoring for experts: every expert is cut
 
 A single head is never cut. With more rows than key-value heads every rank holds all of them and uses the one that its
 queries need. A vocabulary or an inner MLP size that does not divide is padded with zeros at the end, which add nothing
@@ -21,7 +23,7 @@ from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import CUT_BY
-from terrace.plan.mesh import STAGE, TENSOR, Mesh
+from terrace.plan.mesh import EXPERT, STAGE, TENSOR, Mesh
 
 _PADDED = ("vocab", "intermediate")
 
@@ -35,7 +37,7 @@ def slice_blocks(
     divide, and under a tensor axis for a parameter that declares no dims.
     """
     # Nothing is cut: the specs stay the same objects, which are compared fastest.
-    if all(mesh.total(axis) == 1 for axes in cut_by.values() for axis in axes):
+    if mesh.experts is None and all(mesh.total(axis) == 1 for axes in cut_by.values() for axis in axes):
         return tuple(blocks)
     # Blocks that share their parameters' specs still do.
     firsts = first_equal([block.params for block in blocks])
@@ -50,16 +52,19 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
     """The part of the whole parameter that a rank holds, without padding."""
     if not param.cuts:
         return tuple(slice(0, size) for size in param.shape)
-    parts = []
+    parts, mesh = [], mesh.of_stacks(param.is_stack)
     for size, whole, cut in zip(param.shape, param.whole, param.cuts, strict=True):
         place = 0
         for axis in reversed(cut):  # the first axis counts fastest
-            place = place * mesh.total(axis) + mesh.part(rank, axis)
+            # A unit of a tier holds experts that are neighbours, which a gate may take as a group.
+            here = mesh.place(rank, EXPERT) if axis in EXPERT else mesh.part(rank, axis)
+            place = place * mesh.total(axis) + here
         parts.append(slice(min(size * place, whole), min(size * place + size, whole)))
     return tuple(parts)
 
 
 def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[str, ...]]) -> ParamSpec:
+    mesh = mesh.of_stacks(param.is_stack)
     axes = tuple(axis for axis in STAGE if mesh.total(axis) > 1)
     if not param.shape:
         return replace(param, whole=(), replicated_over=axes)  # a scalar has nothing to cut
@@ -74,10 +79,11 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
     cuts: list[tuple[str, ...]] = []
     for size, (name, units) in zip(param.shape, param.dims, strict=True):
         cut = tuple(axis for axis in cut_by.get(name, ()) if mesh.total(axis) > 1)
+        words = ("tensor " if set(cut) <= set(TENSOR) and not param.is_stack else "") + " x ".join(cut)
         # Both dims cut by one axis would leave only the diagonal blocks on some rank.
         if any(axis in cut for other in cuts for axis in other):
             raise PlanError(
-                f"{block}.{param.name} has two dims that {_axes_words(cut)} would cut, {param.dims}: no rank "
+                f"{block}.{param.name} has two dims that {words} would cut, {param.dims}: no rank "
                 "then holds what is off the diagonal; declare the dims in another way"
             )
         degree = math.prod(mesh.total(axis) for axis in cut)
@@ -87,7 +93,7 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
         if units % degree and name not in _PADDED:
             fix = max(d for d in range(1, degree) if units % d == 0)
             raise PlanError(
-                f"{block}.{param.name} has {units} {name}, which {_axes_words(cut)} = {degree} do not divide: "
+                f"{block}.{param.name} has {units} {name}, which {words} = {degree} do not divide: "
                 f"use {fix}, or another number of {name}"
             )
         # Whole units per rank, rounded up: `_PADDED` dims fill the rest with zeros.
@@ -96,7 +102,3 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
     used = {axis for cut in cuts for axis in cut}
     replicated = tuple(axis for axis in axes if axis not in used)
     return replace(param, shape=tuple(shape), whole=param.shape, cuts=tuple(cuts), replicated_over=replicated)
-
-
-def _axes_words(axes: Sequence[str]) -> str:
-    return ("tensor " if set(axes) <= set(TENSOR) else "") + " x ".join(axes)

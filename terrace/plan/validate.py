@@ -11,7 +11,7 @@ from terrace.plan.context import attention_heads, is_context_parallel, num_ring_
 from terrace.plan.dims import is_layer, is_router
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import ORDER, TENSOR, Mesh, tier_degrees
-from terrace.plan.plan import AXES, FACTORS, Plan
+from terrace.plan.plan import AXES, EXPERT_AXES, FACTORS, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
@@ -21,10 +21,12 @@ LONGEST_ROUNDED_UNIT = 8
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
     """The settled layout of a valid plan; raises `PlanError` with the first rule it breaks."""
     _check_mapping(cluster, plan)
+    _check_expert_table(cluster, plan)
     try:
         layout = Layout.written(cluster, plan)
     except ClusterError as error:
         raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
+    _check_experts(cluster, plan, blocks)
     _check_placements(plan, layout)
     _check_depth(cluster, plan, layout)
     if plan.island is not None:
@@ -70,6 +72,41 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
                 f"the degrees of mapping.{name} multiply to {product}, but tier {name!r} joins {sizes[name]}: "
                 f"make them multiply to {sizes[name]}, or leave the row out to give the tier to the data axis"
             )
+
+
+def _check_expert_table(cluster: Cluster, plan: Plan) -> None:
+    sizes = {tier.name: tier.size for tier in cluster.tiers}
+    for name, row in plan.experts.items():
+        if name not in sizes:
+            raise PlanError(f"experts names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
+        for axis, degree in row.items():
+            if axis not in EXPERT_AXES:
+                raise PlanError(f"experts.{name} names axis {axis!r}{did_you_mean(axis, EXPERT_AXES)}")
+            check_degree(f"experts.{name}.{axis}", axis, degree)
+        # Stages do not share experts.
+        members = sizes[name] // tier_degrees(plan.mapping.get(name, {})).get("pipeline", 1)
+        product = math.prod(row.values())
+        if members % product:
+            raise PlanError(
+                f"the degrees of experts.{name} multiply to {product}, which does not divide the {members} ranks of a "
+                f"stage on tier {name!r}: use degrees that do"
+            )
+
+
+def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    stacks = [param for block in blocks for param in block.params if param.is_stack]
+    mesh = Mesh.of(cluster, plan)
+    if stacks and mesh.total("tensor") > 1:
+        raise PlanError(
+            f"the mapping has a tensor axis of {mesh.total('tensor')}, which cannot cut a model with experts yet: give "
+            "the tier to the data axis, and cut experts by the table experts"
+        )
+    if not plan.experts:
+        return
+    if not stacks:
+        raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
+    if mesh.of_stacks(stacked=True).total("rows") > 1 and plan.update == "muon":
+        raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
 
 
 def axis_hint(tier: str, word: str) -> str:
@@ -141,7 +178,8 @@ def _check_island(cluster: Cluster, plan: Plan, layout: Layout) -> None:
             f"them on {plan.island!r} or further in"
         )
     for axis in ORDER:
-        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and mesh.group(axis)[tier] > 1]
+        own = mesh.of_stacks(axis == "expert")
+        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and own.group(axis)[tier] > 1]
         if crossed:
             raise PlanError(
                 f"the {axis} axis crosses tier {crossed[0]!r}, outside island = {plan.island!r}: its ranks talk every "

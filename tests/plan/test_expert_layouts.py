@@ -1,0 +1,170 @@
+"""A second factoring of the ranks for experts: who holds which of them, and what they exchange."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.checkpoint.boxes import cut, overlap, shifted
+from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.flats import FlatParamSpec, block_flats
+from terrace.plan.mesh import STAGE, Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.routes import block_hops
+from terrace.plan.slices import rank_slices, slice_blocks
+from terrace.plan.validate import validate
+from terrace.plan.wire import MessageClass
+from tests.support.planner_cases import sized
+
+CLUSTER = sized("frontier", 2, 3, 2)
+EXPERTS, INNER, HIDDEN = 6, 4, 5
+EXPERT_DIMS = (("experts", EXPERTS), ("expert_intermediate", INNER), ("hidden", HIDDEN))
+BLOCK = BlockSpec(
+    name="moe",
+    params=(
+        ParamSpec(name="router", shape=(EXPERTS, HIDDEN), dims=(("choices", EXPERTS), ("hidden", HIDDEN))),
+        ParamSpec(name="experts", shape=(EXPERTS, INNER, HIDDEN), dims=EXPERT_DIMS),
+    ),
+)
+
+
+def plan_of(state: str, experts: dict[str, dict[str, int]], **mapping: dict[str, Any]) -> Plan:
+    return Plan(params=state, grads=state, optimizer=state, experts=experts, mapping=mapping)
+
+
+PLANS = {
+    "inside": plan_of("system", {"package": {"expert": 2}}),
+    "middle": plan_of("node", {"node": {"expert": 3}}),
+    "all": plan_of("system", {"package": {"rows": 2}, "node": {"expert": 3}, "system": {"expert": 2}}),
+    "two tiers": plan_of("node", {"package": {"expert": 2}, "node": {"expert": 3}}),
+    # Attention is spread in another way than experts.
+    "ring": plan_of("system", {"node": {"expert": 3}}, package={"context": {"ring": 2}}, system={"data": 2}),
+    "stages": plan_of("node", {"package": {"rows": 2}, "node": {"expert": 3}}, system={"pipeline": 2}),
+    "beside stages": plan_of("system", {"package": {"expert": 2}, "system": {"rows": 2}}, node={"pipeline": 3}),
+}
+
+
+def sliced(plan: Plan, cluster: Cluster = CLUSTER) -> tuple[BlockSpec, Mesh]:
+    mesh = Mesh.of(cluster, plan)
+    (block,) = slice_blocks([BLOCK], mesh)
+    return block, mesh
+
+
+def flats_of(plan: Plan) -> dict[str, FlatParamSpec]:
+    return {flat.params[0].name: flat for flat in block_flats(CLUSTER, plan, [sliced(plan)[0]])[0]}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_experts_have_fewer_holders(name: str) -> None:
+    plan = PLANS[name]
+    block, mesh = sliced(plan)
+    router, experts = block.params
+    assert mesh.experts is not None
+    stage = CLUSTER.world_size // mesh.total("pipeline")
+    degree, rows = mesh.experts.total("expert"), mesh.experts.total("rows")
+    assert router.shape == (EXPERTS, HIDDEN)
+    assert experts.shape == (EXPERTS // degree, INNER // rows, HIDDEN)
+    held = Counter(
+        element
+        for rank in range(CLUSTER.world_size)
+        for element in product(*(range(part.start, part.stop) for part in rank_slices(experts, mesh, rank)))
+    )
+    copies = CLUSTER.world_size // (degree * rows)
+    assert held == dict.fromkeys(product(range(EXPERTS), range(INNER), range(HIDDEN)), copies)
+    flats = flats_of(plan)
+    assert flats["router"].layout.degree == stage
+    assert flats["experts"].layout.degree == stage // (degree * rows)
+    for rank in range(CLUSTER.world_size):
+        assert mesh.stage(rank) == mesh.experts.stage(rank)
+        peers = {peer for tier in range(3) for peer in flats["experts"].layout.peers(rank, tier)}
+        assert all(rank_slices(experts, mesh, peer) == rank_slices(experts, mesh, rank) for peer in peers)
+        assert set(mesh.experts.members(rank, STAGE)) == set(mesh.members(rank, STAGE))
+
+
+def test_a_unit_of_a_tier_holds_neighbours() -> None:
+    """Experts are shared out from the outermost tier inward."""
+    plan = plan_of("system", {"package": {"expert": 2}, "node": {"expert": 3}})
+    block, mesh = sliced(plan)
+    firsts = [rank_slices(block.params[1], mesh, rank)[0].start for rank in range(6)]
+    assert firsts == [0, 1, 2, 3, 4, 5]
+    plan = plan_of("system", {"package": {"expert": 2}, "system": {"expert": 3}})
+    cluster = sized("frontier", 2, 2, 3)
+    block, mesh = sliced(plan, cluster)
+    firsts = [rank_slices(block.params[1], mesh, rank)[0].start for rank in range(12)]
+    assert firsts == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_they_are_gathered_and_reduced_among_their_holders_alone(name: str) -> None:
+    """A gather and a reduction over n ranks in turn each send (n - 1) / n of the buffer."""
+    plan = PLANS[name]
+    for flat in flats_of(plan).values():
+        span = flat.layout.span(flat.layout.params)
+        shares = flat.padded - flat.padded // span
+        for message, item in ((MessageClass.GATHER, 4), (MessageClass.REDUCE, 4)):
+            hops = [hop for way in block_hops(flat.layout, plan, message, flat.padded) for hop in way]
+            assert sum(hop.sent_bytes for hop in hops) == shares * item
+            assert {hop.tier for hop in hops} <= {tier for tier in range(3) if flat.layout.degrees[tier] > 1}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_boxes_of_the_first_holders_are_every_element_once(name: str) -> None:
+    plan = PLANS[name]
+    mesh = Mesh.of(CLUSTER, plan)
+    first_stage = [rank for rank in range(CLUSTER.world_size) if mesh.stage(rank) == 0]
+    for flat in flats_of(plan).values():
+        (param,) = flat.params
+        whole = param.whole or param.shape
+        seen: Counter[tuple[int, ...]] = Counter()
+        for rank in first_stage:
+            places = flat.layout.coordinates(rank)
+            if any(places[flat.layout.optimizer + 1 :]):
+                continue  # another rank holds the same
+            part = rank_slices(param, mesh, rank)
+            held = flat.layout.slice(flat.layout.optimizer, places, flat.padded)
+            for box in cut(param.shape, held.start, min(held.stop, param.numel)):
+                clipped = overlap(box, tuple((0, each.stop - each.start) for each in part))
+                assert clipped is not None
+                box = shifted(clipped, [each.start for each in part])
+                seen.update(product(*(range(start, stop) for start, stop in box)))
+        assert seen == dict.fromkeys(product(*map(range, whole)), 1)
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        ({"rack": {"expert": 2}}, "experts names tier 'rack', which is not in the cluster"),
+        ({"node": {"experts": 3}}, "experts.node names axis 'experts'; did you mean 'expert'"),
+        ({"node": {"expert": 0}}, "experts.node.expert = 0: a degree is at least 1"),
+        ({"node": {"expert": 2}}, "experts.node multiply to 2, which does not divide the 3 ranks of a stage"),
+        ({"node": {"expert": 3, "rows": 3}}, "experts.node multiply to 9"),
+        (
+            {"package": {"expert": 2}, "system": {"expert": 2}},
+            "moe.experts has 6 experts, which expert = 4 do not divide",
+        ),
+        ({"node": {"rows": 3}}, "moe.experts has 4 expert_intermediate, which rows = 3 do not divide"),
+    ],
+)
+def test_tables_that_fit_nothing(experts: dict[str, dict[str, int]], said: str) -> None:
+    def check() -> None:
+        plan = plan_of("system", experts)
+        validate(CLUSTER, plan, [BLOCK])
+        sliced(plan)
+
+    with pytest.raises(PlanError, match=said):
+        check()
+
+
+def test_what_experts_cannot_be_combined_with() -> None:
+    dense = BlockSpec(name="dense", params=BLOCK.params[:1])
+    with pytest.raises(PlanError, match="no layer of this model has experts"):
+        validate(CLUSTER, PLANS["inside"], [dense])
+    rows = plan_of("system", {}, package={"tensor": 2})
+    with pytest.raises(PlanError, match="cannot cut a model with experts yet"):
+        validate(CLUSTER, rows, [BLOCK])
+    with pytest.raises(PlanError, match="crosses tier 'system', outside island"):
+        validate(CLUSTER, replace(PLANS["all"], params="node", grads="node", optimizer="node", island="node"), [BLOCK])
