@@ -22,7 +22,7 @@ lanes may work side by side. Every function here blocks (or, on CUDA, enqueues o
 terrace.comm.lane makes them asynchronous.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -125,6 +125,23 @@ class Collectives:
         for hop in transfer.gathering:
             rows = self._gathered(transfer, hop, rows.view(-1))
         return rows.view(-1, numbers.numel())
+
+    def exchange_rows(
+        self,
+        transfer: Transfer,
+        hop: Hop,
+        sent: Tensor,
+        sends: Sequence[int],
+        received: Tensor,
+        receives: Sequence[int],
+    ) -> None:
+        """Fill `received` (n, bytes) for `sent` (m, bytes), both in the order of the peers on a tier.
+
+        `sends` and `receives` are rows for and from each peer, none for the rank itself.
+        """
+        group = self._group(transfer, hop)
+        with self._sending(transfer, group, sent.nbytes):
+            dist.all_to_all_single(received, sent, list(receives), list(sends), group=group.handle)
 
     def _gathered(self, transfer: Transfer, hop: Hop, values: Tensor) -> Tensor:
         """`values` (n) of the peers on a tier, (peers, n), as they are."""

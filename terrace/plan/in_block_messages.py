@@ -29,6 +29,19 @@ class TensorMessage(NamedTuple):
         return MessageClass.TENSOR
 
 
+class ExpertMessage(NamedTuple):
+    """A message on the way to experts or back, whose size a batch gives.
+
+    Rows go over one tier, to every peer if `copies`. The table of counts is gathered over all tiers up to `tier`, among
+    the ranks of the rows if `copies`.
+    """
+
+    message_class: MessageClass
+    tier: int
+    copies: bool = False
+    backward: bool = False
+
+
 class ContextLeg(StrEnum):
     """A message's content and direction."""
 

@@ -26,7 +26,6 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
         layout = Layout.written(cluster, plan)
     except ClusterError as error:
         raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
-    _check_experts(cluster, plan, blocks)
     _check_placements(plan, layout)
     _check_depth(cluster, plan, layout)
     if plan.island is not None:
@@ -91,22 +90,6 @@ def _check_expert_table(cluster: Cluster, plan: Plan) -> None:
                 f"the degrees of experts.{name} multiply to {product}, which does not divide the {members} ranks of a "
                 f"stage on tier {name!r}: use degrees that do"
             )
-
-
-def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    stacks = [param for block in blocks for param in block.params if param.is_stack]
-    mesh = Mesh.of(cluster, plan)
-    if stacks and mesh.total("tensor") > 1:
-        raise PlanError(
-            f"the mapping has a tensor axis of {mesh.total('tensor')}, which cannot cut a model with experts yet: give "
-            "the tier to the data axis, and cut experts by the table experts"
-        )
-    if not plan.experts:
-        return
-    if not stacks:
-        raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
-    if mesh.of_stacks(stacked=True).total("rows") > 1 and plan.update == "muon":
-        raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
 
 
 def axis_hint(tier: str, word: str) -> str:
@@ -270,6 +253,10 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
 
 def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     tensor_ranks = Mesh.of(cluster, plan).total("tensor")
+    if plan.experts and not any(param.is_stack for block in blocks for param in block.params):
+        raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
+    if plan.update == "muon" and Mesh.of(cluster, plan).of_stacks(stacked=True).total("rows") > 1:
+        raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
     rounds = FORMATS[plan.compute].mantissa_bits < FORMATS["fp32"].mantissa_bits
     for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):
         if param.is_stack and tensor_ranks > 1:

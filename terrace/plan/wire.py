@@ -35,6 +35,9 @@ class MessageClass(StrEnum):
     ORTHOGONALISE = "orthogonalise"  # momentum of whole matrices for Muon, from the optimizer tier inward, once a step
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
     CONTEXT = "context"  # queries, keys, values and their gradients, inside a block, between ranks of the context axis
+    DISPATCH = "dispatch"  # tokens on their way to experts, and gradients of what experts made of them
+    COMBINE = "combine"  # what experts made of tokens on the way back, and gradients of tokens
+    ROUTE = "route"  # numbers of tokens for every expert rank, before each dispatch
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
     OUTER = "outer"  # change of parameters since the last exchange between islands
@@ -42,7 +45,9 @@ class MessageClass(StrEnum):
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-_AS_THEY_ARE = ("context", "pipeline", "tie", "peer_copy", "control")  # what travels in the dtype in which it is held
+OF_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE, MessageClass.ROUTE)  # declared batch by batch
+# What travels in the dtype in which it is held.
+_AS_THEY_ARE = ("context", *OF_EXPERTS, "pipeline", "tie", "peer_copy", "control")
 _COMPUTE = ("outer",)  # what travels in the compute dtype
 PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)

@@ -12,17 +12,18 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of
+from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
-from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import EXPERT, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS, ROUTES, MessageClass
+from terrace.plan.wire import FORMATS, OF_EXPERTS, ROUTES, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
@@ -34,6 +35,8 @@ from terrace.program.resolve import (
     block_message,
     context_message,
     control_message,
+    expert_message,
+    expert_transfer,
     line_transfer,
     stage_message,
     tensor_message,
@@ -109,6 +112,20 @@ class Program:
     def tensor(self) -> TensorTraffic:
         """The tensor axis."""
         return TensorTraffic.of(self.mesh, self.layout.tiers, self.plan, self.sequence)
+
+    @cached_property
+    def expert_lines(self) -> tuple[Layout, Layout]:
+        """The ranks that hold different experts, and the ranks that cut every expert: alone where there are none."""
+        of_experts = self.mesh.of_stacks(stacked=True) if self.mesh.experts else self.mesh.only("pipeline")
+        expert, rows = (Layout.of(self.cluster, self.plan, axes, of_experts) for axes in (EXPERT, ("rows",)))
+        return expert, rows
+
+    @cached_property
+    def expert_transfers(self) -> tuple[Transfer, ...]:
+        """A transfer of every message that tokens on their way to experts and back take; none on one rank."""
+        classes = (MessageClass.ROUTE, MessageClass.DISPATCH, MessageClass.COMBINE)
+        lines = [line for line in self.expert_lines if line.degree > 1]
+        return tuple(expert_transfer(each, line) for each in classes for line in lines)
 
     @cached_property
     def has_secondary(self) -> bool:
@@ -204,10 +221,11 @@ class Program:
             yield from control_message(self.stage_layout, ranks, self.plan).transfers
         for line in self.tensor.lines:
             yield line_transfer(line, self.plan, Leg.GATHER, line.degree)
+        yield from self.expert_transfers
 
     @cached_property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes each rank sends per step, by message class and tier."""
+        """Bytes each rank sends per step, by message class and tier, but for those that a batch declares."""
         total: dict[tuple[MessageClass, str], int] = defaultdict(int)
         for instruction, times in self.counts.items():
             # A pass sends the messages inside its block; a RECV those that complete its activation.
@@ -215,6 +233,8 @@ class Program:
             if instruction.message_class is not None:
                 messages = (self.message(instruction), *messages)
             for message in messages:
+                if message.message_class in OF_EXPERTS:
+                    continue
                 for tier, num_bytes in message.sends:
                     total[message.message_class, self.layout.tiers[tier]] += times * num_bytes
         return dict(total)
@@ -321,10 +341,17 @@ class Program:
             if found is None:
                 found = self._of_lines[message] = tensor_message(self.tensor, message)
             return found
-        # Any other in-block message belongs to the context axis.
+        if isinstance(message, ExpertMessage):
+            experts = self.experts(block)
+            assert experts is not None, f"block {block} sends {message}"
+            return expert_message(message, experts.sends(message))
         attention = self.context.attention(self.blocks[block])
         assert attention is not None, f"block {block} sends {message}"
         return context_message(attention.sends(message))
+
+    def experts(self, block: int) -> ExpertTraffic | None:
+        """The messages of a block's experts, if they are on several ranks."""
+        return ExpertTraffic.of(self.plan, self.mesh, self.sequence, self.blocks[block])
 
     @cached_property
     def context(self) -> ContextTraffic:

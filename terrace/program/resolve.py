@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, reduce_buffers
-from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, control_numbers
@@ -122,6 +122,18 @@ def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
     if leg is Leg.GATHER:
         return replace(transfer, gathering=hops, gather_buffers=tuple(gather_buffers(plan, message_class, hops)))
     return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))
+
+
+def expert_transfer(message_class: MessageClass, line: Layout) -> Transfer:
+    """The tiers that messages to experts or back cross among the ranks of a line; a batch says how large they are."""
+    hops = tuple(Hop(tier, degree, FORMATS["fp32"], 1) for tier, degree in enumerate(line.degrees) if degree > 1)
+    return Transfer(message_class=message_class, lane=INSIDE, ranks=line, gathering=hops)
+
+
+def expert_message(message: ExpertMessage, sends: tuple[tuple[int, int], ...]) -> Message:
+    """A message to experts or back, from (tier index, bytes sent on average)."""
+    tiers = tuple(tier for tier, _ in sends)
+    return Message(message_class=message.message_class, lane=INSIDE, tiers=tiers, sends=sends)
 
 
 def context_message(sends: tuple[tuple[int, int], ...]) -> Message:

@@ -9,6 +9,7 @@ from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.context.peer_exchange import PeerComm
+from terrace.runtime.experts.axis import ExpertAxis
 from terrace.runtime.head import Objective
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
@@ -27,7 +28,7 @@ def apply_axes(
     Raises `ModelError` for blocks that an axis cannot be applied to.
     """
     axes: list[InBlockAxis] = []
-    # Neither axis has more than one rank.
+    # No axis has more than one rank.
     if INSIDE not in comm.lanes:
         return axes, blocks, objective
     in_block = InBlockComm(comm.lanes[INSIDE], clock, weights)
@@ -53,5 +54,12 @@ def _context(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlock
     return ContextAxis(peers, comm.program, held, comm.device), blocks, objective
 
 
+def _experts(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
+    if not comm.program.expert_transfers:
+        return None, blocks, objective
+    held = [blocks[index] for index in comm.program.stage.held]
+    return ExpertAxis(in_block, comm.program, comm.rank, comm.collectives, held), blocks, objective
+
+
 # The tensor axis replaces modules, the context axis then replaces the attention of what runs.
-_AXES: tuple[Callable[[Blocks, Objective, Comm, InBlockComm], Applied], ...] = (_tensor, _context)
+_AXES: tuple[Callable[[Blocks, Objective, Comm, InBlockComm], Applied], ...] = (_tensor, _context, _experts)

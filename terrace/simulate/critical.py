@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
-from terrace.simulate.inside import WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
+from terrace.simulate.inside import WAIT_CONTEXT, WAIT_EXPERTS, WAIT_TENSOR, inside_seconds
 from terrace.simulate.recording import COMPUTE, Recording, Span
 
 
@@ -160,7 +160,11 @@ def inside_shares(program: Program, instruction: Instruction, category: str) -> 
 
 
 # Waits inside a block -> the class of the messages.
-INSIDE = {WAIT_TENSOR: MessageClass.TENSOR, WAIT_CONTEXT: MessageClass.CONTEXT}
+INSIDE = {
+    WAIT_TENSOR: MessageClass.TENSOR,
+    WAIT_CONTEXT: MessageClass.CONTEXT,
+    **dict(zip(WAIT_EXPERTS, OF_EXPERTS, strict=True)),
+}
 
 
 def _shares(weights: Mapping[int, float]) -> dict[int, float]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.context_traffic import AttentionBytes
+from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.hops import hops_coding_bytes
-from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import FORMATS, OF_EXPERTS, MessageClass
 from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment
 from terrace.program.instruction import Instruction
 from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
 
 WAIT_TENSOR = f"wait {MessageClass.TENSOR.value}"  # the category of their seconds, of a clock as of a prediction
 WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"
+WAIT_EXPERTS = tuple(f"wait {message.value}" for message in OF_EXPERTS)
 
 Rounds = tuple[tuple[float, float], tuple[float, float]]  # (forward, backward) s of the first and of later rounds
 Rooms = Mapping[Compute, float]  # seconds of the pieces behind which messages hide
 
-_CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT)  # all that travel inside a block
+_CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT, *OF_EXPERTS)  # all that travel inside a block
 _PIECES = (
     *map(Compute, (ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS)),
     *(Compute(kind, step) for kind in (ComputeKind.ROUND, ComputeKind.ROUND_GRADIENTS) for step in (0, 1)),
@@ -62,8 +64,9 @@ class InBlockPrices:
         tensor: TensorTraffic | None,
         attention: AttentionBytes | None,
         sends: dict[tuple[object, ...], float] | None = None,
+        experts: ExpertTraffic | None = None,
     ) -> None:
-        self._cluster, self._tensor, self._attention = cluster, tensor, attention
+        self._cluster, self._tensor, self._attention, self._experts = cluster, tensor, attention, experts
         self._sends = {} if sends is None else sends
         self._known: dict[InBlockMessage, tuple[float, float]] = {}
 
@@ -72,6 +75,13 @@ class InBlockPrices:
         if isinstance(message, TensorMessage):
             assert self._tensor is not None, f"{message} without a tensor axis"
             return tensor_message_seconds(self._cluster, self._tensor, message)
+        if isinstance(message, ExpertMessage):
+            assert self._experts is not None, f"{message} without experts on several ranks"
+            lines = self._experts.rows if message.copies else self._experts.expert
+            return {
+                tier: hop_s(self._cluster, tier, lines[tier], num_bytes) + self._cluster.device.kernels.launch_s
+                for tier, num_bytes in self._experts.sends(message)
+            }
         assert self._attention is not None, f"{message} without a context axis"
         sends = self._attention.sends(message)
         # A message without a tier of its own is an exchange of Ulysses ranks, over all their tiers at once.
@@ -95,7 +105,7 @@ class InBlockPrices:
     def seconds(self, message: InBlockMessage) -> float:
         """Seconds of a message over all tiers."""
         attention = self._attention
-        if isinstance(message, TensorMessage) or attention is None:
+        if isinstance(message, TensorMessage | ExpertMessage) or attention is None:
             return sum(self.by_tier(message).values())
         # Forward and backward, keys and their gradients often have the same bytes.
         key = (message.tier, attention.keys) if message.tier >= 0 else (attention.ulysses, attention.dealt(message))
@@ -160,7 +170,8 @@ def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds =
 
 def block_prices(program: "Program", block: int) -> InBlockPrices:
     """Prices of the messages inside a block of a program."""
-    return InBlockPrices(program.cluster, program.tensor, program.context.attention(program.blocks[block]))
+    attention = program.context.attention(program.blocks[block])
+    return InBlockPrices(program.cluster, program.tensor, attention, experts=program.experts(block))
 
 
 def inside_seconds(program: "Program", instruction: Instruction, message_class: MessageClass) -> dict[int, float]:

@@ -164,7 +164,7 @@ def test_what_experts_cannot_be_combined_with() -> None:
     with pytest.raises(PlanError, match="no layer of this model has experts"):
         validate(CLUSTER, PLANS["inside"], [dense])
     rows = plan_of("system", {}, package={"tensor": 2})
-    with pytest.raises(PlanError, match="cannot cut a model with experts yet"):
+    with pytest.raises(PlanError, match="which a tensor axis does not cut"):
         validate(CLUSTER, rows, [BLOCK])
     with pytest.raises(PlanError, match="crosses tier 'system', outside island"):
         validate(CLUSTER, replace(PLANS["all"], params="node", grads="node", optimizer="node", island="node"), [BLOCK])

@@ -153,7 +153,8 @@ def num_rows(cluster: Cluster, case: Case) -> int:
 def gathered(engine: Engine, blocks: Sequence[nn.Module]) -> Tensor:
     """All parameters of an engine over these blocks as one fp64 row."""
     engine.state.gather(engine.comm.collectives)
-    whole = engine.program.tensor.degree == engine.program.stage.num_stages == 1
+    program = engine.program
+    whole = program.tensor.degree == program.stage.num_stages == 1 and program.mesh.experts is None
     return flatten(blocks) if whole else assemble(engine)
 
 

@@ -177,6 +177,9 @@ _GROUPED = replace(_MIXTURE, num_experts=6, gate="sigmoid", scale=1.5, num_group
 _GROUPED = replace(_GROUPED, shared_size=7, dense_layers=(0,))
 _SHARED = replace(_MIXTURE, normalized=False, shared_size=6, shared_gate=True)
 _FROZEN_EXPERTS = ("layers.1.mlp.*", "layers.0.mlp.down.weight", "layers.0.mlp.router.weight")
+# Of eight experts, for eight ranks.
+_EXPERTS = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=8)
+_EIGHT_GROUPED = replace(_EXPERTS, per_token=3, gate="sigmoid", scale=1.5, num_groups=4, kept_groups=2, biased=True)
 
 MODELS = {
     "toy": Model(_toy, _summed_cross_entropy),
@@ -206,6 +209,13 @@ MODELS = {
     "deep mixture tied": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=_GROUPED),
     "wide mixture": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, experts=_GROUPED),
     "wide mixture, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3, experts=_SHARED),
+    "experts": _decoder_model(_LLAMA, tied_embeddings=True, experts=_EXPERTS),
+    "experts in groups": _decoder_model(
+        _LLAMA | {"num_hidden_layers": 3}, experts=replace(_EIGHT_GROUPED, shared_size=6, dense_layers=(0,))
+    ),
+    "one of many experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=1)),
+    "all experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=8)),
+    "deep experts": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, dense_layers=(2,))),
 }
 
 

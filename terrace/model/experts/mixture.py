@@ -9,6 +9,7 @@ Shape legend: B batch, S sequence, H hidden, T = B S tokens, E experts, I inner 
 N = T k rows.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,13 +57,21 @@ class Stack(nn.Module):
         return grouped_linear(x, self.weight, order.counts)
 
 
+# (module, tokens (T, H), their choice) -> what its experts make of them, (T, H)
+Spread = Callable[["Mixture", Tensor, Choice], Tensor]
+
+
 class Mixture(nn.Module):
-    """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H)."""
+    """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H).
+
+    With `spread`, experts are on several ranks: it brings tokens to them and back, and calls `pass_through` there.
+    """
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None, "a layer without experts is no mixture"
+        self.spread: Spread | None = None
         self.activation = ACTIVATIONS[config.activation]
         self.router = Router(config, **where)
         self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
@@ -81,14 +90,21 @@ class Mixture(nn.Module):
         """Every token of x (B, S, H) through its experts."""
         tokens = x.flatten(0, -2)  # (T, H)
         choice = self.router(tokens)
-        output = (self._routed if self.joined is None else self.joined)(tokens, choice).view_as(x)
+        if self.spread is not None:
+            output = self.spread(self, tokens, choice).view_as(x)
+        else:
+            output = (self.pass_through if self.joined is None else self.joined)(tokens, choice).view_as(x)
         if self.shared is None:
             return output
         shared: Tensor = self.shared(x)
         return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
-    def _routed(self, tokens: Tensor, choice: Choice) -> Tensor:
-        order = Order.of(choice.experts, self.router.config.num_experts)
+    def pass_through(self, tokens: Tensor, choice: Choice, *, is_whole: bool = True) -> Tensor:
+        """The weighted sum (T, H) of what the experts of this module make of tokens (T, H).
+
+        Unless `is_whole`, a choice of -1 is an expert that is not here.
+        """
+        order = Order.of(choice.experts, len(self.down.weight), is_whole=is_whole)
         rows = spread(tokens, order)  # (N, H)
         inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
         weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)

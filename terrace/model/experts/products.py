@@ -15,21 +15,29 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 class Order(NamedTuple):
-    """The rows of the choices (T, k), sorted by expert; those of one expert in the order of its tokens."""
+    """The rows of the choices (T, k), sorted by expert; the rows of one expert in the order of its tokens."""
 
     choices: Tensor  # (N) int64: row n is choice choices[n], of token choices[n] // k
-    rows: Tensor  # (T, k) int64: the row of each choice
+    rows: Tensor  # (T, k) int64: the row of each choice, -1 for none
     counts: tuple[int, ...]  # rows of each expert
+    is_whole: bool  # whether every choice has a row
 
     @classmethod
-    def of(cls, experts: Tensor, num_experts: int) -> "Order":
-        """The order of choices (T, k). On a GPU the host waits for the counts."""
+    def of(cls, experts: Tensor, num_experts: int, *, is_whole: bool = True) -> "Order":
+        """The order of choices (T, k), of which those of -1 have no row unless `is_whole`.
+
+        On a GPU the host waits for the counts.
+        """
         flat = experts.flatten()
-        choices = flat.argsort(stable=True)
-        rows = torch.empty_like(choices)
-        rows[choices] = torch.arange(len(flat), device=flat.device)
-        counts = torch.bincount(flat, minlength=num_experts).tolist()
-        return cls(choices, rows.view_as(experts), tuple(counts))
+        if is_whole:
+            choices = flat.argsort(stable=True)
+        else:
+            here = (flat >= 0).nonzero().squeeze(1)
+            choices = here[flat[here].argsort(stable=True)]
+        rows = torch.full_like(flat, -1)
+        rows[choices] = torch.arange(len(choices), device=flat.device)
+        counts = torch.bincount(flat[choices], minlength=num_experts).tolist()
+        return cls(choices, rows.view_as(experts), tuple(counts), is_whole)
 
 
 def spread(x: Tensor, order: Order) -> Tensor:
@@ -127,4 +135,12 @@ def _spread(x: Tensor, order: Order) -> Tensor:
 
 
 def _collect(rows: Tensor, order: Order) -> Tensor:
+    if not order.is_whole:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        total = rows.new_zeros(len(order.rows), rows.shape[1], dtype=wide)
+        for of_token in order.rows.t():
+            # A token has one row or none in each column, so no two additions meet.
+            tokens = (of_token >= 0).nonzero().squeeze(1)
+            total.index_add_(0, tokens, rows.index_select(0, of_token[tokens]).to(wide))
+        return total.to(rows.dtype)
     return rows.index_select(0, order.rows.flatten()).view(*order.rows.shape, rows.shape[1]).sum(1)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
+from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.experts import expert_steps
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import BlockProgram, Steps
 
@@ -23,6 +25,10 @@ def block_program(
     # Attention's steps stand inside the tensor axis' steps.
     if tensor.degree > 1:
         forward, backward = tensor_steps(tensor, blocks, block, attention, recomputed)
+    experts = ExpertTraffic.of(context.plan, context.mesh, context.sequence, block)
+    if experts is not None:
+        there, back = expert_steps(experts)
+        forward, backward = (*forward, *there), (*back, *backward)
     return BlockProgram(forward, backward, recomputed)
 
 

@@ -17,11 +17,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from terrace.plan.in_block_messages import ContextMessage, TensorMessage
+from terrace.plan.in_block_messages import ContextMessage, ExpertMessage, TensorMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Op
 
-InBlockMessage = TensorMessage | ContextMessage
+InBlockMessage = TensorMessage | ContextMessage | ExpertMessage
 
 
 class ComputeKind(StrEnum):

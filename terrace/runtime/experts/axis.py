@@ -1,0 +1,125 @@
+"""The expert axis of a rank: it brings the tokens of every mixture to the ranks that hold their experts."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+
+from torch import Tensor, nn
+
+from terrace.comm.collectives import Collectives
+from terrace.model.experts.gates import Choice
+from terrace.model.experts.mixture import Mixture
+from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.wire import MessageClass
+from terrace.program.message import Transfer
+from terrace.program.program import Program
+from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
+from terrace.runtime.experts.way import Way, back, toward
+from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.in_block_comm import InBlockComm
+
+
+class ExpertAxis(InBlockAxis):
+    """Puts itself into the mixtures of a rank's blocks."""
+
+    def __init__(
+        self, in_block: InBlockComm, program: Program, rank: int, collectives: Collectives, blocks: Iterable[nn.Module]
+    ) -> None:
+        self.in_block, self._rank, self._collectives = in_block, rank, collectives
+        self._lines = self._experts, self._rows = program.expert_lines
+        self._transfers = {(each.message_class, each.ranks.axes): each for each in program.expert_transfers}
+        self._tiers = [[t for t in reversed(range(len(line.tiers))) if line.degrees[t] > 1] for line in self._lines]
+        self._degrees = [_taken(line.degrees, tiers) for line, tiers in zip(self._lines, self._tiers, strict=True)]
+        places = [line.coordinates(rank) for line in self._lines]
+        self._places = [_taken(place, tiers) for place, tiers in zip(places, self._tiers, strict=True)]
+        self._declared = Counter[tuple[MessageClass, str]]()
+        self._mixtures = [module for block in blocks for module in block.modules() if isinstance(module, Mixture)]
+        for mixture in self._mixtures:
+            mixture.spread = self._spread
+
+    @property
+    def declared(self) -> Mapping[tuple[MessageClass, str], int]:
+        """Bytes of all batches so far, as the counts of their tokens say."""
+        return self._declared
+
+    def remove(self) -> None:
+        """Leave each mixture the experts that it holds."""
+        for mixture in self._mixtures:
+            mixture.spread = None
+
+    def _spread(self, mixture: Mixture, tokens: Tensor, choice: Choice) -> Tensor:
+        num_experts = mixture.router.config.num_experts
+        way = Way(self._hops(choice.experts, num_experts), self._units(num_experts), self._exchange)
+        rows, weights, experts = toward(tokens, choice.weights, choice.experts, way)
+        held = num_experts // math.prod(self._degrees[0])
+        experts = experts - _index(self._places[0], self._degrees[0]) * held
+        here = Choice(experts.masked_fill((experts < 0) | (experts >= held), -1), weights)
+        return back(mixture.pass_through(rows, here, is_whole=False), way)
+
+    def _units(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The experts of each unit of every hop, by peer; the units outside are this rank's."""
+        degrees, first, found = self._degrees[0], 0, list[tuple[tuple[int, int], ...]]()
+        for units, degree, place in zip(accumulate(degrees, mul), degrees, self._places[0], strict=True):
+            size = num_experts // units
+            found.append(tuple((first + unit * size, first + (unit + 1) * size) for unit in range(degree)))
+            first += place * size
+        return (*found, *[()] * len(self._degrees[1]))
+
+    def _hops(self, experts: Tensor, num_experts: int) -> tuple[HopRows, ...]:
+        """The route of choices (T, k), after every rank has learnt the counts of all."""
+        numbers = count_prefixes(experts, num_experts, self._degrees[0]).int()
+        table, num_bytes = numbers, numbers.nbytes
+        for line in (self._rows, self._experts):
+            transfer = self._transfers.get((MessageClass.ROUTE, line.axes))
+            if transfer is None:
+                continue
+            for hop in transfer.gathering:
+                self._declared[MessageClass.ROUTE, line.tiers[hop.tier]] += (hop.degree - 1) * num_bytes
+                num_bytes *= hop.degree
+            table = self._gathered(transfer, table)
+        # The one read of a layer: from here on, all sizes are known on the host.
+        tiers, degrees, places = self._tiers, self._degrees, self._places
+        return route_of(table.view(-1, len(numbers)).cpu().long(), tiers, degrees, places)
+
+    def _gathered(self, transfer: Transfer, table: Tensor) -> Tensor:
+        found = list[Tensor]()
+        line, flat = transfer.ranks, table.flatten()
+        message = ExpertMessage(
+            transfer.message_class, max(hop.tier for hop in transfer.gathering), copies=line is self._rows
+        )
+        flight = self.in_block.submit(lambda: found.append(self._collectives.gather_numbers(transfer, flat)), message)
+        ranks = [self._rank]
+        for hop in transfer.gathering:
+            ranks = [peer for rank in ranks for peer in line.peers(rank, hop.tier)]
+        self.in_block.wait(flight, tuple(sorted(ranks)))
+        return found[0]
+
+    def _exchange(
+        self, message: ExpertMessage, hop: HopRows, sent: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> Tensor:
+        line = self._rows if hop.copies else self._experts
+        transfer = self._transfers[message.message_class, line.axes]
+        (over,) = (each for each in transfer.gathering if each.tier == hop.tier)
+        rows = hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned
+        self._declared[message.message_class, line.tiers[hop.tier]] += rows * sent.shape[1]
+        received = sent.new_empty(sum(receives), sent.shape[1])
+        flight = self.in_block.submit(
+            lambda: self._collectives.exchange_rows(transfer, over, sent, sends, received, receives),
+            message,
+        )
+        self.in_block.wait(flight, line.peers(self._rank, hop.tier))
+        return received
+
+
+def _taken(values: Sequence[int], tiers: Sequence[int]) -> list[int]:
+    return [values[tier] for tier in tiers]
+
+
+def _index(places: Sequence[int], degrees: Sequence[int]) -> int:
+    """Number of a unit among all, the outermost tier counting slowest."""
+    index = 0
+    for place, degree in zip(places, degrees, strict=True):
+        index = index * degree + place
+    return index
