@@ -148,8 +148,8 @@ def _least_mesh(mesh: Mesh, context: int, queries: tuple[int, ...]) -> Mesh:
         return mesh
     ulysses = math.gcd(context, *queries)
     # No message is priced on these ranks, so they may be on any tier.
-    columns, rows, _, _, _, pipeline = mesh.degrees[0]
-    return Mesh(((columns, rows, ulysses, context // ulysses, 1, pipeline), *mesh.degrees[1:]))
+    columns, rows, _, _, _, _, pipeline = mesh.degrees[0]
+    return Mesh(((columns, rows, ulysses, context // ulysses, 1, 1, pipeline), *mesh.degrees[1:]))
 
 
 def open_meshes(space: Space) -> Iterator[OpenMesh]:
@@ -214,7 +214,7 @@ _Degrees = tuple[int, int, int, int, int]  # columns, rows, context, data, pipel
 
 @lru_cache(maxsize=65536)
 def _mesh(tiers: tuple[_Degrees, ...]) -> Mesh:
-    return Mesh(tuple((columns, rows, 1, *rest) for columns, rows, *rest in tiers))
+    return Mesh(tuple((columns, rows, 1, context, 1, *rest) for columns, rows, context, *rest in tiers))
 
 
 def _follows(inner: _Degrees, outer: _Degrees, inner_size: int) -> bool:

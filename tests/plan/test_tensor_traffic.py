@@ -126,7 +126,7 @@ def test_a_whole_step_counts_recomputation_and_micro_batches() -> None:
 @given(st.lists(st.tuples(*[st.integers(1, 3)] * 4), min_size=1, max_size=3), st.data())
 def test_every_rank_has_one_place_on_the_mesh(degrees: list[tuple[int, int, int, int]], data: st.DataObject) -> None:
     """Places identify ranks; peers on an axis differ there alone and are in the order of their places."""
-    mesh = Mesh(tuple((columns, rows, 1, 1, depth, pipeline) for columns, rows, depth, pipeline in degrees))
+    mesh = Mesh(tuple((columns, rows, 1, 1, 1, depth, pipeline) for columns, rows, depth, pipeline in degrees))
     world = math.prod(math.prod(row) for row in mesh.degrees)
     axes = data.draw(st.sets(st.sampled_from(ORDER)))
     others = [axis for axis in ORDER if axis not in axes]
@@ -143,7 +143,7 @@ def test_every_rank_has_one_place_on_the_mesh(degrees: list[tuple[int, int, int,
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 7))
 def test_slices_of_all_ranks_are_the_parameter(rows: int, columns: int, vocab: int, other: int) -> None:
     spec = ParamSpec(name="w", shape=(vocab, other), dims=(("vocab", vocab), ("features", other)))
-    mesh = Mesh(((columns, rows, 1, 1, 1, 1),))
+    mesh = Mesh(((columns, rows, 1, 1, 1, 1, 1),))
     (block,) = slice_blocks([BlockSpec(name="b", params=(spec,))], mesh)
     (local,) = block.params
     held = []

@@ -261,7 +261,7 @@ def static_case(
         for name, (ulysses, ring) in (("node", node), ("system", system))
     }
     plan = Plan(params="device", grads="device", optimizer="device", mapping=mapping, micro_batch=micro_batch)
-    mesh = Mesh(tuple((1, 1, ulysses, ring, 1, 1) for ulysses, ring in (node, system)))
+    mesh = Mesh(tuple((1, 1, ulysses, ring, 1, 1, 1) for ulysses, ring in (node, system)))
     at = {mesh_key(mesh, rank): rank for rank in range(sizes[0] * sizes[1])}
     return (
         plan,

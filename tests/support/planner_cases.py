@@ -55,5 +55,5 @@ def mesh_of(*tiers: tuple[int, ...]) -> Mesh:
     found = []
     for data, tensor, context, pipeline, *factors in tiers:
         columns, ulysses = (*factors, *(1, 1)[len(factors) :])
-        found.append((columns, tensor // columns, ulysses, context // ulysses, data, pipeline))
+        found.append((columns, tensor // columns, ulysses, context // ulysses, 1, data, pipeline))
     return Mesh(tuple(found))
