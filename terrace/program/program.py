@@ -381,6 +381,6 @@ class Program:
 
 # Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
 _OF_THE_PLAN = (
-    *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context"),
-    *("_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
+    *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "expert_lines"),
+    *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
 )

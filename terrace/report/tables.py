@@ -15,7 +15,7 @@ from terrace.model.config import ModelConfig, num_active_params, num_params
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.report import StepReport
 
 STATES = ("params", "params_backward", "grads", "optimizer")
@@ -231,13 +231,15 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 
 
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
-    # With balance = "cost" the bytes of CONTEXT depend on the batch; the run itself checks them against each batch.
-    return {MessageClass.CONTEXT} - {message for message, _ in predicted.sent_bytes}
+    # With balance = "cost" the bytes of CONTEXT depend on the batch, and always those of experts; the run itself checks
+    # them against each batch.
+    return {MessageClass.CONTEXT, *OF_EXPERTS} - {message for message, _ in predicted.sent_bytes}
 
 
 def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:
     # Waits for messages that are not predicted are taken out of the measured step, too.
     waits = {f"wait {message.value}" for message in _by_batch(predicted)} & measured.time_s.keys()
+    waits -= predicted.time_s.keys()
     if not waits:
         return measured
     return replace(measured, time_s={name: spent for name, spent in measured.time_s.items() if name not in waits})

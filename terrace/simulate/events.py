@@ -104,7 +104,8 @@ def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
 class _Pricing:
     def __init__(self, program: "Program", costs: Costs) -> None:
         self.program, self.costs = program, costs
-        self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
+        inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
+        self._sends_inside = inside or bool(program.expert_transfers)
         self._buffered = gradient_buffers(program)
 
     def play(self, instruction: Instruction) -> Play:
