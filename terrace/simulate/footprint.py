@@ -77,6 +77,8 @@ def footprint(
     - `in_flight`: the most micro-batches that a pipeline stage holds, as its schedule says (5.5 is possible when
       interleaved). Default: as on the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
     - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
+    - Experts on several ranks (`plan.experts`) are counted as if each rank gathered all of them, which is too much; the
+      rows on their way to them are not counted.
     - `documents`: rows may hold several; their masks and copies are counted at their upper bound.
     - `backend`: the device's by default; decides the tensors that kernels keep, and the defaults of `context_bytes`
       and `allocator_factor`.

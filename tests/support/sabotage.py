@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
+from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
@@ -15,6 +17,7 @@ from terrace.runtime.activations import Key
 from terrace.runtime.batch import Batch
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.engine import Engine
+from terrace.runtime.experts.axis import ExpertAxis
 
 VICTIM = 2  # the block that a fault befalls
 
@@ -158,6 +161,20 @@ def dropped_pair(engine: Engine) -> None:
     _at_taking(engine, drop)
 
 
+def lost_row(engine: Engine) -> None:
+    """Lose what another rank's experts made of one token, in every message that brings any."""
+    (axis,) = (axis for axis in engine.axes if isinstance(axis, ExpertAxis))
+    inner = axis._exchange
+
+    def lossy(message: ExpertMessage, *rest: Any) -> Tensor:
+        received = inner(message, *rest)
+        if message.message_class is MessageClass.COMBINE:
+            received[:1].zero_()
+        return received
+
+    axis._exchange = lossy  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -172,5 +189,6 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         swapped_arrivals,
         wrong_position,
         dropped_pair,
+        lost_row,
     )
 }

@@ -8,7 +8,7 @@ import pytest
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
 from terrace.plan.plan import Plan
-from tests.support.parity import Case, check, exact
+from tests.support.parity import Case, check, deviation, exact, reference, run
 from tests.support.toys import cluster_of
 
 pytestmark = pytest.mark.timeout(360)
@@ -49,3 +49,39 @@ def test_every_factoring_of_eight(pool: LocalPool, table: str) -> None:
         cluster,
         [Case(spread(cluster, name, EIGHT[table]), num_micros=2, model=model) for name in names for model in models],
     )
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "stages": {"mapping": {"system": {"pipeline": 2}}, "experts": {"package": {"expert": 2}, "node": {"rows": 2}}},
+    "zbv": {"mapping": {"node": {"pipeline": 2}}, "schedule": "zbv", "experts": {"system": {"expert": 2}}},
+    "interleaved": {
+        "mapping": {"package": {"pipeline": 2}},
+        "schedule": "interleaved:2",
+        "experts": {"node": {"expert": 2}},
+    },
+    "ring": {"mapping": {"node": {"context": 2}}, "experts": {"node": {"expert": 2}, "system": {"expert": 2}}},
+    "ulysses": {"mapping": {"package": {"context": {"ulysses": 2}}}, "experts": {"system": {"rows": 2}}},
+    "recomputed": {
+        "recompute": ("layers.*",),
+        "unit": 2,
+        "experts": {"package": {"expert": 2}, "system": {"expert": 2}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("placement", ["zero1", pytest.param("zero3", marks=pytest.mark.nightly), "three-level"])
+def test_beside_other_axes(pool: LocalPool, name: str, placement: str) -> None:
+    """Attention is spread in one way and experts in another; neither limits the other."""
+    cluster = cluster_of(2, 2, 2)
+    plan = exact(placement, cluster, **BESIDE[name])
+    check(pool, cluster, [Case(plan, num_micros=4, model="deep experts")])
+
+
+def test_a_row_that_is_lost_is_noticed(pool: LocalPool) -> None:
+    cluster = cluster_of(2)
+    case = Case(
+        spread(cluster, "zero3", {"package": {"expert": 2}}), num_micros=2, model="experts", sabotage="lost_row"
+    )
+    (outcomes,) = run(pool, cluster, [case])
+    assert max(deviation(outcomes, reference(cluster, case)).values()) > 1e-6
