@@ -62,7 +62,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "ring": {"mapping": {"node": {"context": 2}}, "experts": {"node": {"expert": 2}, "system": {"expert": 2}}},
     "ulysses": {"mapping": {"package": {"context": {"ulysses": 2}}}, "experts": {"system": {"rows": 2}}},
     "recomputed": {
-        "recompute": ("layers.*",),
+        "recompute": ("block.[2-5]",),
         "unit": 2,
         "experts": {"package": {"expert": 2}, "system": {"expert": 2}},
     },
