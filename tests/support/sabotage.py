@@ -172,7 +172,7 @@ def lost_row(engine: Engine) -> None:
             received[:1].zero_()
         return received
 
-    axis._exchange = lossy  # type: ignore[method-assign]
+    axis._exchange = lossy  # type: ignore[assignment, method-assign]
 
 
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
