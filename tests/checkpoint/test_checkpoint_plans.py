@@ -121,6 +121,30 @@ def test_a_mixture_saved_under_one_plan_is_there_under_every_other(source: str, 
         check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
 
 
+EXPERT_SPREADS = {
+    "alone": Spread(((1, 1, 1),)),
+    "expert 2": Spread(((2, 1, 1),), params=0, optimizer=0, experts=((2, 1),)),
+    "expert 4 of 8, data 2": Spread(((4, 1, 1), (2, 1, 1)), params=0, optimizer=1, experts=((4, 1),)),
+    "rows 3 inside, expert 2 outside": Spread(((3, 1, 1), (2, 1, 1)), params=-1, optimizer=1, experts=((1, 3), (2, 1))),
+    "expert on two tiers, stages": Spread(
+        ((2, 1, 1), (2, 1, 1)), params=1, optimizer=1, stages=2, experts=((2, 1), (2, 1))
+    ),
+    "beside a ring": Spread(((1, 1, 1), (2, 1, 1)), params=0, optimizer=1, context=(1, 2), experts=((1, 1), (2, 1))),
+}
+
+
+@pytest.mark.parametrize("source", EXPERT_SPREADS)
+def test_files_know_no_division_of_experts(source: str, tmp_path: Path) -> None:
+    """Experts saved under one division are there under every other, and on one rank."""
+    experts = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=6, biased=True, dense_layers=(0,))
+    blocks = block_specs(replace(parse_model(LLAMA | {"num_hidden_layers": 3}), experts=experts))
+    truth = Truth(blocks)
+    checkpoint = save(tmp_path, blocks, EXPERT_SPREADS[source], truth)
+    check_stored(checkpoint, blocks, truth)
+    for spread in EXPERT_SPREADS.values():
+        check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
+
+
 @pytest.mark.parametrize("target", SPREADS)
 @pytest.mark.parametrize("source", ["alone", "rows 2 x columns 2 on one tier", "2 stages of rows 2, data 2"])
 def test_ranks_of_one_plan_hand_over_to_ranks_of_another_without_files(source: str, target: str) -> None:

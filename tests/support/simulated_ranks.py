@@ -33,7 +33,7 @@ class Spread:
     """A plan: (data, rows, columns) of each tier, and the tiers of params and of optimizer, -1 for the device.
 
     The innermost tier is as many times larger as (ulysses, ring) say. A pipeline of `stages` has one more tier, the
-    outermost.
+    outermost. `experts` are (expert, rows) of each tier, of the second factoring.
     """
 
     tiers: tuple[tuple[int, int, int], ...]
@@ -41,6 +41,7 @@ class Spread:
     optimizer: int = -1
     stages: int = 1
     context: tuple[int, int] = (1, 1)
+    experts: tuple[tuple[int, int], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -63,7 +64,11 @@ class Spread:
             mapping[TIER_NAMES[len(self.tiers)]] = {"pipeline": self.stages}
         places = ("device", *(tier.name for tier in cluster.tiers))
         params, optimizer = places[self.params + 1], places[self.optimizer + 1]
-        plan = Plan(params=params, grads=params, optimizer=optimizer, mapping=mapping)
+        experts = {
+            name: {"expert": expert, "rows": rows}
+            for name, (expert, rows) in zip(TIER_NAMES, self.experts, strict=False)
+        }
+        plan = Plan(params=params, grads=params, optimizer=optimizer, mapping=mapping, experts=experts)
         # A scalar declares no dims, which plans with a tensor axis refuse: here all of that axis' ranks hold it.
         scalars = {param.name for block in blocks for param in block.params if not param.shape}
         stages = build_stages(
