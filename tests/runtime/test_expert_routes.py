@@ -95,9 +95,10 @@ def drawn(num_ranks: int, tokens: int, num_experts: int, per_token: int) -> list
 def test_a_quarter_of_an_all_to_all_between_two_nodes() -> None:
     """Two nodes of 4 ranks, 64 experts, 8 of a token: a row crosses once, not once for each expert."""
     wide, tokens = (2, 4), 1024
-    choices = dict(zip(product(range(2), range(4)), drawn(8, tokens, 64, 8), strict=True))
+    places: list[Place] = list(product(range(2), range(4)))
+    choices = dict(zip(places, drawn(8, tokens, 64, 8), strict=True))
     crossed = sum(hops[0].sent for hops in routes(choices, 64, wide, ()).values())
-    of_choices = sum(int(((experts // 32) != place[0]).sum()) for place, experts in choices.items())
+    of_choices = sum(int((experts // 32).ne(place[0]).sum()) for place, experts in choices.items())
     assert crossed / of_choices < 0.27
 
 
