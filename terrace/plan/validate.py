@@ -255,7 +255,8 @@ def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     tensor_ranks = Mesh.of(cluster, plan).total("tensor")
     if plan.experts and not any(param.is_stack for block in blocks for param in block.params):
         raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
-    if plan.update == "muon" and Mesh.of(cluster, plan).of_stacks(stacked=True).total("rows") > 1:
+    of_experts = Mesh.of(cluster, plan).experts
+    if plan.update == "muon" and of_experts is not None and of_experts.total("rows") > 1:
         raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
     rounds = FORMATS[plan.compute].mantissa_bits < FORMATS["fp32"].mantissa_bits
     for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):

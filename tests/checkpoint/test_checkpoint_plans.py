@@ -28,6 +28,7 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
 from terrace.plan.dims import CUT_BY
 from terrace.runtime.settings import OptimizerConfig
+from tests.support.nightly import nightly
 from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, filled, flats_of, save
 
 
@@ -133,7 +134,7 @@ EXPERT_SPREADS = {
 }
 
 
-@pytest.mark.parametrize("source", EXPERT_SPREADS)
+@pytest.mark.parametrize("source", [*list(EXPERT_SPREADS)[:2], *nightly(*list(EXPERT_SPREADS)[2:])])
 def test_files_know_no_division_of_experts(source: str, tmp_path: Path) -> None:
     """Experts saved under one division are there under every other, and on one rank."""
     experts = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=6, biased=True, dense_layers=(0,))

@@ -166,5 +166,7 @@ def test_what_experts_cannot_be_combined_with() -> None:
     rows = plan_of("system", {}, package={"tensor": 2})
     with pytest.raises(PlanError, match="which a tensor axis does not cut"):
         validate(CLUSTER, rows, [BLOCK])
+    with pytest.raises(PlanError, match="rows of the table experts cut them"):
+        validate(CLUSTER, replace(PLANS["all"], update="muon"), [BLOCK])
     with pytest.raises(PlanError, match="crosses tier 'system', outside island"):
         validate(CLUSTER, replace(PLANS["all"], params="node", grads="node", optimizer="node", island="node"), [BLOCK])

@@ -8,6 +8,7 @@ import pytest
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
 from terrace.plan.plan import Plan
+from tests.support.nightly import nightly
 from tests.support.parity import Case, check, deviation, exact, reference, run
 from tests.support.toys import cluster_of
 
@@ -70,7 +71,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("placement", ["zero1", pytest.param("zero3", marks=pytest.mark.nightly), "three-level"])
+@pytest.mark.parametrize("placement", ["three-level", *nightly("zero1", "zero3")])
 def test_beside_other_axes(pool: LocalPool, name: str, placement: str) -> None:
     """Attention is spread in one way and experts in another; neither limits the other."""
     cluster = cluster_of(2, 2, 2)
