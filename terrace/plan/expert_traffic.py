@@ -1,4 +1,4 @@
-"""Messages of a layer's experts under even routing: what they take on average, for predictions.
+"""Mean bytes of the messages of a layer's experts under even routing, for predictions.
 
 A run declares its bytes batch by batch (terrace.runtime.experts.route). A token chooses k of E experts; of q equal
 units
@@ -73,7 +73,7 @@ class ExpertTraffic:
         if message.message_class is MessageClass.ROUTE:
             return tuple(self._table(message.copies))
         tier, extra = message.tier, 0
-        # What goes with a row: weights and numbers of experts to them, gradients of weights back.
+        # Weights and numbers of experts go to them with a row, gradients of weights come back.
         if message.message_class is MessageClass.DISPATCH and not message.backward:
             extra = self.per_token * (self.weight_bytes + NUMBER_BYTES)
         elif message.message_class is MessageClass.COMBINE and message.backward:

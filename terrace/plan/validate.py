@@ -2,7 +2,8 @@
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
@@ -21,7 +22,6 @@ LONGEST_ROUNDED_UNIT = 8
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
     """The settled layout of a valid plan; raises `PlanError` with the first rule it breaks."""
     _check_mapping(cluster, plan)
-    _check_expert_table(cluster, plan)
     try:
         layout = Layout.written(cluster, plan)
     except ClusterError as error:
@@ -58,38 +58,37 @@ def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
 
 def _check_mapping(cluster: Cluster, plan: Plan) -> None:
     sizes = {tier.name: tier.size for tier in cluster.tiers}
+    _check_table("mapping", plan.mapping, sizes, AXES)
     for name, row in plan.mapping.items():
-        if name not in sizes:
-            raise PlanError(f"mapping names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
-        for axis, degree in row.items():
-            if axis not in AXES:
-                raise PlanError(f"mapping.{name} names axis {axis!r}{axis_hint(name, axis)}")
-            check_degree(f"mapping.{name}.{axis}", axis, degree)
         product = math.prod(tier_degrees(row).values())
         if product != sizes[name]:
             raise PlanError(
                 f"the degrees of mapping.{name} multiply to {product}, but tier {name!r} joins {sizes[name]}: "
                 f"make them multiply to {sizes[name]}, or leave the row out to give the tier to the data axis"
             )
-
-
-def _check_expert_table(cluster: Cluster, plan: Plan) -> None:
-    sizes = {tier.name: tier.size for tier in cluster.tiers}
-    for name, row in plan.experts.items():
-        if name not in sizes:
-            raise PlanError(f"experts names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
-        for axis, degree in row.items():
-            if axis not in EXPERT_AXES:
-                raise PlanError(f"experts.{name} names axis {axis!r}{did_you_mean(axis, EXPERT_AXES)}")
-            check_degree(f"experts.{name}.{axis}", axis, degree)
+    _check_table("experts", plan.experts, sizes, EXPERT_AXES)
+    for name, degrees in plan.experts.items():
         # Stages do not share experts.
         members = sizes[name] // tier_degrees(plan.mapping.get(name, {})).get("pipeline", 1)
-        product = math.prod(row.values())
+        product = math.prod(degrees.values())
         if members % product:
             raise PlanError(
                 f"the degrees of experts.{name} multiply to {product}, which does not divide the {members} ranks of a "
                 f"stage on tier {name!r}: use degrees that do"
             )
+
+
+def _check_table(
+    table: str, rows: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], axes: Collection[str]
+) -> None:
+    for name, row in rows.items():
+        if name not in sizes:
+            raise PlanError(f"{table} names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
+        for axis, degree in row.items():
+            if axis not in axes:
+                hint = axis_hint(name, axis) if axes is AXES else did_you_mean(axis, axes)
+                raise PlanError(f"{table}.{name} names axis {axis!r}{hint}")
+            check_degree(f"{table}.{name}.{axis}", axis, degree)
 
 
 def axis_hint(tier: str, word: str) -> str:

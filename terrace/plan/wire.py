@@ -35,8 +35,8 @@ class MessageClass(StrEnum):
     ORTHOGONALISE = "orthogonalise"  # momentum of whole matrices for Muon, from the optimizer tier inward, once a step
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
     CONTEXT = "context"  # queries, keys, values and their gradients, inside a block, between ranks of the context axis
-    DISPATCH = "dispatch"  # tokens on their way to experts, and gradients of what experts made of them
-    COMBINE = "combine"  # what experts made of tokens on the way back, and gradients of tokens
+    DISPATCH = "dispatch"  # tokens to the ranks of their experts, and gradients of the experts' results
+    COMBINE = "combine"  # results of experts back to the ranks of the tokens, and gradients of tokens
     ROUTE = "route"  # numbers of tokens for every expert rank, before each dispatch
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step

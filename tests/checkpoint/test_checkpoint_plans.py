@@ -6,7 +6,7 @@ be saved, once under another to compare what was restored with.
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +65,15 @@ def check_restored(checkpoint: Checkpoint, blocks: Blocks, spread: Spread, truth
             assert flat.optimizer is None or flat.optimizer.num_steps == NUM_UPDATES
 
 
+def check_everywhere(blocks: Blocks, source: Spread, spreads: Iterable[Spread], folder: Path) -> None:
+    """Blocks saved under one plan are stored whole, and restored by every rank of all others."""
+    truth = Truth(blocks)
+    checkpoint = save(folder, blocks, source, truth)
+    check_stored(checkpoint, blocks, truth)
+    for spread in spreads:
+        check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
+
+
 # ---- decoders
 
 LLAMA = {
@@ -101,11 +110,7 @@ SPREADS = {
 @pytest.mark.parametrize("source", SPREADS)
 def test_a_decoder_saved_under_one_plan_is_there_under_every_other(source: str, decoder: str, tmp_path: Path) -> None:
     blocks = DECODERS[decoder]()
-    truth = Truth(blocks)
-    checkpoint = save(tmp_path, blocks, SPREADS[source], truth)
-    check_stored(checkpoint, blocks, truth)
-    for spread in SPREADS.values():
-        check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
+    check_everywhere(blocks, SPREADS[source], SPREADS.values(), tmp_path)
 
 
 WITHOUT_TENSOR = [name for name, spread in SPREADS.items() if spread.total(1) == spread.total(2) == 1]
@@ -115,11 +120,7 @@ WITHOUT_TENSOR = [name for name, spread in SPREADS.items() if spread.total(1) ==
 def test_a_mixture_saved_under_one_plan_is_there_under_every_other(source: str, tmp_path: Path) -> None:
     experts = ExpertsConfig(num_experts=3, per_token=2, intermediate_size=5, biased=True, dense_layers=(0,))
     blocks = block_specs(replace(parse_model(LLAMA | {"num_hidden_layers": 3}), experts=experts))
-    truth = Truth(blocks)
-    checkpoint = save(tmp_path, blocks, SPREADS[source], truth)
-    check_stored(checkpoint, blocks, truth)
-    for spread in map(SPREADS.__getitem__, WITHOUT_TENSOR):
-        check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
+    check_everywhere(blocks, SPREADS[source], map(SPREADS.__getitem__, WITHOUT_TENSOR), tmp_path)
 
 
 EXPERT_SPREADS = {
@@ -139,11 +140,7 @@ def test_files_know_no_division_of_experts(source: str, tmp_path: Path) -> None:
     """Experts saved under one division are there under every other, and on one rank."""
     experts = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=6, biased=True, dense_layers=(0,))
     blocks = block_specs(replace(parse_model(LLAMA | {"num_hidden_layers": 3}), experts=experts))
-    truth = Truth(blocks)
-    checkpoint = save(tmp_path, blocks, EXPERT_SPREADS[source], truth)
-    check_stored(checkpoint, blocks, truth)
-    for spread in EXPERT_SPREADS.values():
-        check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
+    check_everywhere(blocks, EXPERT_SPREADS[source], EXPERT_SPREADS.values(), tmp_path)
 
 
 @pytest.mark.parametrize("target", SPREADS)

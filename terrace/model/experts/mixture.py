@@ -2,8 +2,8 @@
 
     y = sum over the chosen i of g_i down_i(act(gate_i(x)) * up_i(x))   + shared(x), times sigmoid(shared_gate(x))
 
-Scores, choices and weights are computed in fp32 at least. As `down` has no bias, the weight g multiplies what enters
-it, so that no expert's output is kept for the backward. No token is dropped.
+Scores, choices and weights are computed in fp32 at least. As `down` has no bias, the weight g multiplies its
+input, so that no expert's output is kept for the backward. No token is dropped.
 
 Shape legend: B batch, S sequence, H hidden, T = B S tokens, E experts, I inner size of an expert, k experts of a token,
 N = T k rows.
@@ -57,7 +57,7 @@ class Stack(nn.Module):
         return grouped_linear(x, self.weight, order.counts)
 
 
-# (module, tokens (T, H), their choice) -> what its experts make of them, (T, H)
+# (module, tokens (T, H), their choice) -> weighted sums of the experts' results, (T, H)
 Spread = Callable[["Mixture", Tensor, Choice], Tensor]
 
 
@@ -100,7 +100,7 @@ class Mixture(nn.Module):
         return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
     def pass_through(self, tokens: Tensor, choice: Choice, *, is_whole: bool = True) -> Tensor:
-        """The weighted sum (T, H) of what the experts of this module make of tokens (T, H).
+        """The weighted sum (T, H) of the results of this module's experts for tokens (T, H).
 
         Unless `is_whole`, a choice of -1 is an expert that is not here.
         """

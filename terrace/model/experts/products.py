@@ -42,13 +42,13 @@ class Order(NamedTuple):
 
 def spread(x: Tensor, order: Order) -> Tensor:
     """The tokens x (T, H) as rows (N, H), each once for every expert that it passes."""
-    result: Tensor = _Spread.apply(x, order)  # type: ignore[no-untyped-call]
+    result: Tensor = _Moved.apply(x, order, True)  # type: ignore[no-untyped-call]
     return result
 
 
 def collect(rows: Tensor, order: Order) -> Tensor:
     """The sum (T, H) of each token's rows (N, H)."""
-    result: Tensor = _Collect.apply(rows, order)  # type: ignore[no-untyped-call]
+    result: Tensor = _Moved.apply(rows, order, False)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -106,28 +106,18 @@ class _GroupedLinear(torch.autograd.Function):
         return input_gradient, weight_gradient, None
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    # Spreading and collecting are each the other's gradient.
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return _spread(x, order)
+    def forward(ctx: Any, x: Tensor, order: Order, spreads: bool) -> Tensor:
+        ctx.order, ctx.spreads = order, spreads
+        return (_spread if spreads else _collect)(x, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _collect(gradient, ctx.order), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return _collect(rows, order)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _spread(gradient, ctx.order), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return (_collect if ctx.spreads else _spread)(gradient, ctx.order), None, None
 
 
 def _spread(x: Tensor, order: Order) -> Tensor:

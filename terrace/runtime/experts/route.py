@@ -1,4 +1,4 @@
-"""Numbers of rows on every way to the experts and back, from what the ranks counted; it sees no buffer.
+"""Numbers of rows on every way to the experts and back, from counts of all ranks; no buffer is read.
 
 A token crosses a tier once for every unit of the tier that has one of its experts, the outermost tier first. So a rank
 counts its tokens for each *prefix* of units: (u_1), then (u_1, u_2), and so on, u_1 on the outermost tier. With the

@@ -1,10 +1,10 @@
 """The way of a micro-batch's tokens to their experts and back, over the hops of a route, as autograd functions.
 
     toward   a row goes to every unit of a tier that has one of its experts; its gradients come back and are summed
-    back     what experts made of a row comes back and is summed; its gradient goes the way toward once more
+    back     results of a row come back and are summed; their gradient goes the same way as the rows did
 
-Rows arrive in the order of the peers, and what comes back is added up in that order, in fp32 at least: no sum depends
-on when a message comes.
+Rows arrive in the order of the peers, and results are added up in that order, in fp32 at least: no sum depends on when
+a message comes.
 
 Shape legend: T tokens, N rows that arrive at a rank, H hidden, k experts of a token, E experts.
 """
@@ -45,7 +45,7 @@ def toward(tokens: Tensor, weights: Tensor, experts: Tensor, way: Way) -> tuple[
 
 
 def back(rows: Tensor, way: Way) -> Tensor:
-    """What the ranks made of each token, rows (N, H) here, summed where the token came from: (T, H)."""
+    """Results of rows (N, H), summed over ranks where each token came from: (T, H)."""
     result: Tensor = _Back.apply(rows, way)  # type: ignore[no-untyped-call]
     return result
 
