@@ -22,7 +22,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file with any of the sections model, cluster, plan, data, train, optimizer",
+        help="TOML file with any of the sections model, cluster, plan, data, train, optimizer, lora, balance",
     )
     parser.add_argument(
         "--model",

@@ -33,6 +33,11 @@ def is_router(param: ParamSpec) -> bool:
     return bool(param.dims) and param.dims[0][0] == "choices"
 
 
+def has_routers(blocks: Sequence[BlockSpec]) -> bool:
+    """Whether any block chooses experts for its tokens."""
+    return any(is_router(param) for block in blocks for param in block.params)
+
+
 def is_norm(param: ParamSpec) -> bool:
     """Whether it is a parameter of a norm over the residual stream, not of a norm of heads, which a rank has whole."""
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]

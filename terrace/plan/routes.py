@@ -6,8 +6,11 @@ tiers inside forward the messages as they came: one rounding, however many tiers
 elements travel together (terrace.plan.hops).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from terrace.model.experts.balance import LOSSES
+from terrace.model.spec import BlockSpec
+from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import TENSOR
@@ -80,12 +83,13 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
     )
 
 
-def control_numbers(layout: Layout, plan: Plan) -> int:
+def control_numbers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> int:
     """Number of fp64 numbers in a control message.
 
-    The squared norm, the loss and the token count; then squared error and square of each lossy class.
+    The squared norm, the loss and the token count; the losses of routers, if any block has one; then squared error and
+    square of each lossy class.
     """
-    return 3 + 2 * len(lossy_messages(layout, plan))
+    return 3 + len(LOSSES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
 
 
 def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:

@@ -78,10 +78,11 @@ def step_bytes(
         for message, route in ROUTES.items():
             if route.carries in ("trainable", "orthogonal") and flat.travels_in(message):
                 add(message, flat, times=num_units if message is MessageClass.REDUCE else 1)
+    numbers = control_numbers(layout, plan, blocks)
     # Control messages join all stages of an island, so they use the world's degrees.
     for tier, (name, degree) in enumerate(zip(layout.tiers, world_layout(cluster, plan).degrees, strict=True)):
         if degree > 1 and tier <= layout.island:
-            total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
+            total[MessageClass.CONTROL, name] += (degree - 1) * numbers * CONTROL_NUMBER_BYTES
     mesh = Mesh.of(cluster, plan)
     tensor = TensorTraffic.of(mesh, layout.tiers, plan, sequence)
     again = recomputed(plan, blocks)

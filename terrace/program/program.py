@@ -218,7 +218,7 @@ class Program:
                 yield from block_message(message_class, self.stage_layout, self.plan, self.flats[first]).transfers
         # Calibration measures the first in a pipeline too, where CLIP is among all stages.
         for ranks in (self.stage_layout, self.world_layout):
-            yield from control_message(self.stage_layout, ranks, self.plan).transfers
+            yield from control_message(self.stage_layout, ranks, self.plan, self.blocks).transfers
         for line in self.tensor.lines:
             yield line_transfer(line, self.plan, Leg.GATHER, line.degree)
         yield from self.expert_transfers
@@ -258,7 +258,7 @@ class Program:
             return stage_message(message_class, tier, self.edge_bytes, received=instruction.op is Op.RECV)
         # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
-            return control_message(self.stage_layout, self.world_layout, self.plan)
+            return control_message(self.stage_layout, self.world_layout, self.plan, self.blocks)
         # The secondary copy starts a gather from its own, inner tier.
         source = self.stage_layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]

@@ -6,6 +6,7 @@ A program calls these once for each distinct instruction (terrace.program.progra
 from collections.abc import Sequence
 from dataclasses import replace
 
+from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, reduce_buffers
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
@@ -66,12 +67,12 @@ def flat_transfer(
     )
 
 
-def control_message(stage_layout: Layout, world_layout: Layout, plan: Plan) -> Message:
+def control_message(stage_layout: Layout, world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Message:
     """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives."""
     tiers = tuple(
         tier for tier, degree in enumerate(world_layout.degrees) if degree > 1 and tier <= world_layout.island
     )
-    numbers = control_numbers(stage_layout, plan)
+    numbers = control_numbers(stage_layout, plan, blocks)
     # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world_layout.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
     # As for block messages, the outermost tier names the lane.

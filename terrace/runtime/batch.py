@@ -19,17 +19,22 @@ class Batch:
     """One micro-batch: inputs and labels, both (B, S), of whole rows; with a `token_layout`, this rank's part (1, T).
 
     `positions`, int64 of the labels' shape, count the tokens of each document from 0, where a row holds several.
+    `places`, alike, are the places of the tokens in the run (`places_of`), the same under every plan, and -1 for what
+    takes no part in choices of experts; models without experts need none.
     """
 
     inputs: Tensor
     labels: Tensor
     positions: Tensor | None = None
     token_layout: TokenLayout | None = field(default=None, kw_only=True)
+    places: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; from pinned memory the host does not wait."""
         given = (x for x in (self.inputs, self.labels, self.positions) if x is not None)
-        return Batch(*(x.to(device, non_blocking=True) for x in given), token_layout=self.token_layout)
+        places = None if self.places is None else self.places.to(device, non_blocking=True)
+        moved = (x.to(device, non_blocking=True) for x in given)
+        return Batch(*moved, token_layout=self.token_layout, places=places)
 
     def document_begins(self) -> tuple[int, ...]:
         """Indices of the tokens that documents begin with, row after row; every row begins one."""
@@ -52,8 +57,29 @@ class Batch:
             return F.pad(held, (0, token_layout.num_local_tokens - held.numel()), value=padding)[None]
 
         return Batch(
-            part(self.inputs, 0), part(self.labels, IGNORE_INDEX), part(positions, 0), token_layout=token_layout
+            part(self.inputs, 0),
+            part(self.labels, IGNORE_INDEX),
+            part(positions, 0),
+            token_layout=token_layout,
+            places=None if self.places is None else part(self.places, -1),
         )
+
+
+def places_of(rows: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Places in the run of the tokens of whole rows with labels (B, S), int64 (B, S).
+
+    `rows` (B) number the rows through all global batches, in the order of terrace.data.batches. Documents, which
+    `positions` tell apart, have the place -1 if all their labels are ignored; so does padding.
+    """
+    begins = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
+    begins[:, 0] = True
+    if positions is not None:
+        begins |= document_begins(positions)
+    documents = begins.flatten().cumsum(0) - 1
+    counts = torch.zeros(labels.numel(), dtype=torch.int64, device=labels.device)
+    counts.index_add_(0, documents, (labels.flatten() != IGNORE_INDEX).long())
+    places = rows.unsqueeze(1) * labels.shape[1] + torch.arange(labels.shape[1], device=labels.device)
+    return places.masked_fill((counts[documents] == 0).view(labels.shape), -1)
 
 
 def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:

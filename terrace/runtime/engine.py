@@ -11,7 +11,9 @@ from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.pace import Pacer
 from terrace.comm.rounding import relative_errors
+from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
+from terrace.plan.balance import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
@@ -29,6 +31,7 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import check_compiles, compile_blocks
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
+from terrace.runtime.experts.passages import Passages
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.head import Objective
 from terrace.runtime.linear import WeightGradients
@@ -51,8 +54,8 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place
     of `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. `compiled` runs each
-    block through `torch.compile`. Rank 0 verifies the stages of a pipeline against each other, unless they are
-    `verified` already; every rank verifies its own program.
+    block through `torch.compile`. `balance` names losses of the routers of mixtures. Rank 0 verifies the stages of a
+    pipeline against each other, unless they are `verified` already; every rank verifies its own program.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -78,6 +81,7 @@ class Engine:
         sequence: int = 0,
         pacer: Pacer | None = None,
         compiled: bool = False,
+        balance: BalanceConfig | None = None,
         verified: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
@@ -86,6 +90,8 @@ class Engine:
         specs = with_dims(describe(blocks, names, freeze), declared)
         run = rank, cluster, plan, specs, num_micros, sequence
         self.program = own_program(*run, given=program, verified=verified)
+        balance = balance or BalanceConfig()
+        check_balance(balance, self.program.mesh, plan, specs)
         if compiled:
             check_compiles([self.program])
         self.rank, self.device = rank, torch.device(device)
@@ -100,6 +106,7 @@ class Engine:
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
+        self.passages = Passages(blocks, self.program, balance, self.device)
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
         values = [dict(block.named_parameters()) for block in blocks]
         self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)
@@ -126,6 +133,7 @@ class Engine:
             clock=self.clock,
             weights=weights,
             axes=self.axes,
+            passages=self.passages,
             compiled=compiled,
             progress=progress,
         )
@@ -262,17 +270,21 @@ class Engine:
     def _taken(self, batches: Sequence[Batch], program: Program) -> Sequence[Batch]:
         for axis in self.axes:
             batches = axis.take(batches, trains=program.trains)
+        self.passages.take(batches, trains=program.trains)
         check_positions(batches, self.state.modules.values())
         return batches
 
     def _result(self, sums: StepSums) -> StepResult:
-        loss, norm, count, *rounding = sums.figures
+        names = self.passages.names
+        (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
+        of_routers, rounding = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
         return StepResult(
             loss=loss,
             grad_norm=norm,
             num_tokens=int(count),
             time_s=self.clock.totals(),
             quantisation_error=relative_errors(self.comm.collectives.errors.messages, rounding),
+            router_losses={name: of_routers[name] for name in self.passages.losses},
         )
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
@@ -349,5 +361,6 @@ class Engine:
     def close(self) -> None:
         """Stop the lanes. The groups stay with the world."""
         self.comm.close()
+        self.passages.remove()
         for axis in self.axes:
             axis.remove()

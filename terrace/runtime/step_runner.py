@@ -32,6 +32,7 @@ from terrace.runtime.activations import Activations, Key, Pending
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
+from terrace.runtime.experts.passages import Passages
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.head import Objective, chunked_head, head_loss
 from terrace.runtime.in_block import InBlockAxis
@@ -55,8 +56,8 @@ class StepRunner:
     """Carries programs out on one rank, one after the other.
 
     `axes` are the in-block axes that were applied to the modules of `state`; their messages use the same `clock` and
-    `weights`. With `compiled` autograd computes the weight gradients; otherwise the runtime does, when the program
-    says.
+    `weights`, and `passages` tell its mixtures which micro-batch runs. With `compiled` autograd computes the weight
+    gradients; otherwise the runtime does, when the program says.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class StepRunner:
         clock: Clock,
         weights: WeightGradients,
         axes: Sequence[InBlockAxis] = (),
+        passages: Passages,
         compiled: bool = False,
         progress: Progress = no_progress,
     ) -> None:
@@ -75,11 +77,10 @@ class StepRunner:
         self._program, self._comm, self._state, self._axes = program, comm, state, axes
         self._collectives, self._stages, self._lanes = comm.collectives, comm.stages, comm.lanes
         self._clock, self._weights, self._objective = clock, weights, objective
-        self._clip_norm, self._progress = state.settings.clip, progress
+        self._clip_norm, self._progress, self._passages = state.settings.clip, progress, passages
         for axis in axes:
             axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
-        # Compiled blocks hide their linear layers inside one autograd node, so autograd computes their weight
-        # gradients.
+        # Compiled blocks hide their linear layers inside one autograd node, which computes their weight gradients.
         for flat in state if not compiled else ():
             if flat.spec.trainable:
                 weights.own(flat.parameters, flat.gradients)
@@ -230,10 +231,9 @@ class StepRunner:
         self._backward_weight(now)
 
     def _backward_input(self, now: Instruction, hold: bool = True) -> None:
-        # Computes the gradient of the block's input, and adds the gradients of parameters that are not weights of
-        # linear layers. With `hold` the weight gradients wait for `_backward_weight`, and keep the output gradient and
-        # the input of each layer in memory. The message with the input gradient, other blocks and micro-batches, and
-        # the FREE of the block may run before that; its REDUCE must not.
+        # Computes the gradient of the block's input, and of parameters that are not weights of linear layers. With
+        # `hold` the weight gradients wait for `_backward_weight`, and keep the output gradient and the input of each
+        # layer in memory. Messages, other passes and the FREE of the block may run before that; its REDUCE must not.
         self._clock.doing = "backward"
         self._await_parameters(now.block)
         self._open_gradients(now.block)
@@ -268,6 +268,7 @@ class StepRunner:
 
     def _run_block(self, block: int, inputs: Tensor, micro: int) -> Tensor:
         batch = self._batches[micro]
+        self._passages.begin(micro)
         for axis in self._axes:
             axis.begin(micro, batch, block in self._recomputed)
         module = self._state.modules[block]
@@ -317,8 +318,7 @@ class StepRunner:
             self._reductions.append((pending, [(flat, buffer) for flat, _, buffer in gradients]))
 
     def _finish_reduction(self) -> None:
-        # The buffer may be released only now: on CUDA the lane may still read it while the work is only enqueued,
-        # and the allocator would hand its memory to the compute stream.
+        # Released only now: on CUDA the allocator hands memory to the compute stream that a lane may still read.
         pending, gradients = self._reductions.popleft()
         self._wait(pending, "wait reduce")
         for flat, buffer in gradients:
@@ -341,11 +341,11 @@ class StepRunner:
         self._syncs.clear()
         self._reduced.clear()
         flats = self._state if self._program.trains else ()
-        values = own_sums(flats, self._loss, self._batches, self._objective, counts_loss=self._counts_loss)
-        total: list[Tensor] = []
-        (transfer,) = self._program.message(now).transfers
+        counts_loss, of_routers = self._counts_loss, self._passages.sums
+        values = own_sums(flats, self._loss, self._batches, self._objective, of_routers, counts_loss=counts_loss)
+        total, (transfer,) = list[Tensor](), self._program.message(now).transfers
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
-        self._sums = StepSums.of(total[0])
+        self._sums = StepSums.of(total[0], len(of_routers))
         self._scale = self._sums.scale(self._clip_norm)
         self._clock.mark("clip")
         if self._program.trains:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,17 +25,20 @@ class StepSums:
     grad_norm: Tensor
     num_tokens: Tensor
     rounding: Tensor
-    figures: tuple[float, ...] = ()  # loss, norm, tokens and rounding, on the host
+    figures: tuple[float, ...] = ()  # loss, norm, tokens, losses of routers and rounding, on the host
 
     @staticmethod
-    def of(total: Tensor) -> "StepSums":
-        """The figures of `total`: squared norm, loss and tokens of the ranks of CLIP, then rounding errors."""
+    def of(total: Tensor, num_router_losses: int = 0) -> "StepSums":
+        """The figures of `total`: squared norm, loss, tokens and losses of routers of the ranks of CLIP, then rounding
+        errors.
+        """
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
-        (squared, loss, count), rounding = total[:3].unbind(), total[3:]
+        (squared, loss, count), rest = total[:3].unbind(), total[3:]
+        of_routers, rounding = rest[:num_router_losses], rest[num_router_losses:]
         least = count.clamp(min=1.0)
         loss, norm = loss / least, squared.sqrt() / least
         # The one transfer to the host of a step.
-        figures = torch.cat([torch.stack([loss, norm, count]), rounding]).tolist()
+        figures = torch.cat([torch.stack([loss, norm, count]), of_routers / least, rounding]).tolist()
         return StepSums(loss, norm, count, rounding, tuple(figures))
 
     @property
@@ -54,6 +57,7 @@ class StepResult:
     """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
 
     Under a plan with islands, loss, norm and tokens are of this rank's island and its part of the batch.
+    `router_losses` are added to the loss for their gradient alone, and divided by the same number of tokens.
     `quantisation_error` is the relative error of each message class that travelled in a block format between
     the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's.
     """
@@ -63,6 +67,7 @@ class StepResult:
     num_tokens: int
     time_s: dict[str, float]
     quantisation_error: dict[str, float]
+    router_losses: dict[str, float] = field(default_factory=dict)
 
 
 class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)
@@ -84,9 +89,15 @@ def end_gradients(flats: Iterable[FlatParam], sums: StepSums, gives_up: bool) ->
 
 
 def own_sums(
-    flats: Iterable[FlatParam], loss: Tensor, batches: Sequence[Batch], objective: Objective, *, counts_loss: bool
+    flats: Iterable[FlatParam],
+    loss: Tensor,
+    batches: Sequence[Batch],
+    objective: Objective,
+    of_routers: Tensor,
+    *,
+    counts_loss: bool,
 ) -> Tensor:
-    """Squared gradient norm of `flats`, then `loss` and valid tokens unless another rank counts them, (3,) fp64."""
+    """Squared gradient norm of `flats`; `loss` and valid tokens unless another rank counts them; `of_routers`: fp64."""
     ignored = ignored_label(objective)
     # Not `* 0`: zero times an infinite norm or loss is nan.
     nothing = torch.zeros_like(loss)
@@ -94,4 +105,4 @@ def own_sums(
     counted = [flat.owned for flat in flats if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
     squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
     num_tokens = torch.stack([(batch.labels != ignored).sum() for batch in batches]).sum().double()
-    return torch.stack([squares, *((loss, num_tokens) if counts_loss else (nothing, nothing))])
+    return torch.cat([torch.stack([squares, *((loss, num_tokens) if counts_loss else (nothing, nothing))]), of_routers])

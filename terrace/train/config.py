@@ -24,8 +24,10 @@ from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
+from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
+from terrace.plan.balance import check_balance
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
@@ -137,6 +139,7 @@ class RunConfig:
     train: TrainConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig | None = None  # only adapters train
+    balance: BalanceConfig | None = None  # losses of the routers of mixtures
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Block specs with frozen parameters marked."""
@@ -236,6 +239,7 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         train=load(TrainConfig, table["train"], "train"),
         optimizer=optimizer,
         lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
+        balance=load(BalanceConfig, table["balance"], "balance") if "balance" in table else None,
     )
 
 
@@ -312,6 +316,8 @@ def _check(run: RunConfig) -> None:
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
             f"model has: use at most {run.model.max_positions}"
         )
+    if run.balance is not None:
+        check_balance(run.balance, Mesh.of(run.cluster, run.plan), run.plan, blocks)
     lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
     for name in run.train.error_budget:
         if name not in lossy:

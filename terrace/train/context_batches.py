@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Arrays, Batches
@@ -25,6 +26,7 @@ from terrace.plan.context import CHUNKS_PER_RING_RANK, ContextGroup, chunk_token
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.runtime.batch import places_of
 from terrace.sequence.balanced import balanced_group_layout
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import WorkCost
@@ -39,11 +41,15 @@ ReadRows = Callable[[Ids], Arrays]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMicro:
-    """A rank's part of a micro-batch, its arrays int64 (1, T); padding is token 0 at position 0 without a label."""
+    """A rank's part of a micro-batch, its arrays int64 (1, T); padding is token 0 at position 0 without a label.
+
+    `places` are those of terrace.runtime.batch.places_of, where they were asked for.
+    """
 
     inputs: Ids
     labels: Ids
     positions: Ids
+    places: Ids | None
     token_layout: TokenLayout
 
 
@@ -71,19 +77,22 @@ class ContextBatches:
         # An equal token layout comes back as the same object, so that the engine reuses its device layout.
         self._static_token_layout = static_token_layouts(plan, self._mesh, batches.sequence, cost.window, self._member)
 
-    def step(self, step: int) -> LocalStep:
+    def step(self, step: int, with_places: bool = False) -> LocalStep:
+        first_row = step * self._batches.batch if with_places else None
         parts = self._batches.parts(step)
         if self._plan.balance == "cost":
             # Rows are dealt to micro-batches by attention seconds, so that each micro-batch can be balanced.
             # A row's cost is the attention within its documents.
             costs = [sum(self._cost.whole_s(stop - start) for start, stop in row) for row in parts]
-            made = [self._assigned(step, parts, rows) for rows in micro_steps(costs, self._num_micros)]
+            made = [self._assigned(step, parts, rows, first_row) for rows in micro_steps(costs, self._num_micros)]
         else:
-            made = [self._static(step, parts, micro) for micro in range(self._num_micros)]
+            made = [self._static(step, parts, micro, first_row) for micro in range(self._num_micros)]
         alike_s = self._num_local_tokens * self._cost.token_s
         return LocalStep(micros=[micro for micro, _ in made], balance=evenness([each_s for _, each_s in made], alike_s))
 
-    def _assigned(self, step: int, parts: Sequence[Parts], rows: Sequence[int]) -> tuple[LocalMicro, Sequence[float]]:
+    def _assigned(
+        self, step: int, parts: Sequence[Parts], rows: Sequence[int], first_row: int | None
+    ) -> tuple[LocalMicro, Sequence[float]]:
         sequence = self._batches.sequence
         runs = [(row * sequence + start, row * sequence + stop) for row in rows for start, stop in parts[row]]
         lengths = [stop - start for start, stop in runs]
@@ -93,10 +102,12 @@ class ContextBatches:
         made = build_token_layout(layout, self._member)
         # The balancer numbered tokens through the documents; the data loader counts them in the global batch.
         made = replace(made, tokens=placed(made.tokens, runs))
-        micro = local_micro(made, sequence, partial(self._batches.rows, step))
+        micro = local_micro(made, sequence, first_row, partial(self._batches.rows, step))
         return micro, assigned_seconds(layout.segments, self._group.num_ring_ranks, self._cost)
 
-    def _static(self, step: int, parts: Sequence[Parts], micro: int) -> tuple[LocalMicro, Sequence[float]]:
+    def _static(
+        self, step: int, parts: Sequence[Parts], micro: int, first_row: int | None
+    ) -> tuple[LocalMicro, Sequence[float]]:
         size, sequence = self._plan.micro_batch, self._batches.sequence
         # Rows in the order of terrace.data.batches, so that all axes train on the same batch.
         first = (micro * self._data_degree + self._data_place) * size
@@ -104,7 +115,10 @@ class ContextBatches:
         begins = tuple(np.flatnonzero(document_begins(whole, sequence)).tolist())
         # Token layouts are cached by the document starts, which are all that they depend on.
         local = local_micro(
-            self._static_token_layout(begins), sequence, lambda wanted: tuple(array[wanted] for array in whole)
+            self._static_token_layout(begins),
+            sequence,
+            None if first_row is None else first_row + first,
+            lambda wanted: tuple(array[wanted] for array in whole),
         )
         # Every rank predicts the seconds of all data ranks, to report the balance of the whole step.
         ring, seconds = self._mesh.total("ring"), []
@@ -125,22 +139,35 @@ def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
     return begins.reshape(-1)
 
 
-def local_micro(token_layout: TokenLayout, sequence: int, read: ReadRows) -> LocalMicro:
-    """The local tokens of a token layout; `read` is called with the rows that contain them, ascending."""
+def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None, read: ReadRows) -> LocalMicro:
+    """The local tokens of a token layout; `read` is called with the rows that contain them, ascending.
+
+    Row 0 is row `first_row` of the run; without it there are no places.
+    """
     rows = rows_of(token_layout.tokens, sequence)
     inputs, labels, *given = read(rows)
     positions = given[0] if given else np.broadcast_to(np.arange(sequence), inputs.shape)
-    held = np.zeros((3, token_layout.num_local_tokens), dtype=np.int64)
-    # Padding: token 0 at position 0, without a label.
-    held[1] = IGNORED
+    arrays = [inputs, labels, positions]
+    if first_row is not None:
+        arrays.append(places_of(*map(torch.from_numpy, (first_row + rows, labels, *given))).numpy())
+    held = np.zeros((len(arrays), token_layout.num_local_tokens), dtype=np.int64)
+    # Padding: token 0 at position 0, without a label and a place.
+    held[1], held[3:] = IGNORED, -1
     end = 0
     for start, stop in token_layout.tokens:
         # The rows between the first and the last of a run are all there, so that it is one run here, too.
         first = int(np.searchsorted(rows, start // sequence)) * sequence + start % sequence
-        for target, source in zip(held, (inputs, labels, positions), strict=True):
+        for target, source in zip(held, arrays, strict=True):
             target[end : end + stop - start] = source.reshape(-1)[first : first + stop - start]
         end += stop - start
-    return LocalMicro(inputs=held[None, 0], labels=held[None, 1], positions=held[None, 2], token_layout=token_layout)
+    inputs, labels, positions, *places = held[:, None]
+    return LocalMicro(
+        inputs=inputs,
+        labels=labels,
+        positions=positions,
+        places=places[0] if places else None,
+        token_layout=token_layout,
+    )
 
 
 def rows_of(runs: Sequence[Run], sequence: int) -> Ids:

@@ -121,11 +121,11 @@ class RankOfRun:
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=self._at,
             compiled=run.train.compile,
+            balance=run.balance,
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
-        self.vote, self.saves = Vote(world, stop_signal), tuple[Saved, ...]()
-        train = run.train
+        self.vote, self.saves, train = Vote(world, stop_signal), tuple[Saved, ...](), run.train
         self.batches = Batches(
             job.sources, train.sequence, train.batch, train.seed, run.data.holdout, run.model.vocab_size
         )
@@ -145,9 +145,8 @@ class RankOfRun:
 
     def outcome(self) -> Outcome | Stop:
         first_step = self.resume()
-        everyone = tuple(range(self.world.world_size))
         # A probed cluster is used as it is; any other gets constants measured here.
-        cluster, at = self.run.cluster, self.dog.at
+        cluster, at, everyone = self.run.cluster, self.dog.at, tuple(range(self.world.world_size))
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self.micro_batches(cluster)
@@ -342,6 +341,7 @@ class RankOfRun:
             step_s=step_s,
             tokens_per_s=result.num_tokens / step_s,
             quantisation_error=result.quantisation_error,
+            router_losses=result.router_losses,
             time_s=time_s,
             balance=balance,
             slow_ranks=self.slow.factors,

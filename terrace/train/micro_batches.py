@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from terrace.data.batches import Batches
+from terrace.data.batches import Arrays, Batches
+from terrace.plan.dims import has_routers
 from terrace.program.program import Program
-from terrace.runtime.batch import Batch
+from terrace.runtime.batch import Batch, places_of
 from terrace.train.context_batches import ContextBatches
 
 
@@ -25,7 +26,7 @@ class MicroBatches:
     def __init__(
         self, batches: Batches, program: Program, rank: int, pinned: bool, context: ContextBatches | None = None
     ) -> None:
-        self._batches, self._context = batches, context
+        self._batches, self._context, self._has_routers = batches, context, has_routers(program.blocks)
         self._program, self._place, self._pinned = program, program.layout.data_place(rank), pinned
 
     def step(self, step: int) -> StepBatches:
@@ -33,13 +34,26 @@ class MicroBatches:
             # Tensor and pipeline ranks of one data rank read the same rows.
             degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
             rows = self._batches.micro_batches(step, self._place, degree, size)
-            return StepBatches([Batch(*map(self._tensor, arrays)) for arrays in rows], None)
-        local = self._context.step(step)
+            return StepBatches([self._whole(step, micro, arrays) for micro, arrays in enumerate(rows)], None)
+        local = self._context.step(step, self._has_routers)
         micros = [
-            Batch(*map(self._tensor, (micro.inputs, micro.labels, micro.positions)), token_layout=micro.token_layout)
+            Batch(
+                *map(self._tensor, (micro.inputs, micro.labels, micro.positions)),
+                token_layout=micro.token_layout,
+                places=None if micro.places is None else self._tensor(micro.places),
+            )
             for micro in local.micros
         ]
         return StepBatches(micros, local.balance)
+
+    def _whole(self, step: int, micro: int, arrays: Arrays) -> Batch:
+        inputs, labels, *positions = map(self._tensor, arrays)
+        if not self._has_routers:
+            return Batch(inputs, labels, *positions)
+        degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
+        first = step * self._batches.batch + (micro * degree + self._place) * size
+        places = places_of(torch.arange(first, first + size), labels, *positions)
+        return Batch(inputs, labels, *positions, places=places.pin_memory() if self._pinned else places)
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         # Page-locked memory lets the copy to a GPU overlap with compute.

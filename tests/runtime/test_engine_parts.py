@@ -12,6 +12,7 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
+from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.presets import PRESETS, preset
 from terrace.program import lowering
 from terrace.program.lowering import build, forward_programs, restoring_program
@@ -22,6 +23,7 @@ from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine
+from terrace.runtime.experts.passages import Passages
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.step_runner import StepRunner
@@ -42,7 +44,9 @@ def fresh_state() -> tuple[ModelState, list[torch.nn.Module]]:
 
 
 def runner_of(state: ModelState, comm: Comm) -> StepRunner:
-    return StepRunner(state, comm, objective=MODEL.objective, clock=make_clock(CPU), weights=WeightGradients())
+    passages = Passages((), comm.program, BalanceConfig(), CPU)
+    clock, weights = make_clock(CPU), WeightGradients()
+    return StepRunner(state, comm, objective=MODEL.objective, clock=clock, weights=weights, passages=passages)
 
 
 def batches_of(step: int) -> list[Batch]:

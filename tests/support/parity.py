@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -32,12 +33,14 @@ from terrace.runtime.settings import OptimizerConfig
 from tests.support import in_block
 from tests.support.in_block import record_in_block
 from tests.support.lanes import use_lane
+from tests.support.router_losses import router_losses, scored
 from tests.support.sabotage import SABOTAGES
 from tests.support.toys import MODELS, WHOLE_ROWS, Rows, count_tokens, make_batch, run_blocks
 
 ADAMW = OptimizerConfig(lr=3e-3)
 NUM_STEPS = 3  # the third starts from moments and parameters of a step that itself started from some
 TOLERANCE = 1e-10
+NO_BALANCE = BalanceConfig()
 
 
 def exact(name: str, cluster: Cluster, **changes: object) -> Plan:
@@ -67,11 +70,14 @@ class Case:
     optimizer: OptimizerConfig = ADAMW
     rows: Rows = WHOLE_ROWS
     batches: Callable[[Engine, "Case", int], list[Batch]] = data_rows  # of a rank at a step
+    balance: BalanceConfig = NO_BALANCE
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and gradient norm of each step, all parameters in one row, a complaint about bytes or order."""
+    """Loss, losses of routers and gradient norm of each step, all parameters in one row, a complaint about bytes or
+    order.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -81,8 +87,8 @@ class Outcome:
 
 def cut_rows(batch: Batch, first: int, last: int) -> Batch:
     """Rows `first` to `last` of a batch."""
-    positions = None if batch.positions is None else batch.positions[first:last]
-    return Batch(batch.inputs[first:last], batch.labels[first:last], positions)
+    positions, places = (None if x is None else x[first:last] for x in (batch.positions, batch.places))
+    return Batch(batch.inputs[first:last], batch.labels[first:last], positions, places=places)
 
 
 def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Module] = (), **more: Any) -> Engine:
@@ -99,6 +105,7 @@ def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Mo
         declared=model.declared,
         sequence=case.rows.sequence,
         compiled=case.compiled,
+        balance=case.balance,
         **more,
     )
 
@@ -119,7 +126,8 @@ def run_case(world: World, cluster: Cluster, case: Case) -> Outcome:
             complaint += str(error)
         parameters = gathered(engine, blocks)
         engine.close()
-    return Outcome([result.loss for result in results], [result.grad_norm for result in results], parameters, complaint)
+    losses = [loss for result in results for loss in (result.loss, *result.router_losses.values())]
+    return Outcome(losses, [result.grad_norm for result in results], parameters, complaint)
 
 
 def train(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
@@ -199,11 +207,17 @@ def trainable(blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def reference(cluster: Cluster, case: Case) -> Outcome:
     """The serial run of a case."""
-    return serial(case.model, num_rows(cluster, case), case.num_steps, case.rows)
+    return serial(case.model, num_rows(cluster, case), case.num_steps, case.rows, case.balance)
 
 
 @cache
-def serial(model_name: str, batch: int, num_steps: int = NUM_STEPS, rows: Rows = WHOLE_ROWS) -> Outcome:
+def serial(
+    model_name: str,
+    batch: int,
+    num_steps: int = NUM_STEPS,
+    rows: Rows = WHOLE_ROWS,
+    balance: BalanceConfig = NO_BALANCE,
+) -> Outcome:
     """Train in fp64 in this process on whole batches, or on one document after the other, with torch's own AdamW."""
     model = MODELS[model_name]
     blocks = model.blocks(torch.float64)
@@ -214,14 +228,15 @@ def serial(model_name: str, batch: int, num_steps: int = NUM_STEPS, rows: Rows =
     for step in range(num_steps):
         whole = rows.batch(step, batch)
         optimizer.zero_grad()
-        total = 0.0
-        for x, y in rows.apart(whole.inputs, whole.labels):
-            loss = model.objective(run_blocks(blocks, x), y) / count_tokens(whole.labels)
-            torch.autograd.backward(loss)
-            total += float(loss.detach())
+        total, count = torch.zeros(()).double(), count_tokens(whole.labels)
+        with scored(blocks) as routers:
+            for x, y in rows.apart(whole.inputs, whole.labels):
+                total = total + model.objective(run_blocks(blocks, x), y) / count
+        of_routers = [loss / count for loss in router_losses(routers, rows, whole.labels, balance)]
+        torch.autograd.backward(torch.stack([total, *of_routers]).sum())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, ADAMW.clip)))
         optimizer.step()
-        losses.append(total)
+        losses += [float(loss.detach()) for loss in (total, *of_routers)]
     return Outcome(losses, norms, flatten(blocks))
 
 

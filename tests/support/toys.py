@@ -21,7 +21,7 @@ from terrace.model.spec import STACKED, BlockSpec, ParamSpec, freeze
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import PLACEABLE
-from terrace.runtime.batch import Batch
+from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.describe import describe
 
 VOCAB, HIDDEN, SEQUENCE = 11, 6, 6
@@ -255,10 +255,11 @@ class Rows:
         return self.documents[row % len(self.documents)] if self.documents else (self.sequence,)
 
     def batch(self, step: int, num_rows: int) -> Batch:
-        """Tokens, labels and, where there are documents, positions (num_rows, sequence)."""
+        """Tokens, labels, places and, where there are documents, positions (num_rows, sequence)."""
         tokens, labels = make_batch(step, num_rows, self.sequence)
+        numbers = torch.arange(step * num_rows, (step + 1) * num_rows)
         if not self.documents:
-            return Batch(tokens, labels)
+            return Batch(tokens, labels, places=places_of(numbers, labels))
         positions = torch.zeros_like(tokens)
         for row in range(num_rows):
             assert sum(self.lengths(row)) == self.sequence
@@ -267,7 +268,7 @@ class Rows:
                 positions[row, end : end + size] = torch.arange(size)
                 end += size
                 labels[row, end - 1] = -100  # the next token is of another document
-        return Batch(tokens, labels, positions)
+        return Batch(tokens, labels, positions, places=places_of(numbers, labels, positions))
 
     def apart(self, tokens: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Every document alone; rows that are one document, together."""

@@ -107,6 +107,8 @@ _CONFLICTS = (
     "--data.tokenizer nowhere",
     "--lora.rank 0",
     "--lora.rank 4 --plan.mapping.node.tensor 2",
+    "--balance.z 0.1",
+    "--balance.sequence -1",
     "--resume auto",
     "--resume nowhere",
     "--resume nowhere --folder run",

@@ -24,7 +24,7 @@ SEQUENCE, BATCH, STEPS = 24, 8, 2
 LENGTHS = [25, 3, 9, 2, 14, 40, 1, 7, 25, 18, 5, 2, 30, 11, 6, 25] * 6
 COST = WorkCost(links=(), pair_s=1.0, key_bytes=4.0, query_bytes=4.0, token_s=2.0)
 
-Seen = tuple[int, int, int]  # token, label, position
+Seen = tuple[int, int, int, int]  # token, label, position, place in the run
 
 
 def batches(folder: Path, documents: str) -> Batches:
@@ -47,7 +47,7 @@ def parts_of(made: Batches, cluster: Cluster, plan: Plan) -> dict[int, list[Loca
     of_ranks = {}
     for rank in range(cluster.world_size):
         spreading = ContextBatches(made, cluster, plan, num_micros, rank, cost)
-        steps = [spreading.step(step) for step in range(STEPS)]
+        steps = [spreading.step(step, with_places=True) for step in range(STEPS)]
         assert all(step.balance >= 1 - 1e-12 for step in steps)
         of_ranks[rank] = [micro for step in steps for micro in step.micros]
     return of_ranks
@@ -57,7 +57,9 @@ def seen(micros: Sequence[LocalMicro]) -> list[Seen]:
     """What has a label."""
     found = []
     for micro in micros:
-        rows = zip(*(each[0].tolist() for each in (micro.inputs, micro.labels, micro.positions)), strict=True)
+        assert micro.places is not None
+        arrays = (micro.inputs, micro.labels, micro.positions, micro.places)
+        rows = zip(*(each[0].tolist() for each in arrays), strict=True)
         found += [row for row in rows if row[1] != IGNORED]
     return sorted(found)
 
@@ -68,11 +70,17 @@ def expected(made: Batches) -> list[Seen]:
         inputs, labels, *rest = made.rows(step, np.arange(made.batch))
         positions = rest[0] if rest else np.broadcast_to(np.arange(SEQUENCE), inputs.shape)
         found += [
-            (int(x), int(y), int(at))
-            for x, y, at in zip(inputs.flat, labels.flat, positions.flat, strict=True)
+            (int(x), int(y), int(at), step * inputs.size + place)
+            for place, (x, y, at) in enumerate(zip(inputs.flat, labels.flat, positions.flat, strict=True))
             if y != IGNORED
         ]
     return sorted(found)
+
+
+def taking_part(made: Batches) -> list[int]:
+    """Places of the tokens of all documents with a label."""
+    parts = [(step * BATCH + row, each) for step in range(STEPS) for row, each in enumerate(made.parts(step))]
+    return [row * SEQUENCE + place for row, documents in parts for span in documents for place in range(*span)]
 
 
 @pytest.mark.parametrize("documents", ["whole", "separate", "join"])
@@ -98,7 +106,10 @@ def test_all_ranks_together_have_every_label_once(
             assert micro.inputs.shape == micro.labels.shape == micro.positions.shape == (1, held)
             assert micro.token_layout.num_local_tokens == held
             assert ContextGroup.of(cluster, chosen, rank).members[micro.token_layout.member] == rank
-    assert seen([micro for micros in of_ranks.values() for micro in micros]) == expected(made)
+    of_all = [micro for micros in of_ranks.values() for micro in micros]
+    assert seen(of_all) == expected(made)
+    places = np.concatenate([micro.places for micro in of_all if micro.places is not None], axis=1)[0]
+    assert sorted(places[places >= 0].tolist()) == taking_part(made)
 
 
 def test_the_cost_of_a_ring_is_that_of_its_chunks() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from terrace.model.config import ModelConfig
 from terrace.model.experts.gates import Choice, sigmoid, softmax
+from terrace.model.experts.gating import Gating
 from terrace.model.experts.products import Order, collect, grouped_linear, spread
 from terrace.model.layers import ACTIVATIONS, MLP
 
@@ -36,13 +37,15 @@ class Router(nn.Module):
         self.bias: nn.Parameter | None = None
         if self.config.biased:
             self.bias = nn.Parameter(torch.empty(self.config.num_experts, **where), requires_grad=False)
+        self.gating: Gating | None = None
 
     def forward(self, x: Tensor) -> Choice:
         """The experts of tokens x (T, H)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))  # (T, E)
         bias = None if self.bias is None else self.bias.to(wide)
-        return GATES[self.config.gate](logits, bias, self.config)
+        choice = GATES[self.config.gate](logits, bias, self.config)
+        return choice if self.gating is None else self.gating.balanced(choice, logits, self.config)
 
 
 class Stack(nn.Module):
@@ -88,16 +91,24 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Every token of x (B, S, H) through its experts."""
-        tokens = x.flatten(0, -2)  # (T, H)
-        choice = self.router(tokens)
-        if self.spread is not None:
-            output = self.spread(self, tokens, choice).view_as(x)
+        tokens, gating = x.flatten(0, -2), self.router.gating  # (T, H)
+        kept = None if gating is None or gating.passage is None else gating.passage.kept
+        if kept is None:
+            output = self._routed(tokens).view_as(x)
         else:
-            output = (self.pass_through if self.joined is None else self.joined)(tokens, choice).view_as(x)
+            routed = self._routed(tokens.index_select(0, kept))
+            output = torch.zeros_like(tokens).index_copy(0, kept, routed).view_as(x)
         if self.shared is None:
             return output
         shared: Tensor = self.shared(x)
         return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+
+    def _routed(self, tokens: Tensor) -> Tensor:
+        choice = self.router(tokens)
+        if self.spread is not None:
+            return self.spread(self, tokens, choice)
+        routed: Tensor = (self.pass_through if self.joined is None else self.joined)(tokens, choice)
+        return routed
 
     def pass_through(self, tokens: Tensor, choice: Choice, *, is_whole: bool = True) -> Tensor:
         """The weighted sum (T, H) of the results of this module's experts for tokens (T, H).

@@ -16,6 +16,7 @@ class Choice(NamedTuple):
 
     experts: Tensor  # (T, k) int64, the highest score first
     weights: Tensor  # (T, k)
+    scores: Tensor | None = None  # (T, E), positive, of which no bias is a part
 
 
 def best(scores: Tensor, count: int) -> Tensor:

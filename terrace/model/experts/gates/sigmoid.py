@@ -28,4 +28,4 @@ def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice
     weights = scores.gather(-1, experts)
     if config.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return Choice(experts, weights if config.scale == 1.0 else weights * config.scale)
+    return Choice(experts, weights if config.scale == 1.0 else weights * config.scale, scores)

@@ -19,4 +19,4 @@ def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice
     weights = likely.gather(-1, experts)
     if config.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Choice(experts, weights if config.scale == 1.0 else weights * config.scale)
+    return Choice(experts, weights if config.scale == 1.0 else weights * config.scale, likely)

@@ -1,0 +1,35 @@
+"""What a run asks of the routers of a model besides choosing well: the section [balance]. Pure: needs no torch.
+
+Losses of a router are sums over tokens that are added to the loss for its gradient alone; both are divided by the same
+number of labels. Layers add up. With s the scores of a token for E experts and z their logits:
+
+    sequence   alpha sum_i f_i sum_t s_i / sum_j s_j,   f_i = E / (k S) times the choices of i   in every sequence of S
+               tokens (DeepSeek-V3, 2412.19437, equations 17-20)
+    z          alpha sum_t logsumexp(z)^2   (ST-MoE, 2202.08906, equation 5)
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from terrace.base.errors import ConfigError
+
+LOSSES = ("sequence", "z")  # numbers of their own in a step's sums, in this order
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """The factor of each loss of a router; 0 turns it off."""
+
+    sequence: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"balance.{item.name} = {value} must be zero or a positive number")
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The losses that are on."""
+        return tuple(name for name in LOSSES if getattr(self, name))
