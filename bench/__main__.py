@@ -46,7 +46,8 @@ class Run:
 RUNS = (
     Run("one-rank", "one_rank --rounds 20"),
     Run("one-rank-hf", "one_rank --rounds 20 --model transformers"),
-    Run("fsdp", "against_fsdp --rounds 6"),
+    Run("fsdp-512", "against_fsdp --hidden 512 --rounds 6"),
+    Run("fsdp-1024", "against_fsdp --hidden 1024 --rounds 6"),
     Run("tensor-512", "against_tensor --rounds 6"),
     Run("tensor-1024", "against_tensor --hidden 1024 --intermediate 2816 --ranks 4 --rounds 5"),
     Run("pipelining-512", "against_pipelining --hidden 512 --layers 8 --sequence 256 --micros 8 --ranks 4 --rounds 5"),
@@ -57,6 +58,7 @@ RUNS = (
     Run("attention", "attention --tokens 512 2048"),
     Run("context", "context --only one-rank"),
     Run("codecs", "codecs"),
+    Run("experts", "experts"),
     Run("checkpoint", "checkpoint --rounds 5"),
     Run("peer-copies", "peer_copies"),
     Run("assign", "assign --gpus 8 128"),

@@ -10,8 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from terrace.model.experts.products import spans
-
 _PART_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a product that is converted; on a GPU a guess
 
 
@@ -73,9 +71,10 @@ class StackProduct(Record):
     counts: Sequence[int] = ()  # rows of each matrix, E of them
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        for part, (start, stop) in zip(gradient, spans(self.counts), strict=True):
-            if start < stop:
-                _product(self.output_gradient[start:stop], inputs[start:stop], part, first)
+        rows, entered = self.output_gradient.split(list(self.counts)), inputs.split(list(self.counts))
+        for part, gradients, tokens in zip(gradient.unbind(), rows, entered, strict=True):
+            if len(gradients):
+                _product(gradients, tokens, part, first)
             elif first:
                 part.zero_()
 

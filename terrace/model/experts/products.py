@@ -65,28 +65,21 @@ def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool 
     """`grouped_linear` without a gradient; `transposed`: with weight (E, I, O), not (E, O, I)."""
     matrices = weight if transposed else weight.mT
     out = x.new_empty(len(x), matrices.shape[2])
-    for matrix, (start, stop) in zip(matrices.unbind(), spans(counts), strict=True):
-        if start < stop:
-            torch.mm(x[start:stop], matrix, out=out[start:stop])
+    for matrix, rows, found in zip(matrices.unbind(), x.split(counts), out.split(counts), strict=True):
+        if len(rows):
+            torch.mm(rows, matrix, out=found)
     return out
 
 
 def stack_gradient(gradient: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """The gradient (E, O, I) of a stack from dy (N, O) and x (N, I); zero for an expert without a row."""
-    out = gradient.new_zeros(len(counts), gradient.shape[1], x.shape[1])
-    for part, (start, stop) in zip(out, spans(counts), strict=True):
-        if start < stop:
-            torch.mm(gradient[start:stop].t(), x[start:stop], out=part)
+    out = gradient.new_empty(len(counts), gradient.shape[1], x.shape[1])
+    for part, rows, inputs in zip(out.unbind(), gradient.split(counts), x.split(counts), strict=True):
+        if len(rows):
+            torch.mm(rows.t(), inputs, out=part)
+        else:
+            part.zero_()
     return out
-
-
-def spans(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last row, exclusive, of every expert."""
-    found, start = [], 0
-    for count in counts:
-        found.append((start, start + count))
-        start += count
-    return found
 
 
 class _GroupedLinear(torch.autograd.Function):
