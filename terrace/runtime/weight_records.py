@@ -71,7 +71,8 @@ class StackProduct(Record):
     counts: Sequence[int] = ()  # rows of each matrix, E of them
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
-        rows, entered = self.output_gradient.split(list(self.counts)), inputs.split(list(self.counts))
+        counts = list(self.counts)
+        rows, entered = torch.split(self.output_gradient, counts), torch.split(inputs, counts)
         for part, gradients, tokens in zip(gradient.unbind(), rows, entered, strict=True):
             if len(gradients):
                 _product(gradients, tokens, part, first)

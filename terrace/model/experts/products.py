@@ -63,9 +63,9 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool = False) -> Tensor:
     """`grouped_linear` without a gradient; `transposed`: with weight (E, I, O), not (E, O, I)."""
-    matrices = weight if transposed else weight.mT
+    matrices, sizes = weight if transposed else weight.mT, list(counts)
     out = x.new_empty(len(x), matrices.shape[2])
-    for matrix, rows, found in zip(matrices.unbind(), x.split(counts), out.split(counts), strict=True):
+    for matrix, rows, found in zip(matrices.unbind(), torch.split(x, sizes), torch.split(out, sizes), strict=True):
         if len(rows):
             torch.mm(rows, matrix, out=found)
     return out
@@ -73,8 +73,8 @@ def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool 
 
 def stack_gradient(gradient: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """The gradient (E, O, I) of a stack from dy (N, O) and x (N, I); zero for an expert without a row."""
-    out = gradient.new_empty(len(counts), gradient.shape[1], x.shape[1])
-    for part, rows, inputs in zip(out.unbind(), gradient.split(counts), x.split(counts), strict=True):
+    out, sizes = gradient.new_empty(len(counts), gradient.shape[1], x.shape[1]), list(counts)
+    for part, rows, inputs in zip(out.unbind(), torch.split(gradient, sizes), torch.split(x, sizes), strict=True):
         if len(rows):
             torch.mm(rows.t(), inputs, out=part)
         else:
