@@ -129,7 +129,7 @@ def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
         segments=(segment,), documents=(0,), local_runs=(((0, num_tokens),),), ulysses=1, num_local_tokens=num_tokens
     )
     group = ContextGroup(members=(0,), ulysses=1, ring_degrees=(1,), sizes=(1,))
-    in_block = InBlockComm(make_lane(torch.device("cpu")), HostClock(), WeightGradients())
+    in_block = InBlockComm({INSIDE: make_lane(torch.device("cpu"))}, HostClock(), WeightGradients())
     comm = PeerComm(group, 0, cast(GroupP2P, None), in_block)  # nothing is sent
     device_layout = DeviceLayout(build_token_layout(layout, 0), comm, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)

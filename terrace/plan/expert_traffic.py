@@ -63,6 +63,16 @@ class ExpertTraffic:
             rows=mesh.experts.group("rows"),
         )
 
+    @property
+    def num_units(self) -> int:
+        """Ranks that hold different experts."""
+        return math.prod(self.expert)
+
+    @property
+    def num_rows(self) -> int:
+        """Ranks that every expert is cut over."""
+        return math.prod(self.rows)
+
     def units_of(self, num_units: int) -> float:
         """How many of `num_units` equal units the choices of a token fall on, on average: D(q)."""
         elsewhere = math.comb(self.num_experts - self.num_experts // num_units, self.per_token)

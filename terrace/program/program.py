@@ -16,7 +16,7 @@ from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.kinds import Kinds
-from terrace.plan.layout import Layout
+from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.mesh import EXPERT, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
@@ -27,7 +27,7 @@ from terrace.plan.wire import FORMATS, OF_EXPERTS, ROUTES, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
-from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.message import Message, Transfer
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport
@@ -36,7 +36,7 @@ from terrace.program.resolve import (
     context_message,
     control_message,
     expert_message,
-    expert_transfer,
+    expert_transfers,
     line_transfer,
     stage_message,
     tensor_message,
@@ -123,9 +123,7 @@ class Program:
     @cached_property
     def expert_transfers(self) -> tuple[Transfer, ...]:
         """A transfer of every message that tokens on their way to experts and back take; none on one rank."""
-        classes = (MessageClass.ROUTE, MessageClass.DISPATCH, MessageClass.COMBINE)
-        lines = [line for line in self.expert_lines if line.degree > 1]
-        return tuple(expert_transfer(each, line) for each in classes for line in lines)
+        return tuple(transfer for line in self.expert_lines for transfer in expert_transfers(line))
 
     @cached_property
     def has_secondary(self) -> bool:
@@ -334,6 +332,15 @@ class Program:
             found = self._inside[key] = tuple(self.message_inside(message, block) for message in messages)
         return found
 
+    def meets(self, instruction: Instruction) -> list[tuple[int, Layout]]:
+        """(Tier, ranks) of the collectives that an instruction puts on the lanes of tiers, in order."""
+        messages: Iterable[Message] = ()
+        if instruction.op in COLLECTIVES:
+            messages = (self.message(instruction),)
+        elif instruction.op in PASSES and self.expert_transfers:
+            messages = (each for each in self.messages_inside(instruction) if each.lane != INSIDE)
+        return [(tier, each.ranks) for each in messages if each.ranks is not None for tier in each.tiers]
+
     def message_inside(self, message: InBlockMessage, block: int) -> Message:
         """One message inside a block, resolved."""
         if isinstance(message, TensorMessage):
@@ -344,7 +351,7 @@ class Program:
         if isinstance(message, ExpertMessage):
             experts = self.experts(block)
             assert experts is not None, f"block {block} sends {message}"
-            return expert_message(message, experts.sends(message))
+            return expert_message(message, self.expert_lines[message.copies], experts.sends(message))
         attention = self.context.attention(self.blocks[block])
         assert attention is not None, f"block {block} sends {message}"
         return context_message(attention.sends(message))

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from terrace.base.alike import once_each
-from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.plan.layout import Layout
+from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
 
 
@@ -22,6 +23,8 @@ class Item:
     instruction: Instruction
     position: int  # in the program
     tier: int = -1  # of a collective
+    ranks: Layout | None = None  # and those that it is among
+    number: int = 0  # among the collectives of its instruction
     message: Instruction | None = None  # sent or read, as the sender's SEND with the other stage as peer
 
 
@@ -30,10 +33,7 @@ def _items(program: Program) -> list[Item]:
     items: list[Item] = []
     received: dict[tuple[bool, int, int], Instruction] = {}
     for position, instruction in enumerate(program.instructions):
-        if instruction.op in COLLECTIVES:
-            # A collective over several tiers meets its peers on each tier in turn.
-            items += [Item(instruction, position, tier) for tier in program.message(instruction).tiers]
-        elif instruction.op is Op.SEND:
+        if instruction.op is Op.SEND:
             items.append(Item(instruction, position, message=instruction))
         elif instruction.op is Op.TIE:
             items.append(Item(instruction, position))
@@ -46,6 +46,9 @@ def _items(program: Program) -> list[Item]:
             key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
             if instruction.op is not Op.BACKWARD_WEIGHT and key in received:
                 items.append(Item(instruction, position, message=received.pop(key)))
+        # A collective over several tiers meets its peers on each tier in turn, a pass in each message on a lane.
+        for number, (tier, ranks) in enumerate(program.meets(instruction)):
+            items.append(Item(instruction, position, tier, ranks, number))
     return items
 
 
@@ -57,8 +60,8 @@ class RankPlay:
         self.limits = {rank: len(items) for rank, items in self.items.items()}
         self.sent: set[tuple[int, int, bool, int, int]] = set()
         self.readers: dict[tuple[int, int, bool, int, int], int] = {}
-        # (members, op, block) of a collective or a TIE -> the members that have come to it
-        self.there: dict[tuple[tuple[int, ...], Op, int], set[int]] = defaultdict(set)
+        # (members, op, block, micro-batch and number inside a pass) of a collective or a TIE -> members that have come
+        self.there: dict[tuple[tuple[int, ...], Op, int, int, int], set[int]] = defaultdict(set)
 
     def run(self, cuts: Mapping[int, int] | None = None) -> None:
         """Go on until nobody can, no rank beyond its position in `cuts`."""
@@ -74,8 +77,9 @@ class RankPlay:
         while self.heads[rank] < self.limits[rank]:
             item = self.items[rank][self.heads[rank]]
             if item.message is None:
-                group = self.group(rank, item)
-                meeting = group, item.instruction.op, item.instruction.block
+                group, now = self.group(rank, item), item.instruction
+                inside = (now.micro, item.number) if now.op in PASSES else (-1, 0)
+                meeting = (group, now.op, now.block, *inside)
                 self.there[meeting].add(rank)
                 # Some members may have no program here (a subset of ranks is verified); only the given ones are waited
                 # for.
@@ -110,9 +114,8 @@ class RankPlay:
         program = self.programs[rank]
         if item.instruction.op is Op.TIE:
             return tuple(sorted((rank, program.peer(rank, item.instruction))))
-        ranks = program.message(item.instruction).ranks
-        assert ranks is not None, f"{item.instruction} is among ranks"
-        return ranks.peers(rank, item.tier)
+        assert item.ranks is not None, f"{item.instruction} is among ranks"
+        return item.ranks.peers(rank, item.tier)
 
     def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:
         """(Sender, receiver, whether a gradient, block, micro-batch) of a message."""

@@ -3,7 +3,7 @@
 A program calls these once for each distinct instruction (terrace.program.program).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrace.model.spec import BlockSpec
@@ -125,16 +125,23 @@ def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
     return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))
 
 
-def expert_transfer(message_class: MessageClass, line: Layout) -> Transfer:
-    """The tiers that messages to experts or back cross among the ranks of a line; a batch says how large they are."""
+def expert_transfers(line: Layout) -> Iterator[Transfer]:
+    """Tables of counts over all tiers of a line, rows over each: on the lane of the outermost tier they cross.
+
+    A batch says how large they are.
+    """
     hops = tuple(Hop(tier, degree, FORMATS["fp32"], 1) for tier, degree in enumerate(line.degrees) if degree > 1)
-    return Transfer(message_class=message_class, lane=INSIDE, ranks=line, gathering=hops)
+    if hops:
+        yield Transfer(message_class=MessageClass.ROUTE, lane=hops[-1].tier, ranks=line, gathering=hops)
+    for message_class in (MessageClass.DISPATCH, MessageClass.COMBINE):
+        for hop in hops:
+            yield Transfer(message_class=message_class, lane=hop.tier, ranks=line, gathering=(hop,))
 
 
-def expert_message(message: ExpertMessage, sends: tuple[tuple[int, int], ...]) -> Message:
-    """A message to experts or back, from (tier index, bytes sent on average)."""
+def expert_message(message: ExpertMessage, line: Layout, sends: tuple[tuple[int, int], ...]) -> Message:
+    """A message to experts or back among the ranks of a line, from (tier index, bytes sent on average)."""
     tiers = tuple(tier for tier, _ in sends)
-    return Message(message_class=message.message_class, lane=INSIDE, tiers=tiers, sends=sends)
+    return Message(message_class=message.message_class, lane=message.tier, tiers=tiers, ranks=line, sends=sends)
 
 
 def context_message(sends: tuple[tuple[int, int], ...]) -> Message:

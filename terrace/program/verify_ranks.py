@@ -1,6 +1,6 @@
 """Checks between ranks.
 
- 1. The members of every group issue the same collectives in the same order.
+ 1. The members of every group issue the same collectives in the same order, messages of experts inside passes too.
  2. Every message that one rank sends, the other receives, in the same order.
  3. Ranks do not wait in a circle. A rank sends its collectives in order, tier after tier, and a pass waits for its
     input from another stage, so orders that agree inside every group can still block each other: across tiers, and
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from terrace.base.alike import first_equal, once_each
 from terrace.base.errors import ProgramError
 from terrace.plan.layout import Layout
-from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.rank_play import RankPlay
 from terrace.program.verify import verify
@@ -77,11 +77,8 @@ def _check_collectives(programs: Mapping[int, Program]) -> None:
 def _collectives_by_tier(program: Program) -> dict[tuple[int, Layout], list[Instruction]]:
     by_tier: dict[tuple[int, Layout], list[Instruction]] = defaultdict(list)
     for instruction in program.instructions:
-        if instruction.op in COLLECTIVES:
-            message = program.message(instruction)
-            assert message.ranks is not None, f"{instruction} is among ranks"
-            for tier in sorted(message.tiers):
-                by_tier[tier, message.ranks].append(instruction)
+        for tier, ranks in sorted(program.meets(instruction), key=lambda meeting: meeting[0]):
+            by_tier[tier, ranks].append(instruction)
     return by_tier
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from terrace.base.alike import first_equal, once_each
 from terrace.base.repeated import Repeated
 from terrace.plan.stage import SHORT, Group, Pass
-from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.rank_play import RankPlay
 
@@ -117,13 +117,10 @@ def _meet_others(programs: Mapping[int, Program]) -> bool:
         for each in {each._replace(micro=-1) for each in order.body}:
             if each.op is Op.TIE:
                 return True
-            if each.op in COLLECTIVES:
-                message = program.message(each)
-                assert message.ranks is not None, f"{each} is among ranks"
-                for tier in message.tiers:
-                    group = (tier, message.ranks.joined, message.ranks.peers(rank, tier))
-                    if holders.setdefault(group, first) != first:
-                        return True
+            for tier, ranks in program.meets(each):
+                group = (tier, ranks.joined, ranks.peers(rank, tier))
+                if holders.setdefault(group, first) != first:
+                    return True
     return False
 
 

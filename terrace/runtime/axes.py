@@ -29,9 +29,9 @@ def apply_axes(
     """
     axes: list[InBlockAxis] = []
     # No axis has more than one rank.
-    if INSIDE not in comm.lanes:
+    if INSIDE not in comm.lanes and not comm.program.expert_transfers:
         return axes, blocks, objective
-    in_block = InBlockComm(comm.lanes[INSIDE], clock, weights)
+    in_block = InBlockComm(comm.lanes, clock, weights)
     for apply in _AXES:
         axis, blocks, objective = apply(blocks, objective, comm, in_block)
         axes += [] if axis is None else [axis]

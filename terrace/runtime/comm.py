@@ -63,8 +63,9 @@ class Comm:
                 device=self.device,
                 pacer=pacer,
             )
-        # Messages inside blocks get a lane of their own: they must not queue behind a block's gather or reduction.
-        has_inside = program.tensor.degree > 1 or self.context_group is not None or bool(program.expert_transfers)
+        # Messages of tensor and context ranks get a lane of their own: they must not queue behind a block's gather or
+        # reduction.
+        has_inside = program.tensor.degree > 1 or self.context_group is not None
         indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
         self._peers: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}

@@ -1,14 +1,19 @@
-"""Messages inside a block, whichever axis they are of: one lane, in the order in which computing issues them.
+"""Messages inside a block, whichever axis they are of, in the order in which computing issues them.
+
+Messages of tensor and context ranks have a lane of their own. Messages of experts cross tiers that messages between
+blocks cross too, so they take the lanes of those: all ranks of a stage issue all of them in one order.
 
 They are part of computing: while one is awaited, the clock counts its seconds apart from the pass around it. The order
 of sends, waits and the computing between them is the block's own program (terrace.program.block_program), which the
 simulator plays; a recording of a step is compared with it in tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from terrace.comm.lane import Lane, Ticket
+from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.layout import INSIDE
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, InBlockMessage, Send
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
@@ -26,23 +31,24 @@ class InFlight:
 
 @dataclass
 class InBlockComm:
-    """The lane of messages inside blocks, the clock, and the weight gradients that are held back."""
+    """The lanes of messages inside blocks, the clock, and the weight gradients that are held back."""
 
-    lane: Lane
+    lanes: Mapping[int, Lane]
     clock: Clock
     weights: WeightGradients
     waiting_on: Callable[[tuple[int, ...]], None] = _ignore  # called with awaited ranks, with () after the wait
     recording: list[BlockStep] | None = field(default=None, repr=False)  # steps as they are issued, if a list is given
 
     def submit(self, work: Callable[[], None], *messages: InBlockMessage) -> InFlight:
-        """Put `work`, which carries `messages`, on the lane."""
-        send = Send(messages)
+        """Put `work`, which carries `messages` of one axis, on their lane."""
+        send, first = Send(messages), messages[0]
+        lane = self.lanes[first.tier if isinstance(first, ExpertMessage) else INSIDE]
         if self.recording is not None:
             self.recording.append(send)
-        return InFlight(self.lane.submit(work), send)
+        return InFlight(lane.submit(work), send)
 
     def wait(self, flight: InFlight, ranks: tuple[int, ...]) -> None:
-        """Wait for messages from `ranks`; the seconds are the clock's `wait tensor` or `wait context`."""
+        """Wait for messages from `ranks`; the seconds are the clock's, in the wait of the messages' class."""
         # Computing up to here belongs to the pass around the message.
         self.clock.mark(self.clock.doing)
         self.waiting_on(ranks)

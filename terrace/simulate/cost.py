@@ -29,12 +29,14 @@ from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.program.instruction import Instruction
+from terrace.program.instruction import Instruction, Op
+from terrace.simulate.experts import ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
 from terrace.simulate.links import hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
+from terrace.simulate.rank import Doing, Event, PassStep
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class Costs:
     program: "Program"
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
     rounds: tuple[Rounds, ...] = ()  # of each block's attention, which hide messages of context ranks; empty: none
+    experts: tuple[ExpertSeconds, ...] = ()  # of each block; empty: none are on several ranks
 
     def collective_s(self, instruction: Instruction) -> float:
         """Seconds a collective instruction occupies its lane."""
@@ -130,11 +133,29 @@ class Costs:
         found = self._waits.get(key)
         if found is None:
             rooms = self.rooms(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, rounds)
-            prices = self._prices.get(alike)
-            if prices is None:
-                prices = self._prices[alike] = block_prices(self.program, block)
-            found = self._waits[key] = exposed(prices.priced(steps.moments(instruction.op)), rooms)
+            found = self._waits[key] = exposed(self._priced(block).priced(steps.moments(instruction.op)), rooms)
         return found
+
+    def steps(self, instruction: Instruction, seconds: float, category: str) -> tuple[PassStep, ...]:
+        """The steps of a pass that computes for `seconds`, if it has messages to experts: computing comes first."""
+        op, block = instruction.op, instruction.block
+        steps = self.program.block_program(block).expert_steps(op)
+        if not steps:
+            return ()
+        own = self.experts[block] if self.experts else ExpertSeconds()
+        found = list(pass_steps(steps, op, category, block, own, self._priced(block)))
+        # What comes before the messages in a forward comes after them in a backward.
+        first_s = self.forward_s[block] - own.forward_s if op is Op.FORWARD or self.program.recomputes(block) else 0.0
+        last_s = max(0.0, seconds - first_s - sum(own.of(step, op) for step in steps))
+        first, last = (PassStep(Doing.COMPUTE, Event(op, block, each, -1, category)) for each in (first_s, last_s))
+        return (first, *found, last) if op is not Op.FORWARD else (first, *found)
+
+    def _priced(self, block: int) -> InBlockPrices:
+        alike = self.program.alike_inside(block)
+        prices = self._prices.get(alike)
+        if prices is None:
+            prices = self._prices[alike] = block_prices(self.program, block)
+        return prices
 
     def rooms(self, forward_s: float, input_s: float, weight_s: float, rounds: Rounds) -> Rooms:
         """Seconds of a block's computing behind which its messages hide."""
@@ -182,18 +203,25 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
             f"{program.tensor.rows.degree} x {program.tensor.columns.degree}: make them the same"
         )
-    known: dict[int, tuple[tuple[float, float, float], Rounds]] = {}
-    for kind, block in zip(program.kinds, program.blocks, strict=True):
+    known: dict[int, tuple[tuple[float, float, float], Rounds, ExpertSeconds]] = {}
+    accumulate = program.num_micros > 1
+    for index, (kind, block) in enumerate(zip(program.kinds, program.blocks, strict=True)):
         if kind not in known:
-            seconds = seconds_of(device, work, block, accumulate=program.num_micros > 1)
+            seconds, experts = seconds_of(device, work, block, accumulate=accumulate), ExpertSeconds()
+            trained, own_work = _trained_part(block), work_in(work, block, device.backend)
+            traffic = program.experts(index)
+            if traffic is not None:
+                experts, longer = priced_experts(device, own_work, traffic, accumulate)
+                experts = experts._replace(weight_s=experts.weight_s * trained)
+                seconds = seconds.longer(*longer)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
-            weight_s = seconds.weight_s * _trained_part(block)
-            rounds = core_rounds(device, work_in(work, block, device.backend))
-            known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds
+            weight_s = seconds.weight_s * trained
+            rounds = core_rounds(device, own_work)
+            known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, experts
     forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
-    each_rounds = [known[kind][1] for kind in program.kinds]
-    return _costs(program, forward, backward, update_seconds(program), weight, each_rounds, in_chunks)
+    each_rounds, each_experts = ([known[kind][part] for kind in program.kinds] for part in (1, 2))
+    return _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_experts, in_chunks)
 
 
 def _costs(
@@ -203,6 +231,7 @@ def _costs(
     update: Sequence[float],
     weight: Sequence[float],
     rounds: Sequence[Rounds],
+    experts: Sequence[ExpertSeconds],
     in_chunks: bool,
 ) -> Costs:
     # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
@@ -216,6 +245,7 @@ def _costs(
         program=program,
         weight_s=tuple(weight),
         rounds=tuple(rounds),
+        experts=tuple(experts),
     )
 
 
@@ -266,21 +296,25 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     bandwidth = device.memory_bandwidth_bytes_per_s
     shared = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT))
-    forward, backward, weight, update = [], [], [], []
-    for block, parts, whole_flops in zip(program.blocks, program.flats, forward_flops, strict=True):
+    forward, backward, weight, update, experts = [], [], [], [], []
+    for index, (block, parts, whole_flops) in enumerate(zip(program.blocks, program.flats, forward_flops, strict=True)):
         flops = whole_flops / shared
         weights = (block.num_trainable + block.num_frozen) * item
         # At the least, the weights are read once.
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * _trained_part(block))
         backward.append(forward[-1] + weight[-1])
+        traffic = program.experts(index)
+        experts.append(
+            ExpertSeconds() if traffic is None else shared_out(block, traffic, flops, forward[-1], weight[-1])
+        )
         copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
     # Any last block's loss is taken to be computed in chunks: FLOPs alone do not tell.
-    return _costs(program, forward, backward, update, weight, rounds, True)
+    return _costs(program, forward, backward, update, weight, rounds, experts, True)
 
 
 def _rounds(program: "Program", peak: float) -> Rounds:

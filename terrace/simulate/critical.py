@@ -4,7 +4,7 @@ The walk starts at the end of the compute stream. Compute follows the stream's e
 message follows the last of three: its issue, its lane being free, and its input being ready. The pieces are contiguous
 and cover the step. The seconds of a message over several tiers are split among them in proportion to latency plus bytes
 over bandwidth. Waits inside a block (terrace.simulate.inside) are on the path as messages of class `tensor` or
-`context`.
+`context`; messages of experts are on lanes, like messages between blocks.
 """
 
 from collections import defaultdict
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.plan.wire import OF_EXPERTS, MessageClass
-from terrace.program.instruction import Instruction
+from terrace.program.instruction import PASSES, Instruction
 from terrace.program.program import Program
-from terrace.simulate.inside import WAIT_CONTEXT, WAIT_EXPERTS, WAIT_TENSOR, inside_seconds
+from terrace.simulate.inside import WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
 from terrace.simulate.recording import COMPUTE, Recording, Span
 
 
@@ -73,7 +73,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
             seconds["", span.category] += piece.end_s - piece.start_s
             continue
         else:
-            shares, category = tier_shares(recording.program, instruction), span.category
+            shares, category = span_shares(recording.program, span), span.category
         for tier, share in shares.items():
             seconds[recording.program.layout.tiers[tier], category] += share * (piece.end_s - piece.start_s)
     waits_s = sum(spent for name, spent in last.report.time_s.items() if name.startswith("wait "))
@@ -122,8 +122,10 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
             span = spans[number]
             # Walk back through queued messages until the wait's start; each pays for its own part.
             start_s = max(wait.start_s, min(span.start_s, end_s))
-            for tier, share in tier_shares(program, program.instructions[span.position]).items():
-                axis = "data" if program.instructions[span.position].peer < 0 else "pipeline"
+            axis = "data" if program.instructions[span.position].peer < 0 else "pipeline"
+            if span.category in OF_EXPERTS:
+                axis = span.category
+            for tier, share in span_shares(program, span).items():
                 seconds[axis, program.layout.tiers[tier]] += share * (end_s - start_s)
             number, end_s = span.after, start_s
     return dict(seconds)
@@ -137,9 +139,20 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
     # Each recording counts from its own stage's start.
     before_s = sender.begin_s - recording.begin_s
     spent_s = min(wait.end_s, span.end_s + before_s) - max(wait.start_s, span.start_s + before_s)
-    shares = tier_shares(sender.program, sender.program.instructions[span.position])
+    shares = span_shares(sender.program, span)
     tiers = sender.program.layout.tiers
     return {tiers[tier]: share * spent_s for tier, share in shares.items()} if spent_s > 0 else {}
+
+
+def span_shares(program: Program, span: Span) -> dict[int, float]:
+    """Parts of the seconds of a message on a lane by tier index; they sum to 1."""
+    instruction = program.instructions[span.position]
+    if instruction.op not in PASSES:
+        return tier_shares(program, instruction)
+    # Rows of experts cross the tier of their lane, tables all tiers up to it.
+    if span.category == MessageClass.ROUTE:
+        return _shares(inside_seconds(program, instruction, MessageClass.ROUTE))
+    return {span.lane: 1.0}
 
 
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
@@ -160,11 +173,7 @@ def inside_shares(program: Program, instruction: Instruction, category: str) -> 
 
 
 # Waits inside a block -> the class of the messages.
-INSIDE = {
-    WAIT_TENSOR: MessageClass.TENSOR,
-    WAIT_CONTEXT: MessageClass.CONTEXT,
-    **dict(zip(WAIT_EXPERTS, OF_EXPERTS, strict=True)),
-}
+INSIDE = {WAIT_TENSOR: MessageClass.TENSOR, WAIT_CONTEXT: MessageClass.CONTEXT}
 
 
 def _shares(weights: Mapping[int, float]) -> dict[int, float]:

@@ -10,6 +10,7 @@ itself only adds and compares. `terrace.simulate.recording` plays by the same ru
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.rank import Event, Move, Passes, Play, Rank
+from terrace.simulate.rank import Act, Event, Move, Passes, Play, Rank
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -104,8 +105,8 @@ def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
 class _Pricing:
     def __init__(self, program: "Program", costs: Costs) -> None:
         self.program, self.costs = program, costs
-        inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
-        self._sends_inside = inside or bool(program.expert_transfers)
+        self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
+        self._spreads_experts = bool(program.expert_transfers)
         self._buffered = gradient_buffers(program)
 
     def play(self, instruction: Instruction) -> Play:
@@ -141,7 +142,8 @@ class _Pricing:
             found = costs.passes[key] = self._priced(instruction, *seconds)
         act, event = found
         needs = (index, *borrows) if event.needs else ()
-        return act, Event(op, index, event.seconds, -1, event.category, needs, event.opens, event.inside)
+        event = Event(op, index, event.seconds, -1, event.category, needs, event.opens, event.inside, steps=event.steps)
+        return act, event
 
     def _priced(self, instruction: Instruction, forward_s: float, backward_s: float, weight_s: float) -> Play:
         op, index = instruction.op, instruction.block
@@ -150,7 +152,7 @@ class _Pricing:
         act = Rank.run if all(map(self.program.gathers, needs)) else Rank.run_whole
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
-            return act, Event(op, index, forward_s, -1, "forward", needs, inside=inside)
+            return self._stepwise(instruction, act, Event(op, index, forward_s, -1, "forward", needs, inside=inside))
         opens = any(self._buffered[needed] for needed in needs)
         if op is Op.BACKWARD_WEIGHT:  # reads no parameters
             return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens)
@@ -159,7 +161,13 @@ class _Pricing:
             seconds += forward_s
         if op is Op.BACKWARD_INPUT:
             seconds -= weight_s
-        return act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside)
+        return self._stepwise(instruction, act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside))
+
+    def _stepwise(self, instruction: Instruction, act: Act, event: Event) -> Play:
+        steps = self.costs.steps(instruction, event.seconds, event.category) if self._spreads_experts else ()
+        if not steps:
+            return act, event
+        return Rank.run_steps, replace(event, seconds=steps[0].event.seconds, steps=steps[1:])
 
     def _waits_inside(self, instruction: Instruction) -> tuple[tuple[str, float], ...]:
         if not self._sends_inside:

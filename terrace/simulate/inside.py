@@ -18,8 +18,8 @@ from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS, OF_EXPERTS, MessageClass
-from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment
+from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment, Send
 from terrace.program.instruction import Instruction
 from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 WAIT_TENSOR = f"wait {MessageClass.TENSOR.value}"  # the category of their seconds, of a clock as of a prediction
 WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"
-WAIT_EXPERTS = tuple(f"wait {message.value}" for message in OF_EXPERTS)
 
 Rounds = tuple[tuple[float, float], tuple[float, float]]  # (forward, backward) s of the first and of later rounds
 Rooms = Mapping[Compute, float]  # seconds of the pieces behind which messages hide
 
-_CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT, *OF_EXPERTS)  # all that travel inside a block
+_CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT)  # all that hide behind pieces of computing
 _PIECES = (
     *map(Compute, (ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS)),
     *(Compute(kind, step) for kind in (ComputeKind.ROUND, ComputeKind.ROUND_GRADIENTS) for step in (0, 1)),
@@ -177,6 +176,10 @@ def block_prices(program: "Program", block: int) -> InBlockPrices:
 def inside_seconds(program: "Program", instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
     """Seconds of all messages of a class inside a pass, hidden or not, by tier index."""
     prices, total = block_prices(program, instruction.block), defaultdict[int, float](float)
+    for step in program.block_program(instruction.block).expert_steps(instruction.op):
+        for sent in step.messages if isinstance(step, Send) else ():
+            for tier, seconds in prices.by_tier(sent).items() if sent.message_class is message_class else ():
+                total[tier] += seconds
     for moment in program.block_program(instruction.block).moments(instruction.op):
         for message, count in moment.messages if moment.message_class is message_class else ():
             for tier, seconds in prices.by_tier(message).items():

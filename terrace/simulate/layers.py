@@ -56,6 +56,15 @@ class BlockSeconds:
         """Seconds of both gradients and of recomputation."""
         return self.input_s + self.weight_s + self.again_s
 
+    def longer(self, forward_s: float, input_s: float, weight_s: float) -> "BlockSeconds":
+        """The seconds of a block whose parts take that much longer, or shorter."""
+        return replace(
+            self,
+            forward_s=self.forward_s + forward_s,
+            input_s=self.input_s + input_s,
+            weight_s=self.weight_s + weight_s,
+        )
+
 
 def seconds_of(device: Device, work: Work, block: BlockSpec, *, accumulate: bool = False) -> BlockSeconds:
     """Seconds of a block on a micro-batch; `accumulate` as in `block_seconds`."""

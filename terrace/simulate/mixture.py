@@ -13,6 +13,8 @@ up for some and down for others. A skewed load multiplies as many rows and chang
 rank holds all experts; tensor ranks do not cut them.
 """
 
+from collections.abc import Iterable
+
 from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.wire import FORMATS
@@ -26,20 +28,41 @@ _INDEX_BYTES = (
 # Operators that a forward launches, counted on the decoder: of a dense layer, and what a mixture adds to it, but for
 # the products of experts.
 _LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
+_PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 
 def mixture_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
     """Seconds of a mixture's kernels; `accumulate` as in terrace.simulate.layers."""
-    hidden, inner, tokens = work.model.hidden_size, experts.intermediate_size, work.tokens
-    forward_s, input_s = _passes(device, work, experts)
-    weight_s = 0.0
-    wide = router_dtype(work.compute)
-    # (Dtype, products, rows of each, inputs, outputs).
-    products = [(wide, 1, tokens, hidden, experts.num_experts)]
-    for count, rows in even_loads(tokens, experts):
-        products += [(work.compute, 2 * count, rows, hidden, inner), (work.compute, count, rows, inner, hidden)]
+    hidden, tokens = work.model.hidden_size, work.tokens
+    products = [(router_dtype(work.compute), 1, tokens, hidden, experts.num_experts)]
     if experts.shared_gate:
         products.append((work.compute, 1, tokens, hidden, 1))
+    seconds = _with_products(device, work, _passes(device, work, experts), products, accumulate)
+    passed = passed_seconds(device, work, experts, tokens, accumulate)
+    return seconds[0] + passed[0], seconds[1] + passed[1], seconds[2] + passed[2]
+
+
+def passed_seconds(device: Device, work: Work, experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
+    """Seconds of `tokens` that pass their experts: order, spread, products, activation, weights, collect."""
+    hidden, inner, item = work.model.hidden_size, experts.intermediate_size, FORMATS[work.compute].element_bytes
+    products = []
+    for count, each in even_loads(tokens, experts):
+        products += [(work.compute, 2 * count, each, hidden, inner), (work.compute, count, each, inner, hidden)]
+    rows, token = tokens * experts.per_token, item * hidden * tokens
+    forward = (_INDEX_BYTES + 5 * item * hidden + 5 * item * inner) * rows + token
+    backward = (5 * item * hidden + 11 * item * inner) * rows + token
+    passes_s = memory_s(device, forward, _PASSED_OPERATORS), memory_s(device, backward, _PASSED_OPERATORS)
+    return _with_products(device, work, passes_s, products, accumulate)
+
+
+def _with_products(
+    device: Device,
+    work: Work,
+    passes_s: tuple[float, float],
+    products: Iterable[tuple[str, int, int, int, int]],  # dtype, number, rows of each, inputs, outputs
+    accumulate: bool,
+) -> Seconds:
+    (forward_s, input_s), weight_s = passes_s, 0.0
     for dtype, count, m, k, n in products:
         forward_s += count * gemm_s(device, m, k, n, 1, dtype)
         input_s += count * gemm_s(device, m, n, k, 1, dtype)
@@ -70,16 +93,14 @@ def launches(work: Work, experts: ExpertsConfig) -> float:
 def _passes(device: Device, work: Work, experts: ExpertsConfig) -> tuple[float, float]:
     item, wide = FORMATS[work.compute].element_bytes, FORMATS[router_dtype(work.compute)].element_bytes
     tokens, hidden = work.tokens, work.model.hidden_size
-    rows, scores = tokens * experts.per_token, tokens * experts.num_experts
+    scores = tokens * experts.num_experts
     router = (item + wide) * hidden * tokens if wide > item else 0
     # A sort by score keeps values and indices. A bias, and groups, are further passes over the scores.
     gate = (3 * wide + 8 + (2 * wide if experts.biased else 0) + (3 * wide if experts.num_groups > 1 else 0)) * scores
     token = item * hidden * tokens
-    forward = router + gate + _INDEX_BYTES * rows + 5 * item * hidden * rows + token
-    backward = router + 4 * wide * scores + 5 * item * hidden * rows + 4 * token
-    forward += (3 + 2) * item * experts.intermediate_size * rows
-    backward += (5 + 6) * item * experts.intermediate_size * rows
-    num_kernels = _MIXTURE_OPERATORS
+    forward: float = router + gate
+    backward: float = router + 4 * wide * scores + 3 * token
+    num_kernels = _MIXTURE_OPERATORS - _PASSED_OPERATORS
     if experts.shared_size:  # is added; a gate of its own multiplies it before
         gated = 1 if experts.shared_gate else 0
         forward += (3 + 2 * gated) * token

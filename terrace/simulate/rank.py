@@ -2,7 +2,8 @@
 
 The rules are the executor's: communication is issued in program order onto the lane of the outermost tier it crosses
 and starts when the lane is free and its input is ready; an instruction on the compute stream waits only for its inputs.
-Messages inside a block take no lane: compute waits for them in place. Compute that overlaps a busy lane is slowed by
+Messages of experts take lanes too, in the middle of their pass. Other messages inside a block take no lane: compute
+waits for them in place. Compute that overlaps a busy lane is slowed by
 the overlap penalty of the lane's newest message, for the time they share:
 
 - on a device with separate cores for messages (CUDA), only compute is slowed; with several busy lanes the largest
@@ -15,14 +16,34 @@ the overlap penalty of the lane's newest message, for the time they share:
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terrace.program.instruction import Op
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
+
+
+class Doing(IntEnum):
+    """What a step of a pass does."""
+
+    COMPUTE = 0
+    SEND = 1
+    WAIT = 2
+
+
+class PassStep(NamedTuple):
+    """A step of a pass with messages on lanes.
+
+    `number` is, of a SEND, the message of the pass that must arrive first, if any; of a WAIT, the one waited for.
+    """
+
+    does: Doing
+    event: "Event"
+    number: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -39,20 +60,22 @@ class Event:
     inside: tuple[tuple[str, float], ...] = ()  # exposed messages inside the block: category, seconds
     penalty: float = 0.0  # of a message: slow-down of compute, as a share of the shared time
     message: str = ""  # its class
+    steps: tuple[PassStep, ...] = ()  # of a pass with messages on lanes: all behind its first computing
 
 
 class Passes:
     """Passes one after the other, with nothing between them: their seconds in order, and by category."""
 
-    __slots__ = ("by_category", "opens", "plays", "rests", "steps_s")
+    __slots__ = ("by_category", "opens", "plays", "rests", "sends", "steps_s")
 
     def __init__(self, plays: Sequence["Play"]) -> None:
         self.plays = plays
-        self.opens = False
+        self.opens = self.sends = False
         steps_s: list[float] = []
         by_category: dict[str, list[float]] = {}
         for _, event in plays:
             self.opens |= event.opens
+            self.sends |= bool(event.steps)
             for category, seconds in ((event.category, event.seconds), *event.inside):
                 steps_s.append(seconds)
                 by_category.setdefault(category, []).append(seconds)
@@ -139,7 +162,7 @@ class Rank:
     def run_all(self, passes: Passes) -> None:
         """Several passes; where no message is under way and none is waited for, their seconds add up."""
         plays, number = passes.plays, 0
-        while self.is_held(passes.opens):
+        while self.is_held(passes):
             act, event = plays[number]
             act(self, event)
             number += 1
@@ -151,9 +174,10 @@ class Rank:
         for category, seconds in passes.by_category.items():
             self.time_s[category] = reduce(add, seconds, self.time_s[category])
 
-    def is_held(self, opens: bool) -> bool:
+    def is_held(self, passes: Passes) -> bool:
         """Whether passes may wait for messages or be slowed by them."""
-        return bool(self.busy_s > self.now_s or self.gathers or self.refreshes or (opens and len(self.reductions) > 1))
+        under_way = self.busy_s > self.now_s or self.gathers or self.refreshes or passes.sends
+        return bool(under_way or (passes.opens and len(self.reductions) > 1))
 
     def run_whole(self, event: Event) -> None:
         """FORWARD and BACKWARD with parameters that are whole on every rank: they wait for the refresh."""
@@ -162,6 +186,22 @@ class Rank:
             if block in refreshes:
                 self.wait(refreshes.pop(block), "wait refresh")
         self.run(event)
+
+    def run_steps(self, event: Event) -> None:
+        """A pass with messages on lanes: `event` is its computing before them."""
+        self.run_whole(event)
+        self.play_steps(event)
+
+    def play_steps(self, event: Event) -> None:
+        """The steps of a pass, one after the other."""
+        sent: list[Moment] = []
+        for does, step, number in event.steps:
+            if does is Doing.COMPUTE:
+                self.compute(step)
+            elif does is Doing.SEND:
+                sent.append(self.issue(step, sent[number] if number >= 0 else _START))
+            else:
+                self.wait(sent[number], step.category)
 
     def reduce(self, event: Event) -> None:
         """REDUCE of a unit's gradient."""

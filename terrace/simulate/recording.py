@@ -259,6 +259,12 @@ class Recorder(Rank):
         spans.append((COMPUTE, start_s, now_s, self.position, category, newest[COMPUTE], -1))
         newest[COMPUTE] = len(spans) - 1
 
+    def play_steps(self, event: Event) -> None:
+        # A pass begins with its own first computing, and ends with its last step.
+        started_s = self.started_s[-1]
+        Rank.play_steps(self, event)
+        self.started_s[-1], self.done_s[-1] = started_s, self.now_s
+
     def _halted(self, start_s: float, taken_s: float) -> None:
         longer_s = taken_s - (self.now_s - start_s)
         if self.now_s > start_s and longer_s > 0.0:

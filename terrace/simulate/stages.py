@@ -117,7 +117,7 @@ class _Noting(Rank):
                 super().run_all(passes)
             return
         begun_s, spent_s = self.begun_s, self.time_s.values()
-        while number < len(plays) and (is_alone or self.is_held(passes.opens)):
+        while number < len(plays) and (is_alone or self.is_held(passes)):
             self.starts_s.append(begun_s + sum(spent_s))
             act, event = plays[number]
             act(self, event)

@@ -31,6 +31,7 @@ from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
+from terrace.simulate.experts import alone_s
 from terrace.simulate.stages import Passed, simulate_stages, stages_seconds
 from terrace.simulate.work import Work
 
@@ -224,6 +225,9 @@ def _block_s(costs: Costs, block: int) -> float:
     again_s = costs.forward_s[block] if costs.program.recomputes(block) else 0.0
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
     waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
+    if costs.program.experts(block) is not None:
+        computed = zip(passes, (costs.forward_s[block], costs.backward_s[block] + again_s), ("", ""), strict=True)
+        return waits_s + math.fsum(alone_s(costs.steps(*each)) for each in computed)
     return costs.forward_s[block] + costs.backward_s[block] + again_s + waits_s
 
 

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
+from terrace.model.config import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.program.instruction import Instruction, Op
@@ -15,6 +16,7 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.program.verify_ranks import verify_ranks
+from tests.support.mixtures import mixture
 from tests.support.programs import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of
@@ -277,3 +279,40 @@ def test_more_gradient_buffers_than_the_formula_counts_are_refused() -> None:
 
     with pytest.raises(ProgramError, match=r"bytes of gradients .* held at once, .*: REDUCE blocks earlier"):
         verify(edited(program, wait))
+
+
+def test_ranks_of_experts_must_meet_gradients_and_rows_in_one_order() -> None:
+    """A message of experts is on the lane of its tier, in the middle of a pass: a gradient may not overtake it."""
+    cluster = cluster_of(2, 2)
+    package, outside = cluster.tiers[0].name, cluster.tiers[1].name
+    plan = replace(preset("zero3", cluster), experts={outside: {"expert": 2}})
+    program = build(cluster, plan, tuple(block_specs(mixture(layers=2))), 2, 8)
+
+    def late(list_: list[Instruction]) -> None:
+        list_.insert(at(list_, "BACKWARD b1 m0"), list_.pop(at(list_, "REDUCE b2 m0")))
+
+    def early(list_: list[Instruction]) -> None:
+        list_.insert(at(list_, "BACKWARD b1 m0") + 1, list_.pop(at(list_, "REDUCE b2 m0")))
+
+    one, other = edited(program, late), edited(program, early)
+    for each in (one, other):
+        verify_ranks(dict.fromkeys(range(4), each))
+    with pytest.raises(ProgramError, match="wait in a circle: rank 0 waits in") as caught:
+        verify_ranks({0: one, 1: one, 2: other, 3: other})
+    assert f"`BACKWARD b1 m0` on tier '{outside}'" in str(caught.value)
+    assert package not in str(caught.value)
+
+
+def test_ranks_of_experts_must_pass_micro_batches_in_one_order() -> None:
+    cluster = cluster_of(2)
+    plan = replace(preset("zero3", cluster), unit=2, experts={cluster.tiers[0].name: {"expert": 2}})
+    program = build(cluster, plan, tuple(block_specs(mixture(layers=1))), 2, 8)
+
+    def swap(list_: list[Instruction]) -> None:
+        one, two = at(list_, "FORWARD b1 m0"), at(list_, "FORWARD b1 m1")
+        list_[one], list_[two] = list_[two], list_[one]
+
+    swapped = edited(program, swap)
+    verify_ranks(dict.fromkeys(range(2), swapped))
+    with pytest.raises(ProgramError, match="disagree on its collective number"):
+        verify_ranks({0: program, 1: swapped})

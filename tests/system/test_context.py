@@ -233,7 +233,7 @@ def peak_of_a_ring(num_ring_ranks: int) -> int:
     made = build_token_layout(everyone, 1)
     group = ContextGroup(members=segment.ring_ranks, ulysses=1, ring_degrees=(num_ring_ranks,), sizes=(num_ring_ranks,))
     cpu = torch.device("cpu")
-    in_block = InBlockComm(EagerLane(), make_clock(cpu), WeightGradients())
+    in_block = InBlockComm({INSIDE: EagerLane()}, make_clock(cpu), WeightGradients())
     layout = DeviceLayout(made, PeerComm(group, 1, cast(GroupP2P, NobodyThere()), in_block), cpu)
     parts = [torch.zeros(1, 64, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
 

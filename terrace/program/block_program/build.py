@@ -26,10 +26,7 @@ def block_program(
     if tensor.degree > 1:
         forward, backward = tensor_steps(tensor, blocks, block, attention, recomputed)
     experts = ExpertTraffic.of(context.plan, context.mesh, context.sequence, block)
-    if experts is not None:
-        there, back = expert_steps(experts)
-        forward, backward = (*forward, *there), (*back, *backward)
-    return BlockProgram(forward, backward, recomputed)
+    return BlockProgram(forward, backward, recomputed, ((), ()) if experts is None else expert_steps(experts))
 
 
 def attention_of(context: ContextTraffic, block: BlockSpec) -> tuple[Steps, Steps]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import Await, BlockStep, Send, Steps
+from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Send, Steps
 
 
 def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
@@ -26,6 +26,7 @@ def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
 
 def _there_and_back(traffic: ExpertTraffic, backward: bool) -> Iterator[BlockStep]:
     yield from _awaited(ExpertMessage(MessageClass.DISPATCH, *hop, backward) for hop in traffic.way)
+    yield Compute(ComputeKind.EXPERT_GRADIENTS if backward else ComputeKind.EXPERTS)
     yield from _awaited(ExpertMessage(MessageClass.COMBINE, *hop, backward) for hop in reversed(traffic.way))
 
 

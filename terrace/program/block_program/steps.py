@@ -1,7 +1,8 @@
 """The steps of a block: computing, and the messages among ranks that run the same block, in the order of issue.
 
     Compute(kind, ring_step)  a piece of computing behind which messages may hide
-    Send(messages, behind)    put on the lane of messages inside blocks, one after the other
+    Send(messages, behind)    put on the lane of messages inside blocks, one after the other; messages of experts go on
+                              the lane of the outermost tier that they cross, like messages between blocks
     Await(send)               computing stops until the messages of `send` are there
 
 Between a `Send` and its `Await` the device computes. `Send.behind` names the computing that hides the messages;
@@ -32,6 +33,8 @@ class ComputeKind(StrEnum):
     WEIGHT_GRADIENTS = "gradients of weights"
     ROUND = "round"  # attention to the keys of one ring step
     ROUND_GRADIENTS = "gradients of a round"
+    EXPERTS = "experts"
+    EXPERT_GRADIENTS = "gradients of experts"
 
     __hash__ = str.__hash__  # fast: a search looks pieces up by the thousand
 
@@ -64,26 +67,39 @@ Steps = tuple[BlockStep, ...]
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """The steps of a block on one micro-batch; `backward` is without recomputation."""
+    """The steps of a block on one micro-batch; backwards are without recomputation.
+
+    `experts` is the forward and the backward of the experts: after the other steps in a forward, before them in a
+    backward.
+    """
 
     forward: Steps
     backward: Steps
     recomputed: bool = False
+    experts: tuple[Steps, Steps] = ((), ())
 
     def steps(self, op: Op) -> Steps:
         """Steps of a pass; half a backward has all of them in its first half."""
+        # Weight gradients inside a block are computed while its messages travel, so the first half has all steps.
+        there, back = self.experts
+        return self._of(op, self.forward + there, back + self.backward)
+
+    def expert_steps(self, op: Op) -> Steps:
+        """The steps of a pass that are of the block's experts."""
+        return self._of(op, *self.experts)
+
+    def moments(self, op: Op) -> "tuple[Moment, ...]":
+        """Moments of a pass, counted once, without messages of experts: these take lanes (terrace.simulate.experts)."""
+        if op not in self._moments:
+            self._moments[op] = moments_of(self._of(op, self.forward, self.backward))
+        return self._moments[op]
+
+    def _of(self, op: Op, forward: Steps, backward: Steps) -> Steps:
         if op not in PASSES or op is Op.BACKWARD_WEIGHT:
             return ()
         if op is Op.FORWARD:
-            return self.forward
-        # Weight gradients inside a block are computed while its messages travel, so the first half has all steps.
-        return self.forward + self.backward if self.recomputed else self.backward
-
-    def moments(self, op: Op) -> "tuple[Moment, ...]":
-        """Moments of a pass, counted once."""
-        if op not in self._moments:
-            self._moments[op] = moments_of(self.steps(op))
-        return self._moments[op]
+            return forward
+        return forward + backward if self.recomputed else backward
 
     @cached_property
     def _moments(self) -> "dict[Op, tuple[Moment, ...]]":

@@ -13,6 +13,7 @@ from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
+from terrace.program.block_program.steps import ComputeKind
 from terrace.program.message import Transfer
 from terrace.program.program import Program
 from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
@@ -29,11 +30,12 @@ class ExpertAxis(InBlockAxis):
     ) -> None:
         self.in_block, self._rank, self._collectives = in_block, rank, collectives
         self._lines = self._experts, self._rows = program.expert_lines
-        self._transfers = {(each.message_class, each.ranks.axes): each for each in program.expert_transfers}
+        self._transfers = {(each.message_class, each.ranks.axes, each.lane): each for each in program.expert_transfers}
         self._tiers = [[t for t in reversed(range(len(line.tiers))) if line.degrees[t] > 1] for line in self._lines]
         self._degrees = [_taken(line.degrees, tiers) for line, tiers in zip(self._lines, self._tiers, strict=True)]
         places = [line.coordinates(rank) for line in self._lines]
         self._places = [_taken(place, tiers) for place, tiers in zip(places, self._tiers, strict=True)]
+        self._newest = MessageClass.ROUTE
         self._declared = Counter[tuple[MessageClass, str]]()
         self._mixtures = [module for block in blocks for module in block.modules() if isinstance(module, Mixture)]
         for mixture in self._mixtures:
@@ -72,9 +74,10 @@ class ExpertAxis(InBlockAxis):
         numbers = count_prefixes(experts, num_experts, self._degrees[0]).int()
         table, num_bytes = numbers, numbers.nbytes
         for line in (self._rows, self._experts):
-            transfer = self._transfers.get((MessageClass.ROUTE, line.axes))
-            if transfer is None:
+            if line.degree == 1:
                 continue
+            tier = max(tier for tier, degree in enumerate(line.degrees) if degree > 1)
+            transfer = self._transfers[MessageClass.ROUTE, line.axes, tier]
             for hop in transfer.gathering:
                 self._declared[MessageClass.ROUTE, line.tiers[hop.tier]] += (hop.degree - 1) * num_bytes
                 num_bytes *= hop.degree
@@ -86,9 +89,7 @@ class ExpertAxis(InBlockAxis):
     def _gathered(self, transfer: Transfer, table: Tensor) -> Tensor:
         found = list[Tensor]()
         line, flat = transfer.ranks, table.flatten()
-        message = ExpertMessage(
-            transfer.message_class, max(hop.tier for hop in transfer.gathering), copies=line is self._rows
-        )
+        message = ExpertMessage(transfer.message_class, transfer.lane, copies=line is self._rows)
         flight = self.in_block.submit(lambda: found.append(self._collectives.gather_numbers(transfer, flat)), message)
         ranks = [self._rank]
         for hop in transfer.gathering:
@@ -100,11 +101,15 @@ class ExpertAxis(InBlockAxis):
         self, message: ExpertMessage, hop: HopRows, sent: Tensor, sends: Sequence[int], receives: Sequence[int]
     ) -> Tensor:
         line = self._rows if hop.copies else self._experts
-        transfer = self._transfers[message.message_class, line.axes]
-        (over,) = (each for each in transfer.gathering if each.tier == hop.tier)
+        transfer = self._transfers[message.message_class, line.axes, hop.tier]
+        (over,) = transfer.gathering
         rows = hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned
         self._declared[message.message_class, line.tiers[hop.tier]] += rows * sent.shape[1]
         received = sent.new_empty(sum(receives), sent.shape[1])
+        # Products stand between the last hop there and the first one back.
+        if message.message_class is MessageClass.COMBINE and self._newest is MessageClass.DISPATCH:
+            self.in_block.computes(ComputeKind.EXPERT_GRADIENTS if message.backward else ComputeKind.EXPERTS)
+        self._newest = message.message_class
         flight = self.in_block.submit(
             lambda: self._collectives.exchange_rows(transfer, over, sent, sends, received, receives),
             message,

@@ -1,0 +1,137 @@
+"""Messages of experts on the lanes of tiers: they share each link with messages between blocks."""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.presets import load_cluster
+from terrace.model.config import block_specs
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.plan.wire import OF_EXPERTS
+from terrace.program.instruction import PASSES
+from terrace.program.program import Program
+from terrace.simulate.cost import Costs
+from terrace.simulate.critical import critical_path, exposed_by_axis
+from terrace.simulate.events import simulate
+from terrace.simulate.footprint import work_of
+from terrace.simulate.inside import block_prices
+from terrace.simulate.rank import Doing
+from terrace.simulate.recording import record
+from terrace.simulate.step import Step, predict_step
+from tests.support.mixtures import PLAIN, mixture
+
+MODEL = mixture(replace(PLAIN, num_experts=16))
+SEQUENCE = 128
+
+
+def cluster_of(backend: str = "cuda", rate: float = 1e9, penalty: float = 0.0) -> Cluster:
+    """Three tiers of two; the rate falls fourfold from one to the next."""
+    device = replace(load_cluster("dgx-a100").device, backend=backend, overlap_penalty=penalty)
+    tiers = tuple(
+        Tier(name=name, size=2, bandwidth_bytes_per_s=rate / 4**index, latency_s=1e-5)
+        for index, name in enumerate(("package", "node", "system"))
+    )
+    return Cluster(name="toy", device=device, tiers=tiers)
+
+
+SPREAD = {"system": {"expert": 2}, "node": {"expert": 2}}
+
+
+def step_of(cluster: Cluster, name: str = "three-level", num_micros: int = 3, **changes: Any) -> Step:
+    plan: Plan = replace(preset(name, cluster), **({"experts": SPREAD} | changes))
+    blocks = tuple(block_specs(MODEL))
+    work = work_of(cluster, plan, MODEL, SEQUENCE)
+    return Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=SEQUENCE, work=work)
+
+
+def played(step: Step) -> tuple[Program, Costs]:
+    predicted = predict_step(step)
+    return predicted.programs[0], predicted.costs[0]
+
+
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"name": "zero3", "unit": 3},
+    {"name": "ddp", "recompute": ("layers.*",)},
+    {"name": "zero1", "experts": {"package": {"rows": 2}, "system": {"expert": 2}}},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+def test_a_link_carries_one_message_at_a_time(plan: dict[str, Any], backend: str) -> None:
+    """Whatever it is: the messages of a lane follow one another, and no step is shorter than a link is busy."""
+    program, costs = played(step_of(cluster_of(backend, penalty=0.1), **plan))
+    recording = record(program, costs)
+    busy_s, of_experts = defaultdict[int, float](float), set[tuple[int, str]]()
+    ends_s = dict[int, float]()
+    for number, span in enumerate(recording.spans):
+        if span.lane < 0:
+            continue
+        assert span.start_s >= ends_s.get(span.lane, span.start_s) - 1e-12
+        ends_s[span.lane] = span.end_s
+        if program.instructions[span.position].op in PASSES:
+            of_experts.add((span.lane, span.category))
+        if number >= recording.first:
+            busy_s[span.lane] += span.end_s - span.start_s
+    tiers = program.layout.tiers
+    wanted = {tiers.index(name) for name, degrees in program.plan.experts.items() if max(degrees.values()) > 1}
+    assert {lane for lane, _ in of_experts} == wanted
+    assert {category for _, category in of_experts} == set(OF_EXPERTS)
+    assert max(busy_s.values()) <= recording.report.step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+def test_a_recording_is_what_is_played(plan: dict[str, Any], backend: str) -> None:
+    program, costs = played(step_of(cluster_of(backend, penalty=0.1), **plan))
+    recording = record(program, costs)
+    assert recording.report == simulate(program, costs)
+    path = critical_path(recording)
+    assert sum(path.seconds.values()) == pytest.approx(recording.report.step_s)
+    waits_s = sum(seconds for name, seconds in recording.report.time_s.items() if name.startswith("wait "))
+    if backend == "cuda":
+        assert sum(exposed_by_axis([recording]).values()) == pytest.approx(waits_s)
+
+
+def test_a_dispatch_waits_behind_gradients_and_they_behind_it() -> None:
+    """One layer's numbers by hand: the step is longer by what the link carries beside it."""
+    slow = cluster_of(rate=1e8)
+    program, costs = played(step_of(slow, "ddp", num_micros=1))
+    apart = replace(slow, tiers=(*slow.tiers[:2], replace(slow.tiers[2], bandwidth_bytes_per_s=1e15, latency_s=0.0)))
+    gradients = [each for each in program.instructions if each.message_class in ("reduce", "sync")]
+    lanes = {program.message(each).lane for each in gradients if program.message(each).sends}
+    assert 2 in lanes, "gradients cross the tier of the experts"
+    recording = record(program, costs)
+    spans = [span for span in recording.spans[recording.first :] if span.lane == 2]
+    kinds = [span.category in OF_EXPERTS for span in spans]
+    assert True in kinds, "experts are on it"
+    assert False in kinds, "gradients are on it"
+    queued = [
+        after
+        for before, after in zip(spans, spans[1:], strict=False)
+        if after.category in OF_EXPERTS and before.category not in OF_EXPERTS and after.start_s == before.end_s
+    ]
+    assert queued, "some message of experts waits behind gradients"
+    assert predict_step(step_of(apart, "ddp", num_micros=1)).step_s < recording.report.step_s
+
+
+def test_a_pass_alone_takes_its_computing_and_its_messages() -> None:
+    """Without anything else on the lanes every message is waited for, and seconds of both add up."""
+    program, costs = played(step_of(cluster_of(), "ddp"))
+    layer = next(each for each in program.instructions if program.block_program(each.block).expert_steps(each.op))
+    steps = costs.steps(layer, costs.forward_s[layer.block], "forward")
+    prices = block_prices(program, layer.block)
+    sent_s = [
+        prices.seconds(message)
+        for step in program.block_program(layer.block).expert_steps(layer.op)
+        for message in getattr(step, "messages", ())
+    ]
+    assert [step.event.seconds for step in steps if step.does is Doing.SEND] == sent_s
+    computed_s = sum(step.event.seconds for step in steps if step.does is Doing.COMPUTE)
+    assert computed_s == pytest.approx(costs.forward_s[layer.block])
+    assert 0 < costs.experts[layer.block].forward_s < costs.forward_s[layer.block]
