@@ -282,25 +282,21 @@ def test_more_gradient_buffers_than_the_formula_counts_are_refused() -> None:
 
 
 def test_ranks_of_experts_must_meet_gradients_and_rows_in_one_order() -> None:
-    """A message of experts is on the lane of its tier, in the middle of a pass: a gradient may not overtake it."""
+    """A message of experts is on the lane of its tier, in the middle of a pass: a gather may not overtake it."""
     cluster = cluster_of(2, 2)
-    package, outside = cluster.tiers[0].name, cluster.tiers[1].name
+    outside = cluster.tiers[1].name
     plan = replace(preset("zero3", cluster), experts={outside: {"expert": 2}})
     program = build(cluster, plan, tuple(block_specs(mixture(layers=2))), 2, 8)
 
     def late(list_: list[Instruction]) -> None:
-        list_.insert(at(list_, "BACKWARD b1 m0"), list_.pop(at(list_, "REDUCE b2 m0")))
+        list_.insert(at(list_, "FORWARD b1 m0") + 1, list_.pop(at(list_, "GATHER b2 for forward")))
 
-    def early(list_: list[Instruction]) -> None:
-        list_.insert(at(list_, "BACKWARD b1 m0") + 1, list_.pop(at(list_, "REDUCE b2 m0")))
-
-    one, other = edited(program, late), edited(program, early)
-    for each in (one, other):
+    other = edited(program, late)
+    for each in (program, other):
         verify_ranks(dict.fromkeys(range(4), each))
     with pytest.raises(ProgramError, match="wait in a circle: rank 0 waits in") as caught:
-        verify_ranks({0: one, 1: one, 2: other, 3: other})
-    assert f"`BACKWARD b1 m0` on tier '{outside}'" in str(caught.value)
-    assert package not in str(caught.value)
+        verify_ranks({0: program, 1: program, 2: other, 3: other})
+    assert f"`FORWARD b1 m0` on tier '{outside}'" in str(caught.value)
 
 
 def test_ranks_of_experts_must_pass_micro_batches_in_one_order() -> None:
