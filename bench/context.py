@@ -38,6 +38,7 @@ from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.context import ContextGroup
+from terrace.plan.layout import INSIDE
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import HostClock

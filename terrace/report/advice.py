@@ -16,6 +16,9 @@ _LETTERS = {
     "sync": "s",
     "refresh": "f",
     "control": "c",
+    "dispatch": "d",
+    "combine": "m",
+    "route": "t",
 }
 _WAIT, _OTHER, _IDLE = ".", "?", " "
 _BUSY = 0.1  # share of a letter's time from which a lane shows its message instead of a blank

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_dispatch_waits_behind_gradients_and_they_behind_it() -> None:
     assert False in kinds, "gradients are on it"
     queued = [
         after
-        for before, after in zip(spans, spans[1:], strict=False)
+        for before, after in pairwise(spans)
         if after.category in OF_EXPERTS and before.category not in OF_EXPERTS and after.start_s == before.end_s
     ]
     assert queued, "some message of experts waits behind gradients"

@@ -14,6 +14,7 @@ from terrace.comm.group_p2p import GroupP2P
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import DecoderLayer, token_loss
 from terrace.plan.context import ContextGroup
+from terrace.plan.layout import INSIDE
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.runtime.batch import Batch
