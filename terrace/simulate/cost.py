@@ -220,7 +220,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
             known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, experts
     forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
-    each_rounds, each_experts = ([known[kind][part] for kind in program.kinds] for part in (1, 2))
+    each_rounds, each_experts = ([known[kind][1] for kind in program.kinds], [known[kind][2] for kind in program.kinds])
     return _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_experts, in_chunks)
 
 

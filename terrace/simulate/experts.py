@@ -16,6 +16,7 @@ from typing import NamedTuple
 from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec
 from terrace.plan.expert_traffic import ExpertTraffic
+from terrace.plan.in_block_messages import ExpertMessage
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Send, Steps
 from terrace.program.instruction import Op
 from terrace.simulate.inside import InBlockPrices
@@ -79,6 +80,7 @@ def pass_steps(
             yield PassStep(Doing.COMPUTE, Event(op, block, own.of(step, op), -1, category))
         elif isinstance(step, Send):
             (message,) = step.messages
+            assert isinstance(message, ExpertMessage), "the steps are of experts"
             name, (seconds, penalty) = message.message_class.value, prices.price(message)
             assert not isinstance(before, Send) or before.messages[0].message_class == message.message_class
             # The rows of one tier arrive before they go over the next.

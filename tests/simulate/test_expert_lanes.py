@@ -15,6 +15,7 @@ from terrace.plan.presets import preset
 from terrace.plan.wire import OF_EXPERTS
 from terrace.program.instruction import PASSES
 from terrace.program.program import Program
+from terrace.simulate.block_tape import Backend
 from terrace.simulate.cost import Costs
 from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.events import simulate
@@ -29,7 +30,7 @@ MODEL = mixture(replace(PLAIN, num_experts=16))
 SEQUENCE = 128
 
 
-def cluster_of(backend: str = "cuda", rate: float = 1e9, penalty: float = 0.0) -> Cluster:
+def cluster_of(backend: Backend = "cuda", rate: float = 1e9, penalty: float = 0.0) -> Cluster:
     """Three tiers of two; the rate falls fourfold from one to the next."""
     device = replace(load_cluster("dgx-a100").device, backend=backend, overlap_penalty=penalty)
     tiers = tuple(
@@ -64,7 +65,7 @@ PLANS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backend", ["cuda", "cpu"])
-def test_a_link_carries_one_message_at_a_time(plan: dict[str, Any], backend: str) -> None:
+def test_a_link_carries_one_message_at_a_time(plan: dict[str, Any], backend: Backend) -> None:
     """Whatever it is: the messages of a lane follow one another, and no step is shorter than a link is busy."""
     program, costs = played(step_of(cluster_of(backend, penalty=0.1), **plan))
     recording = record(program, costs)
@@ -88,7 +89,7 @@ def test_a_link_carries_one_message_at_a_time(plan: dict[str, Any], backend: str
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backend", ["cuda", "cpu"])
-def test_a_recording_is_what_is_played(plan: dict[str, Any], backend: str) -> None:
+def test_a_recording_is_what_is_played(plan: dict[str, Any], backend: Backend) -> None:
     program, costs = played(step_of(cluster_of(backend, penalty=0.1), **plan))
     recording = record(program, costs)
     assert recording.report == simulate(program, costs)
