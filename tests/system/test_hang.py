@@ -16,6 +16,7 @@ from terrace.checkpoint.saving import Saver
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
+from terrace.runtime.experts.axis import ExpertAxis
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import calibrate, loop
 from terrace.train.config import resolve
@@ -36,6 +37,11 @@ from tests.support.tiny_runs import (
 TIMEOUT_S, SAVE_TIMEOUT_S = 8.0, 4.0
 LIMIT_S = 240.0  # a run that does not end by itself
 WHERE = r"step \d+, instruction \d+ `[A-Z]+[^`]*`"
+
+EXPERTS = (
+    *("--model.model_type", "mixtral", "--model.num_local_experts", "4", "--model.num_experts_per_tok", "2"),
+    *("--plan.experts.node.expert", "2"),
+)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -98,16 +104,17 @@ class Strike:
         (folder / f"{os.getpid()}.pid").touch()
         if world.rank != victim:
             return
-        if how == "computing":
-            forward = StepRunner._forward
+        if how in ("computing", "dispatching"):
+            owner, name = (StepRunner, "_forward") if how == "computing" else (ExpertAxis, "_exchange")
+            go_on = getattr(owner, name)
 
-            def slow(self: StepRunner, now: object) -> None:
+            def slow(*arguments: object) -> object:
                 metrics = folder / "run" / "metrics.jsonl"  # rank 0 opens it when it comes to its own first step
                 if metrics.exists() and metrics.read_text().count("\n") >= 4:
                     time.sleep(1000)
-                forward(self, now)  # type: ignore[arg-type]
+                return go_on(*arguments)
 
-            StepRunner._forward = slow  # type: ignore[method-assign]
+            setattr(owner, name, slow)
         elif how == "measuring":
             calibrate._skew_s = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         else:
@@ -142,11 +149,12 @@ def test_a_rank_killed_while_constants_are_measured_is_named(tmp_path: Path) -> 
             ("--plan.mapping.package.tensor", "2", "--plan.mapping.node.data", "2"),
             marks=pytest.mark.nightly,
         ),
+        pytest.param(2, "dispatching", EXPERTS, marks=pytest.mark.nightly),
     ],
-    ids=["computing", "first rank computing", "saving", "computing, its peers inside a block"],
+    ids=["computing", "first rank computing", "saving", "computing, its peers inside a block", "in a dispatch"],
 )
 def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: str, more: tuple[str, ...]) -> None:
-    timeout_s = TIMEOUT_S if how == "computing" else SAVE_TIMEOUT_S
+    timeout_s = SAVE_TIMEOUT_S if how == "saving" else TIMEOUT_S
     words = ("--train.timeout_s", str(timeout_s), *more)
     config = resolve(str(run_of(tmp_path)), {}, parse_overrides(words))
     job = prepare(config, tmp_path / "run", None)
@@ -155,7 +163,7 @@ def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: st
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith(f"rank {victim} has not moved"), said
-    if how == "computing":
+    if how != "saving":
         assert re.search(r"from step \d+, instruction \d+ `FORWARD[^`]*` \(computing", said), said
         assert "waiting for it: rank" in said
         check_records(tmp_path / "run", said, {0, 1, 2, 3}, {0, 1, 2, 3} - {victim})
