@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from bench.validation import balance, bandwidth, fsdp, megatron, passes
+from bench.validation import balance, bandwidth, fsdp, fsmoe, fsmoe_layers, megatron, passes
 from bench.validation.rows import Table, markdown_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "validation.md"
@@ -28,6 +28,8 @@ def tables() -> list[Table]:
         bandwidth.table("perlmutter", mean_limit=0.03, max_limit=0.05),
         bandwidth.table("frontier", mean_limit=0.60, max_limit=1.10),
         balance.table(),
+        fsmoe.table(),
+        fsmoe_layers.table(),
     ]
 
 
