@@ -19,6 +19,7 @@ each, the number of its tokens for every prefix of units, in 4 bytes.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
@@ -75,8 +76,7 @@ class ExpertTraffic:
 
     def units_of(self, num_units: int) -> float:
         """How many of `num_units` equal units the choices of a token fall on, on average: D(q)."""
-        elsewhere = math.comb(self.num_experts - self.num_experts // num_units, self.per_token)
-        return num_units * (1 - elsewhere / math.comb(self.num_experts, self.per_token))
+        return mean_units(self.num_experts, self.per_token, num_units)
 
     def sends(self, message: ExpertMessage) -> tuple[tuple[int, int], ...]:
         """(Tier index, bytes that a rank sends over it) of a message."""
@@ -116,3 +116,10 @@ class ExpertTraffic:
             if degree > 1:
                 yield tier, (degree - 1) * num_bytes
             num_bytes *= degree
+
+
+@lru_cache(maxsize=1024)
+def mean_units(num_experts: int, per_token: int, num_units: int) -> float:
+    """How many of `num_units` equal units of experts an even choice of `per_token` falls on, on average: D(q)."""
+    elsewhere = math.comb(num_experts - num_experts // num_units, per_token)
+    return num_units * (1 - elsewhere / math.comb(num_experts, per_token))

@@ -46,9 +46,9 @@ class Kinds:
         """The first block of each kind."""
         return tuple(self.blocks[index] for index in self.first)
 
-    def sliced(self, degrees: Mapping[str, int]) -> tuple[BlockSpec, ...]:
-        """`specs` as a tensor rank holds them."""
-        return _sliced(self, tuple(sorted(degrees.items())))
+    def sliced(self, degrees: Mapping[str, int], experts: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:
+        """`specs` as a tensor rank holds them; `experts` are the degrees of expert and of rows that cut stacks."""
+        return _sliced(self, tuple(sorted(degrees.items())), experts)
 
 
 def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -57,5 +57,8 @@ def runs_of(order: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _sliced(kinds: Kinds, degrees: tuple[tuple[str, int], ...]) -> tuple[BlockSpec, ...]:
-    return slice_blocks(kinds.specs, Mesh.build(1, **{axis: (degree,) for axis, degree in degrees}))
+def _sliced(kinds: Kinds, degrees: tuple[tuple[str, int], ...], experts: tuple[int, int]) -> tuple[BlockSpec, ...]:
+    mesh = Mesh.build(1, **{axis: (degree,) for axis, degree in degrees})
+    if experts != (1, 1):
+        mesh = Mesh(mesh.degrees, Mesh.build(1, expert=experts[:1], rows=experts[1:]))
+    return slice_blocks(kinds.specs, mesh)

@@ -9,6 +9,7 @@ A phase's figure is the memory at its worst moment, not the sum of all peaks:
 The categories are the model state's (terrace.simulate.states) and
 
     activations   kept by forwards for backwards, over all micro-batches in flight, without the logits
+    experts       rows of experts: kept for backwards, and of the running block on their way and in products
     logits        kept by the head, of a size that grows with the vocabulary
     working       taken by the running block beyond its activations: outputs, gradients, temporary tensors
     batch         tokens and labels of the step's micro-batches, int64; positions and masks where rows hold documents
@@ -22,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal
 
@@ -38,7 +39,14 @@ from terrace.plan.wire import FORMATS
 from terrace.simulate.activations import BlockActivations, activations_of
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes
-from terrace.simulate.states import StageBlocks, axis_degree, model_states, stage_blocks, state_layout
+from terrace.simulate.states import (
+    StageBlocks,
+    axis_degree,
+    expert_degrees,
+    model_states,
+    stage_blocks,
+    state_layout,
+)
 from terrace.simulate.work import Work
 
 # A CUDA context with loaded kernels and the buffers of a few NCCL communicators: a guess from 1 to 2 GB.
@@ -47,6 +55,9 @@ CUDA_CONTEXT_BYTES = 1_500_000_000
 CPU_CONTEXT_BYTES = 324_000_000
 # Caching allocators round blocks up and split them; 1.03 to 1.08 has been seen. On a CPU nothing is cached.
 CUDA_ALLOCATOR_FACTOR = 1.05
+
+# Rows of the busiest rank's experts over the mean: 2.6 to 5.1 in real routing (DeepSpeed#8213); training balances it.
+LOAD_FACTOR = 2.6
 
 _TOKEN_BYTES = 8
 
@@ -69,6 +80,7 @@ def footprint(
     allocator_factor: float | None = None,
     phase: Phase | None = None,
     documents: bool = False,
+    load: float = LOAD_FACTOR,
 ) -> dict[str, int]:
     """Bytes of one rank by category at the worst moment of a step, or of its `phase`; their sum is the peak.
 
@@ -77,8 +89,7 @@ def footprint(
     - `in_flight`: the most micro-batches that a pipeline stage holds, as its schedule says (5.5 is possible when
       interleaved). Default: as on the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
     - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
-    - Experts on several ranks (`plan.experts`) are counted as if each rank gathered all of them, which is too much; the
-      rows on their way to them are not counted.
+    - `load`: the rows of a rank's experts over their mean, where experts are on several ranks; `math.inf` is the worst.
     - `documents`: rows may hold several; their masks and copies are counted at their upper bound.
     - `backend`: the device's by default; decides the tensors that kernels keep, and the defaults of `context_bytes`
       and `allocator_factor`.
@@ -88,9 +99,10 @@ def footprint(
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
-    work = work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents)
+    work = replace(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), load=load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
-    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree)
+    mesh = Mesh.of(cluster, plan)
+    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, expert_degrees(mesh))
     if in_flight is None:
         # The first stage of 1F1B has run num_stages forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
@@ -98,7 +110,7 @@ def footprint(
         raise PlanError(
             f"in_flight = {in_flight} of {num_micros} micro-batches: a stage holds at least 1 and at most all"
         )
-    states = model_states(layout, plan, stage, num_micros, lambda axes: state_layout(cluster, plan, axes))
+    states = model_states(layout, plan, stage, num_micros, partial(state_layout, cluster, plan))
     steady = dict(states.steady)
     # Tensor ranks have message buffers of their own.
     if work.tensor > 1:
@@ -118,6 +130,7 @@ def footprint(
                 "gathered": whole[0] if whole else states.gathered[moment.kind],
                 "grads_full": states.gradients[moment.kind] if moment.phase == "backward" else pending,
                 "activations": moment.activations,
+                "experts": moment.experts,
                 "logits": moment.logits,
                 "working": moment.working,
             }
@@ -144,10 +157,11 @@ def stage_footprint(
     model: ModelConfig | None = None,
     whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
+    load: float = LOAD_FACTOR,
 ) -> dict[str, int]:
     """`footprint` of a pipeline stage that holds `chunks` of blocks, each with `waiting` micro-batches in flight."""
     model, backend = model or model_of(kinds.specs), backend or cluster.device.backend
-    work = work_of(cluster, plan, model, sequence, backend)
+    work = replace(work_of(cluster, plan, model, sequence, backend), load=load)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks by what they keep.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
@@ -162,6 +176,7 @@ def stage_footprint(
         in_flight=max(1.0, kept / sum(held) if sum(held) else max(waiting)),
         whole=whole,
         backend=backend,
+        load=load,
     )
 
 
@@ -190,6 +205,7 @@ def work_of(
 
     `documents` tells that a row may hold several.
     """
+    expert, rows = expert_degrees(Mesh.of(cluster, plan))
     # Nothing is recomputed here: the plan's patterns are applied per block.
     return Work(
         model=model,
@@ -205,6 +221,8 @@ def work_of(
         compute=plan.compute,
         flash=has_flash_attention(model, sequence, plan.compute, backend or cluster.device.backend, documents),
         documents=documents,
+        expert=expert,
+        expert_rows=rows,
     )
 
 
@@ -213,6 +231,7 @@ class _Moment:
     phase: Phase
     kind: int
     activations: int
+    experts: int
     logits: int
     working: int
 
@@ -221,8 +240,10 @@ class _Moment:
 class _Run:
     kind: int
     block: BlockActivations
+    bare: BlockActivations  # without the rows of experts
     count: int  # of these blocks
-    activations: int  # of all blocks up to the last of these, without logits
+    activations: int  # of all blocks up to the last of these, without logits and rows of experts
+    experts: int
     logits: int
 
 
@@ -242,14 +263,18 @@ def _moments(
     for run in runs:
         # In a pipeline the other micro-batches in flight have passed the whole stage; in a unit, the same block, and
         # the output or gradient of each waits to go on.
-        block, beside = run.block, runs[-1] if pipelined else run
+        block, bare, beside = run.block, run.bare, runs[-1] if pipelined else run
         activations = run.activations + math.ceil(others * beside.activations)
+        experts = run.experts + math.ceil(others * beside.experts)
         logits = run.logits + math.ceil(others * beside.logits)
         waiting = 0 if pipelined else math.ceil(others * block.output_bytes)
-        forward = max(0, block.forward_peak_bytes - block.kept_bytes) + waiting
-        backward = max(0, block.backward_peak_bytes - block.kept_bytes) + waiting
-        moments.append(_Moment("forward", run.kind, activations, logits, forward))
-        moments.append(_Moment("backward", run.kind, activations, logits, backward))
+        for phase, whole, without in (
+            ("forward", block.forward_peak_bytes, bare.forward_peak_bytes),
+            ("backward", block.backward_peak_bytes, bare.backward_peak_bytes),
+        ):
+            own, rest = max(0, whole - block.kept_bytes), max(0, without - bare.kept_bytes)
+            rows = max(0, own - rest)
+            moments.append(_Moment(phase, run.kind, activations, experts + rows, logits, own - rows + waiting))
     return tuple(moments)
 
 
@@ -259,18 +284,24 @@ def _runs(
 ) -> tuple[_Run, ...]:
     whole = replace(work, recompute="full")
     keys = [(kinds.order[index], _matches(kinds.blocks[index].name, recompute)) for index in held]
-    known = {
-        (kind, again): activations_of(whole if again else work, kinds.specs[kind], backend) for kind, again in set(keys)
-    }
+
+    def activations(kind: int, again: bool) -> tuple[BlockActivations, BlockActivations]:
+        spec, of_block = kinds.specs[kind], whole if again else work
+        found = activations_of(of_block, spec, backend)
+        has_rows = any(param.is_stack for param in spec.params)
+        return found, activations_of(replace(of_block, load=0.0), spec, backend) if has_rows else found
+
+    known = {key: activations(*key) for key in set(keys)}
     # Kept bytes only grow, so the last block of each kind, recomputed or not, is its worst.
     last: dict[tuple[int, bool], _Run] = {}
-    kept = logits = 0
+    kept = experts = logits = 0
     for key in keys:
-        block = known[key]
-        kept += block.kept_bytes - block.logits_bytes
+        block, bare = known[key]
+        kept += bare.kept_bytes - block.logits_bytes
+        experts += block.kept_bytes - bare.kept_bytes
         logits += block.logits_bytes
         before = last.pop(key, None)  # so that the runs are in the order of their last blocks
-        last[key] = _Run(key[0], block, before.count + 1 if before else 1, kept, logits)
+        last[key] = _Run(key[0], block, bare, before.count + 1 if before else 1, kept, experts, logits)
     return tuple(last.values())
 
 

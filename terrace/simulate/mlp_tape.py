@@ -6,14 +6,42 @@ With T tokens, hidden size H, k of E experts a token, N = T k rows and inner siz
     in fp32 at least: the router's input (T, H) and matrix where these are narrower, scores (T, E), chosen scores (T, k)
     in int64: the chosen experts, the order of the choices and the place of each, (T, k) each
 
-N is the same whatever the gate chooses, as every rank holds all experts: a skewed load takes longer, but no more
-memory.
+Where every rank holds all experts, N is the same whatever the gate chooses: a skewed load takes longer, but no more
+memory. With e ranks that hold different experts, each cut over w ranks, a rank multiplies
+
+    N = w T k load rows of inner size I/w, and gets A = w T D(e) load tokens for them (terrace.plan.expert_traffic)
+
+    at worst w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
+
+and keeps of each token that it got the place of every choice, and on the way the row that it was.
 """
 
+import math
+
 from terrace.model.experts.config import ExpertsConfig
+from terrace.plan.expert_traffic import mean_units
 from terrace.simulate.block_tape import BlockTape
+from terrace.simulate.work import Work
 
 _INDEX_BYTES = 8
+
+
+def rows_of(work: Work, experts: ExpertsConfig) -> tuple[int, int]:
+    """(Tokens that a rank gets for its experts, rows that these multiply) in a micro-batch; none under a load of 0."""
+    tokens, per_token, ranks = work.tokens, experts.per_token, work.expert
+    if not work.load:
+        return 0, 0
+    if ranks * work.expert_rows == 1:
+        return tokens, tokens * per_token
+    most = work.expert_rows * ranks * tokens
+    load = min(work.load, worst_load(work, experts)) if ranks > 1 else 1.0
+    arrived = most // ranks * load * mean_units(experts.num_experts, per_token, ranks)
+    return min(most, math.ceil(arrived)), math.ceil(most // ranks * load * per_token)
+
+
+def worst_load(work: Work, experts: ExpertsConfig) -> float:
+    """Rows of a rank's experts over their mean where all choices of all ranks fall on them."""
+    return work.expert * min(experts.per_token, experts.num_experts // work.expert) / experts.per_token
 
 
 class MlpTape(BlockTape):
@@ -42,18 +70,28 @@ class MlpTape(BlockTape):
     def _mixture(self, source: str, target: str) -> None:
         experts = self.work.model.experts
         assert experts is not None, "a layer without experts is no mixture"
-        tokens, rows = self.work.tokens, self.work.tokens * experts.per_token
-        weights = self._weights(source, experts)
-        hidden, inner = rows * self.hidden * self.item, rows * experts.intermediate_size * self.item
+        work, weights = self.work, self._weights(source, experts)
+        tokens, rows = rows_of(work, experts)
+        is_spread = work.expert * work.expert_rows > 1
+        inner = rows * -(-experts.intermediate_size // work.expert_rows) * self.item
+        hidden, token = rows * self.hidden * self.item, tokens * self.hidden * self.item
         self.sizes |= {"rows": hidden, "expert outputs": hidden, "weight of rows": rows * self.wide}
         self.sizes |= dict.fromkeys(("gate", "active", "up", "inner", "product"), inner)
-        places = rows * _INDEX_BYTES
-        self.sizes |= {"order": places, "places": places}
-        self._add("spread", (source,), "rows", ("places",), forward_adds=places, backward_adds=hidden + places)
-        stack = experts.num_experts * experts.intermediate_size * self.hidden
-        self._product("gate", "rows", "gate", stack)
+        self.sizes |= {"order": rows * _INDEX_BYTES, "places": tokens * experts.per_token * _INDEX_BYTES}
+        places, source_of_rows = self.sizes["places"], source
+        # Tensors that variables hold to the end of the mixture.
+        held: tuple[str, ...] = (weights, "experts", "order", "places", "rows", "inner")
+        if is_spread:
+            of_token = experts.per_token * (self.wide + _INDEX_BYTES)
+            self.sizes |= {"tokens": token, "their choices": tokens * of_token, "way": tokens * _INDEX_BYTES}
+            source_of_rows, held = "tokens", (*held, "tokens", "their choices")
+            # Rows leave and arrive as bytes, and are put in order: what is sent, what arrives, and both together.
+            adds = 3 * token + self.sizes["their choices"]
+            self._add("way to experts", (source,), "tokens", ("their choices", "way"), adds, 2 * token + token)
+        self._add("spread", (source_of_rows,), "rows", ("places",), places, hidden + places)
+        self._stack("gate", "rows", "gate")
         self._activation("activation", "gate", "active")
-        self._product("up", "rows", "up", stack)
+        self._stack("up", "rows", "up")
         self._add("gating", ("active", "up"), "inner", ("active", "up"))
         self._add("weights", (weights,), "weight of rows", ("order",))
         weight = "weight of rows"
@@ -62,13 +100,27 @@ class MlpTape(BlockTape):
             self.sizes[weight] = rows * self.item
             self._add("round weights", ("weight of rows",), weight)
         self._add("weighing", ("inner", weight), "product", ("inner", weight), backward_adds=inner)
-        held = (weights, "experts", "order", "places", "rows", "inner", weight)  # by variables, to the end
-        self._product("down", "product", "expert outputs", stack, held)
+        held = (*held, weight)
+        self._stack("down", "product", "expert outputs", held)
         output = "experts output" if experts.shared_size else target
-        self.sizes[output] = tokens * self.hidden * self.item
-        self._add("collect", ("expert outputs",), output, (), hidden, places, variables=(*held, source))
+        self.sizes[output] = work.tokens * self.hidden * self.item
+        collected = "collected" if is_spread else output
+        self.sizes[collected] = token
+        adds = hidden
+        if is_spread:  # summed in fp32 at least, one choice of all tokens after the other
+            column = hidden // experts.per_token // self.item
+            wider = self.wide if self.wide > self.item else 0
+            adds = tokens * self.hidden * self.wide + column * (self.item + wider)
+        self._add("collect", ("expert outputs",), collected, (), adds, places, variables=(*held, source))
+        if is_spread:
+            adds = 2 * token + work.tokens * self.hidden * self.wide
+            self._add("way back", (collected,), output, (), adds, 3 * token, variables=(*held, source))
         if experts.shared_size:
             self._shared(source, output, target, experts, held)
+
+    def _stack(self, name: str, source: str, target: str, variables: tuple[str, ...] = ()) -> None:
+        # The gradient of a stack is written where it is kept (terrace.runtime.weight_records).
+        self._product(name, source, target, 0, variables)
 
     def _weights(self, source: str, experts: ExpertsConfig) -> str:
         """Router and gate; the name of the weights (T, k)."""

@@ -11,6 +11,8 @@ neighbours, and with either the matrix that a tied head borrows. During the upda
 layers. `terrace.plan.memory` counts the same by walking through the visits; for plans that use only the data axis both
 give the same bytes.
 
+Experts on several ranks have buffers of their own, over the ranks that hold the same ones.
+
 Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
 are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. Frozen
 parameters, such as a gate's bias, have one too, without gradient and optimizer state. A tied head on another stage than
@@ -42,13 +44,17 @@ _Dtypes = tuple[Literal["bf16", "fp32", "fp64"], Literal["fp32", "fp64"], Litera
 
 
 class Flats(NamedTuple):
-    """The flat buffers of a stage's blocks that the tensor ranks of `axes` share, and that train or do not."""
+    """The flat buffers of a stage's blocks that the tensor ranks of `axes` share, and that train or do not.
+
+    `stacked`: of stacks of experts whose ranks are factored on their own (`Mesh.experts`).
+    """
 
     axes: tuple[str, ...]
     sizes: Sizes  # padded elements, the copies that a block reads included
     largest: int  # elements of the largest, which a message's memory must fit
     tied: int = 0  # elements of the largest of a block that another stage holds as well
     trainable: bool = True
+    stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,23 +109,34 @@ def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
     return Mesh.of(cluster, plan).total(axis)
 
 
-def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> Layout:
+def expert_degrees(mesh: Mesh) -> tuple[int, int]:
+    """Ranks that hold different experts, and ranks that every expert is cut over."""
+    return (1, 1) if mesh.experts is None else (mesh.experts.total("expert"), mesh.experts.total("rows"))
+
+
+def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = (), stacked: bool = False) -> Layout:
     """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
 
-    So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut.
+    So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut. Of `stacked`
+    parameters, the ranks that hold the same experts.
     """
-    return replace(Layout.of(cluster, plan, (*HOLDERS, *shared)), mesh=None)  # equal ones are one, whatever the rest
+    mesh = Mesh.of(cluster, plan).of_stacks(stacked)
+    layout = Layout.of(cluster, plan, (*HOLDERS, *shared), mesh)
+    return replace(layout, mesh=None)  # equal ones are one, whatever the rest
 
 
 @lru_cache(maxsize=4096)
-def stage_blocks(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shards: int) -> StageBlocks:
+def stage_blocks(
+    kinds: Kinds, held: Sequence[int], tensor: int, columns: int, shards: int, experts: tuple[int, int] = (1, 1)
+) -> StageBlocks:
     """The blocks `held` by a rank, each flat buffer padded to a multiple of `shards`.
 
-    `tensor` ranks are rows x `columns`. Raises `PlanError` where the tensor ranks do not divide the model.
+    `tensor` ranks are rows x `columns`; `experts` are the degrees of the ranks that hold different experts and of
+    those that cut them. Raises `PlanError` where they do not divide the model.
     """
     degrees = {"columns": columns, "rows": tensor // columns}
-    specs = kinds.sliced(degrees)
-    numels = [_local_numels(spec) for spec in specs]
+    specs, is_spread = kinds.sliced(degrees, experts), experts != (1, 1)
+    numels = [_local_numels(spec, is_spread) for spec in specs]
     place = {block: index for index, block in enumerate(held)}
     order = tuple(kinds.order[block] for block in held)
     lent = [
@@ -130,15 +147,18 @@ def stage_blocks(kinds: Kinds, held: Sequence[int], tensor: int, columns: int, s
     # Either of two stages that hold one block sends the other its gradient.
     tied = set[int]().union(*copies, _lent_away(kinds, place.keys()))
     flats = []
-    for frozen, axes in sorted({key for each in numels for key in each} | {(False, ())}):
+    for frozen, stacked, axes in sorted({key for each in numels for key in each} | {(False, False, ())}):
         # A shared buffer is also sharded over the tensor ranks that share it.
         parts = shards * math.prod(degrees[axis] for axis in axes)
-        padded = [-(-each.get((frozen, axes), 0) // parts) * parts for each in numels]
+        if stacked:
+            parts = max(1, shards * tensor // math.prod(experts))
+        padded = [-(-each.get((frozen, stacked, axes), 0) // parts) * parts for each in numels]
         copied = [sum(padded[kinds.order[lender]] for lender in lenders) for lenders in copies]
         passed_on = [padded[kinds.order[lender]] for lender in tied]
         largest = max([padded[kind] for kind in order] + passed_on)
         sizes = tuple(map(sum, zip(padded, copied, strict=True)))
-        flats.append(Flats(axes, sizes, largest, 0 if frozen else max(passed_on, default=0), not frozen))
+        passed = 0 if frozen else max(passed_on, default=0)
+        flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked))
     trained = _summed([each for each in flats if each.trainable])
     matrices = [sum(param.numel for param in spec.params if param.decays and param.trainable) for spec in specs]
     return StageBlocks(
@@ -155,11 +175,13 @@ def _lent_away(kinds: Kinds, held: Collection[int]) -> set[int]:
     return {lender for borrowed in away for lender in borrowed if lender in held}
 
 
-def _local_numels(block: BlockSpec) -> dict[tuple[bool, tuple[str, ...]], int]:
-    # By whether they are frozen, and by the tensor axes that share them.
-    total: dict[tuple[bool, tuple[str, ...]], int] = defaultdict(int)
+def _local_numels(block: BlockSpec, is_spread: bool) -> dict[tuple[bool, bool, tuple[str, ...]], int]:
+    # By whether they are frozen, are stacks of the factoring for experts, and by the tensor axes that share them.
+    total: dict[tuple[bool, bool, tuple[str, ...]], int] = defaultdict(int)
     for param in block.params:
-        total[not param.trainable, tuple(filter(param.is_replicated_over, TENSOR))] += param.numel
+        stacked = is_spread and param.is_stack
+        axes = () if stacked else tuple(filter(param.is_replicated_over, TENSOR))
+        total[not param.trainable, stacked, axes] += param.numel
     return total
 
 
@@ -242,11 +264,12 @@ def model_states(
     plan: Plan,
     stage: StageBlocks,
     num_micros: int,
-    shared: Callable[[tuple[str, ...]], Layout] | None = None,
+    shared: Callable[[tuple[str, ...], bool], Layout] | None = None,
 ) -> States:
     """The model state of a rank on `stage` under the placements of `layout`.
 
-    `shared` gives the layout of a buffer that the ranks of further axes share; needed where the stage has any.
+    `shared` gives the layout of a buffer that the ranks of further axes share, or of stacks of experts; needed where
+    the stage has any.
     """
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     again = num_micros > plan.unit
@@ -254,7 +277,8 @@ def model_states(
     dtypes = plan.compute, plan.master, plan.messages
     steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers"), 0)
     buffered, comes_and_goes = [0] * len(stage.sizes), [0] * len(stage.sizes)
-    together = shared(TENSOR) if len(stage.flats) > 1 and shared is not None else layout  # names the lanes
+    # Names the lanes.
+    together = shared(TENSOR, False) if len(stage.flats) > 1 and shared is not None else layout
     lanes: dict[int, int] = {}
     tie = 0
     # Muon refuses a tensor axis, so its matrices are in one buffer a layer. A whole optimizer state needs no gather.
@@ -262,8 +286,9 @@ def model_states(
     matrices = orthogonal_numels(stage) if gathers_matrices else ()
     for flats in stage.flats:
         axes, sizes = flats.axes, flats.sizes
-        assert not axes or shared is not None, "a stage with shared buffers needs their layouts"
-        here = shared(axes) if axes and shared is not None else layout
+        is_other = bool(axes) or flats.stacked
+        assert not is_other or shared is not None, "a stage with buffers of other holders needs their layouts"
+        here = shared(axes, flats.stacked) if is_other and shared is not None else layout
         total = stage.held(sizes)
         steady["params"] += total // here.span(here.params) * item
         steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0

@@ -29,6 +29,9 @@ class Work:
     padding included. In attention the `ulysses` ranks of one ring place share its `attended` tokens and each has a part
     of the heads. With `balance = "cost"` this is an even share: a place has up to `most_attended`, and the rows of
     `pooled` data ranks are attended to by all their places together.
+
+    `expert` ranks hold different experts, and every expert is cut over `expert_rows` ranks. `load` is the rows of a
+    rank's experts over their mean, for memory. What they compute is priced apart (terrace.simulate.experts).
     """
 
     model: ModelConfig
@@ -46,6 +49,9 @@ class Work:
     causal: bool = True
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     documents: bool = False
+    expert: int = 1
+    expert_rows: int = 1
+    load: float = 1.0
 
     def __post_init__(self) -> None:
         if self.tensor % self.columns:

@@ -32,6 +32,7 @@ from terrace.train.config import RunConfig, TrainConfig
 from terrace.train.prediction import predict, resolved_run
 from tests.support.mixtures import GROUPED, SHARED, mixture
 from tests.support.planner_cases import CLUSTERS, gpt
+from tests.support.strategies import expert_tables
 
 MODELS = {
     "4 layers": gpt(4, 64, 4, vocab=96, positions=64),
@@ -72,7 +73,9 @@ def plans(draw: st.DrawFn, cluster: Cluster, model: ModelConfig) -> Plan:
     pipelined = any("pipeline" in row for row in mapping.values())
     name = draw(st.sampled_from(schedule_names()))
     number = draw(st.sampled_from(NUMBERED.get(name, (":3",) if name == "zb-auto" else ("",))))
+    no_tensor = model.experts is not None and not any("tensor" in row for row in mapping.values())
     plan = Plan(
+        experts=draw(st.sampled_from([{}, {"node": {"expert": 2}}, draw(expert_tables(cluster))])) if no_tensor else {},
         params=places[params],
         grads=places[grads],
         optimizer=places[optimizer],

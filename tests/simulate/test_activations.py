@@ -1,5 +1,6 @@
 """Activations: the published formulas exactly, and this decoder's as torch saves and allocates them."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,13 @@ def run_block(
     if index:
         inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
 
+    recorded: AbstractContextManager[object] = nullcontext()
+    if name in EXPERTS:  # gradients of stacks are written where they are kept
+        adopted = Adopted.of(block)
+        block = adopted.module
+        trained = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
+        trained.gradients.open(torch.zeros_like(trained.full))
+        recorded = adopted.weights.recorded_in(adopted.weights.queue(hold=False))
     if index == 2:
         return run_head(block, inputs, labels, predict(config, compute, sequence, index, again))
 
@@ -87,18 +95,18 @@ def run_block(
         output: Tensor = block(inputs)
         return output
 
-    forward()  # fills RoPE's tables
-    ignored = addresses([inputs, labels, *block.parameters(), *rotary_tables(block)])
-    saved = saved_bytes(forward, ignored)
-    input_bytes = inputs.nbytes if index else 0
-    with torch.set_grad_enabled(not again):
-        forward_peak, left, output = allocated(forward)
-    gradient = torch.randn_like(output)
-
     def backward() -> None:
         torch.autograd.backward(forward() if again else output, gradient)
 
-    backward_peak, _, _ = allocated(backward)
+    with recorded:
+        forward()  # fills RoPE's tables
+        ignored = addresses([inputs, labels, *block.parameters(), *rotary_tables(block)])
+        saved = saved_bytes(forward, ignored)
+        input_bytes = inputs.nbytes if index else 0
+        with torch.set_grad_enabled(not again):
+            forward_peak, left, output = allocated(forward)
+        gradient = torch.randn_like(output)
+        backward_peak, _, _ = allocated(backward)
     before = (0 if again else left) + input_bytes + gradient.nbytes
     return saved, forward_peak + input_bytes, backward_peak + before, predict(config, compute, sequence, index, again)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +20,10 @@ from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
 from terrace.program.lowering import build_stages
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import StageBlocks, model_states, stage_blocks, state_layout
+from terrace.simulate.states import StageBlocks, expert_degrees, model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
-from tests.support.mixtures import EXPERTS, GROUPED
-from tests.support.strategies import plans
+from tests.support.mixtures import EXPERTS, GROUPED, PLAIN
+from tests.support.strategies import expert_tables, plans
 from tests.support.toys import cluster_of
 
 LLAMA = parse_model(
@@ -40,11 +41,26 @@ SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 
 
 def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
-    layout = state_layout(cluster_of(*sizes), plan)
-    stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree)
-    states = model_states(layout, plan, stage, num_micros)
+    cluster = cluster_of(*sizes)
+    layout, experts = state_layout(cluster, plan), expert_degrees(Mesh.of(cluster, plan))
+    stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree, experts)
+    states = model_states(layout, plan, stage, num_micros, partial(state_layout, cluster, plan))
     updating = {"buffers": states.steady["buffers"] + states.updating}
     return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)} | updating
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_experts_on_several_ranks_are_the_walk_too(data: st.DataObject) -> None:
+    """Stacks are cut by experts and rows, and sharded over the ranks that hold the same ones."""
+    sizes = data.draw(st.sampled_from(SIZES))
+    cluster = cluster_of(*sizes)
+    plan = replace(data.draw(plans(cluster)), experts=data.draw(expert_tables(cluster)), update="adamw")
+    experts = replace(PLAIN, dense_layers=data.draw(st.sampled_from(((), (0,), (1,)))))
+    blocks = block_specs(replace(LLAMA, experts=experts, tied_embeddings=data.draw(st.booleans())))
+    num_micros = data.draw(st.integers(1, 5))
+    held = slice_blocks(blocks, Mesh.of(cluster, plan))
+    assert closed_form(plan, sizes, blocks, num_micros) == model_state_bytes(cluster, plan, held, num_micros)
 
 
 @settings(max_examples=80, deadline=None)

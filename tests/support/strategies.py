@@ -98,3 +98,19 @@ def settings_of_a_step(draw: st.DrawFn, max_world: int = 64) -> Setting:
         world *= sizes[-1]
     cluster = cluster_of(*sizes)
     return Setting(cluster, draw(plans(cluster)), draw(block_lists()), draw(st.integers(1, 4)))
+
+
+@st.composite
+def expert_tables(draw: st.DrawFn, cluster: Cluster) -> dict[str, dict[str, int]]:
+    """A plan's `experts` for 8 experts of an inner size that 4 divides: some of the ranks of some tiers."""
+    table: dict[str, dict[str, int]] = {}
+    expert = rows = 1
+    for tier in cluster.tiers:
+        own = draw(st.sampled_from([each for each in (1, 2, 4) if tier.size % each == 0 and expert * each <= 8]))
+        left = tier.size // own
+        cut = draw(st.sampled_from([each for each in (1, 2) if left % each == 0 and rows * each <= 4]))
+        expert, rows = expert * own, rows * cut
+        row = {axis: degree for axis, degree in (("expert", own), ("rows", cut)) if degree > 1}
+        if row:
+            table[tier.name] = row
+    return table
