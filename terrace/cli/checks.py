@@ -14,7 +14,7 @@ from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
 from terrace.report.tables import quantity, seconds
-from terrace.simulate.advice import Job, advice, fullest_stage
+from terrace.simulate.advice import Job, advice, fullest_stage, worst_words
 from terrace.train.config import RunConfig
 
 _LIMIT = 400  # plans that the doctor simulates, as many as terrace plan
@@ -47,7 +47,8 @@ def _memory(run: RunConfig) -> Finding:
     of_stage = f" on stage {stage}" if any(row.get("pipeline") for row in run.plan.mapping.values()) else ""
     words = f"a rank needs {quantity(total, 'B')}{of_stage} of the device's {quantity(capacity, 'B')}"
     if total <= capacity:
-        return Finding(level="fine", about="memory of a rank", words=words)
+        worst = worst_words(job, run.blocks(), run.train.sequence)
+        return Finding(level="fine", about="memory of a rank", words=f"{words}; {worst}" if worst else words)
     # The sentence of the advice begins with the figures already shown.
     tips = advice(run.cluster, run.plan, run.blocks(), run.train.sequence, run.num_micros())
     return Finding(level="blocks", about="memory of a rank", words=words, fix=tips.sentence.split("; ", 1)[-1])

@@ -32,7 +32,7 @@ from terrace.planner.verdicts import lack
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.plans import figures_words, plan_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
-from terrace.simulate.advice import Advice, advice
+from terrace.simulate.advice import Advice, Job, advice, worst_words
 from terrace.train.planned import TASK, planned_table
 
 
@@ -86,6 +86,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
     )
     console.print(split_table(best.memory_bytes, title, "B", capacity))
+    job = Job(cluster=task.cluster, plan=plan_of(task, best.candidate), num_micros=best.num_micros)
+    worst = worst_words(job, task.blocks, task.sequence)
+    print(f"{worst}\n" if worst else "", end="")
     sent, tiers = best.sent_bytes, [tier.name for tier in task.cluster.tiers]
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
     # After the tables above, since the verdicts simulate further plans.

@@ -39,6 +39,7 @@ from terrace.report.tables import (
     time_table,
     wire_words,
 )
+from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.changes import Change, best_changes, changes
 from terrace.simulate.critical import critical_words
 from terrace.simulate.recorded import RecordedStep, record_predicted
@@ -120,7 +121,7 @@ class StepView:
         recorded, found, title, advice = self.recorded, self.candidates, self.subtitle, self.advice
         if self.is_pipelined:
             # One rank stands for the step, and stages send different amounts.
-            sent = max((program.sent_bytes for program in self.programs), key=lambda each: sum(each.values()))
+            sent = max((program.expected_bytes for program in self.programs), key=lambda each: sum(each.values()))
             return stages_page(recorded, sent, found, subtitle=title, advice=advice)
         recording, curve = recorded.recordings[0], recorded.curves[0]
         return page_html(recording, curve, recorded.path, found, subtitle=title, advice=advice)
@@ -169,13 +170,19 @@ def show_memory(view: StepView) -> None:
         view.console.print(stage_memory_table(view.programs, kept, capacity))
     else:
         view.console.print(memory_table(view.programs[0].state_bytes, capacity))
+    run = view.run
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    worst = worst_words(job, run.blocks(), run.train.sequence)
+    print(f"{worst}\n" if worst else "", end="")
 
 
 def show_bytes(view: StepView) -> None:
     """Bytes sent by a rank, of each stage."""
-    tiers, sent = view.programs[0].layout.tiers, [program.sent_bytes for program in view.programs]
+    tiers, sent = view.programs[0].layout.tiers, [program.expected_bytes for program in view.programs]
     for table in stage_bytes_tables(sent, tiers) if view.is_pipelined else [bytes_table(sent[0], tiers)]:
         view.console.print(table)
+    if view.programs[0].expert_transfers:
+        print("route, dispatch and combine: the mean under even routing; each batch declares its own\n")
     print(wire_words(view.run.plan))
 
 

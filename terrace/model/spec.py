@@ -120,6 +120,11 @@ class BlockSpec:
         return 2 * batch_size * sequence * sum(inputs * outputs for inputs, outputs in self.matrices)
 
     @cached_property
+    def has_stacks(self) -> bool:
+        """Whether it has experts."""
+        return any(param.is_stack for param in self.params)
+
+    @cached_property
     def num_trainable(self) -> int:
         """Number of trainable elements owned."""
         return sum(param.numel for param in self.params if param.trainable)

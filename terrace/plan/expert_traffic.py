@@ -49,7 +49,7 @@ class ExpertTraffic:
     def of(plan: Plan, mesh: Mesh, sequence: int, block: BlockSpec) -> "ExpertTraffic | None":
         """The experts of a block; None where it has none, or every rank of a stage has all of them."""
         experts = block.config.experts if isinstance(block, DecoderBlock) else None
-        if experts is None or mesh.experts is None or not any(param.is_stack for param in block.params):
+        if experts is None or mesh.experts is None or not block.has_stacks:
             return None
         assert isinstance(block, DecoderBlock), "checked above"
         item_bytes = FORMATS[plan.compute].element_bytes

@@ -252,7 +252,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
 
 def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     tensor_ranks = Mesh.of(cluster, plan).total("tensor")
-    if plan.experts and not any(param.is_stack for block in blocks for param in block.params):
+    if plan.experts and not any(block.has_stacks for block in blocks):
         raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
     of_experts = Mesh.of(cluster, plan).experts
     if plan.update == "muon" and of_experts is not None and of_experts.total("rows") > 1:

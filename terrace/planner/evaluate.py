@@ -109,7 +109,7 @@ class Evaluator:
         """
         task = self.task
         predicted = predict_step(step_of(task, self.plan(candidate)))
-        sent = max(predicted.sent_bytes, key=lambda each: sum(each.values()))
+        sent = max(predicted.expected_bytes, key=lambda each: sum(each.values()))
         return replace(
             self._estimate(candidate, predicted.times_s[predicted.busiest], self._memory(candidate, predicted)),
             step_s=predicted.step_s,

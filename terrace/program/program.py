@@ -224,6 +224,11 @@ class Program:
     @cached_property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
         """Bytes each rank sends per step, by message class and tier, but for those that a batch declares."""
+        return declared_ahead(self.expected_bytes)
+
+    @cached_property
+    def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
+        """As `sent_bytes`, with the mean of messages of experts under even routing."""
         total: dict[tuple[MessageClass, str], int] = defaultdict(int)
         for instruction, times in self.counts.items():
             # A pass sends the messages inside its block; a RECV those that complete its activation.
@@ -231,8 +236,6 @@ class Program:
             if instruction.message_class is not None:
                 messages = (self.message(instruction), *messages)
             for message in messages:
-                if message.message_class in OF_EXPERTS:
-                    continue
                 for tier, num_bytes in message.sends:
                     total[message.message_class, self.layout.tiers[tier]] += times * num_bytes
         return dict(total)
@@ -391,3 +394,8 @@ _OF_THE_PLAN = (
     *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "expert_lines"),
     *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
 )
+
+
+def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:
+    """Bytes by message class and tier, without those that each batch declares for itself."""
+    return {key: size for key, size in sent.items() if key[0] not in OF_EXPERTS}

@@ -1,24 +1,28 @@
 """The memory that a plan lacks, and the nearest changes that make it fit.
 
-Changes are of four kinds. One kind is tried first, then two together, then three, then all; kinds higher up go first,
+Changes are of five kinds. One kind is tried first, then two together, then three, then all; kinds higher up go first,
 and of each kind the smallest step that suffices:
 
 1. recompute every layer;
 2. fewer sequences at a time: a smaller unit, then a smaller micro-batch and more micro-batches;
-3. states placed further out: the optimizer first, then gradients, then parameters, one tier at a time;
-4. more members of the outermost tier.
+3. different experts on more ranks, from the innermost tier outward;
+4. states placed further out: the optimizer first, then gradients, then parameters, one tier at a time;
+5. more members of the outermost tier.
 
 Every candidate is checked by the footprint of its fullest stage, so advised plans fit as far as the formulas know. None
 is chosen for speed. New data ranks share the micro-batches of the step; if these do not divide evenly, the batch
 changes with them.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
+from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import model_of
 from terrace.model.spec import BlockSpec
@@ -26,11 +30,13 @@ from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import residual_patterns
+from terrace.plan.slices import slice_blocks
+from terrace.plan.validate import validate
 from terrace.program.schedules.counts import most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.changes import crossing
-from terrace.simulate.footprint import footprint, stage_footprint, work_of
+from terrace.simulate.footprint import LOAD_FACTOR, footprint, stage_footprint, work_of
 from terrace.simulate.states import axis_degree
 from terrace.simulate.step import Step, resolved
 
@@ -60,14 +66,20 @@ class Advice:
 
 
 def fullest_stage(
-    job: Job, blocks: tuple[BlockSpec, ...], sequence: int, backend: Backend | None = None
+    job: Job,
+    blocks: tuple[BlockSpec, ...],
+    sequence: int,
+    backend: Backend | None = None,
+    load: float = LOAD_FACTOR,
 ) -> tuple[int, dict[str, int]]:
-    """The pipeline stage with the highest memory per rank, and its footprint; `backend` is the device's by default."""
+    """The pipeline stage with the highest memory per rank, and its footprint; `backend` is the device's by default,
+    `load` as in `footprint`.
+    """
     cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
     num_stages = axis_degree(cluster, plan, "pipeline")
     kinds = Kinds.of(blocks)
     if num_stages == 1:
-        return 0, footprint(cluster, plan, kinds, sequence, num_micros, backend=backend)
+        return 0, footprint(cluster, plan, kinds, sequence, num_micros, backend=backend, load=load)
     if not plan.stages:
         work = work_of(cluster, plan, model_of(blocks), sequence, backend)
         step = Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=sequence, work=work)
@@ -78,7 +90,15 @@ def fullest_stage(
     chunks = [range(*bounds) for bounds in pairwise(starts)]
     found = [
         stage_footprint(
-            cluster, plan, kinds, sequence, num_micros, [chunks[virtual] for virtual in row], waits, backend=backend
+            cluster,
+            plan,
+            kinds,
+            sequence,
+            num_micros,
+            [chunks[virtual] for virtual in row],
+            waits,
+            backend=backend,
+            load=load,
         )
         for row, waits in zip(orders.placement, most_waiting(orders), strict=True)
     ]
@@ -108,7 +128,7 @@ def advice(
         room = f"{(cluster.device.memory_bytes + missing) / 1e9:.1f} of {cluster.device.memory_bytes / 1e9:.1f} GB"
         return Advice(lacking_bytes=0, changes=(), job=job, sentence=f"fits: {room} per device")
     needs = f"needs {missing / 1e9:.1f} GB more per device"
-    changed = _first_that_fits(job, lacking, residual_patterns(blocks))
+    changed = _first_that_fits(job, lacking, blocks)
     if changed is None:
         return Advice(
             lacking_bytes=missing,
@@ -123,12 +143,28 @@ def advice(
     )
 
 
+def worst_words(job: Job, blocks: tuple[BlockSpec, ...], sequence: int) -> str:
+    """Memory of experts beyond the account if all choices fall on those of one rank, in words; "" for none."""
+    if not job.plan.experts:
+        return ""
+    expected, worst = (fullest_stage(job, blocks, sequence, load=load)[1] for load in (LOAD_FACTOR, math.inf))
+    more = sum(worst.values()) - sum(expected.values())
+    if more <= 0:
+        return ""
+    return (
+        f"rows of a rank's experts are counted at {LOAD_FACTOR:g} times their mean; "
+        f"{more / 1e9:.3g} GB more if all choices of all ranks fall on them"
+    )
+
+
 _Steps = Callable[[Job], Iterator[Job]]
 
 
-def _first_that_fits(job: Job, lacking: Callable[[Job], int], layers: tuple[str, ...]) -> Job | None:
-    recompute = partial(_recompute, layers)
+def _first_that_fits(job: Job, lacking: Callable[[Job], int], blocks: tuple[BlockSpec, ...]) -> Job | None:
+    recompute, spread = partial(_recompute, residual_patterns(blocks)), partial(_spread, blocks)
+    has_experts = any(block.has_stacks for block in blocks)
     kinds: tuple[_Steps | None, ...] = (recompute, _fewer_sequences, _further_out, None)  # None: more members
+    kinds = (*kinds[:2], spread, *kinds[2:]) if has_experts else kinds
     for count in range(1, len(kinds) + 1):
         for chosen in combinations(kinds, count):
             for candidate in _apply(job, [steps for steps in chosen if steps is not None]):
@@ -163,6 +199,21 @@ def _fewer_sequences(job: Job) -> Iterator[Job]:
             # More, smaller micro-batches keep the batch of the step.
             plan = replace(job.plan, micro_batch=smaller, unit=1)
             yield replace(job, plan=plan, num_micros=job.num_micros * (size // smaller))
+
+
+def _spread(blocks: tuple[BlockSpec, ...], job: Job) -> Iterator[Job]:
+    plan = job.plan
+    for tier in job.cluster.tiers:
+        # From the innermost tier outward, more of the ranks that hold the same experts hold different ones.
+        for degree in range(2, tier.size + 1):
+            row = {**plan.experts.get(tier.name, {}), "expert": degree}
+            wider = replace(job.plan, experts={**plan.experts, tier.name: row})
+            with suppress(PlanError):
+                validate(job.cluster, wider, blocks)
+                slice_blocks(blocks, Mesh.of(job.cluster, wider))  # every degree divides the experts
+                if plan.experts.get(tier.name, {}).get("expert", 1) < degree:
+                    plan = wider
+                    yield replace(job, plan=plan)
 
 
 def _further_out(job: Job) -> Iterator[Job]:
@@ -208,6 +259,9 @@ def _changes(before: Job, after: Job) -> tuple[str, ...]:
         changes.append(f"unit = {after.plan.unit}")
     if after.plan.micro_batch != before.plan.micro_batch:
         changes.append(f"micro_batch = {after.plan.micro_batch}")
+    if after.plan.experts != before.plan.experts:
+        degrees = {tier: row["expert"] for tier, row in after.plan.experts.items() if row.get("expert", 1) > 1}
+        changes.append(" and ".join(f"experts of {tier!r} on {degree} ranks" for tier, degree in degrees.items()))
     for state in ("optimizer", "grads", "params"):
         if getattr(after.plan, state) != getattr(before.plan, state):
             changes.append(f"{state} on {getattr(after.plan, state)!r}")

@@ -288,7 +288,7 @@ def _runs(
     def activations(kind: int, again: bool) -> tuple[BlockActivations, BlockActivations]:
         spec, of_block = kinds.specs[kind], whole if again else work
         found = activations_of(of_block, spec, backend)
-        has_rows = any(param.is_stack for param in spec.params)
+        has_rows = spec.has_stacks
         return found, activations_of(replace(of_block, load=0.0), spec, backend) if has_rows else found
 
     known = {key: activations(*key) for key in set(keys)}

@@ -25,7 +25,7 @@ from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import frame_of, lowered
-from terrace.program.program import Program
+from terrace.program.program import Program, declared_ahead
 from terrace.program.report import StepReport
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
@@ -85,9 +85,14 @@ class Prediction:
 
     step: Step  # with its stages resolved
     times_s: tuple[Times, ...]
-    sent_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]
+    expected_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]  # of experts under even routing
     programs: tuple[Program, ...]
     costs: tuple[Costs, ...]
+
+    @cached_property
+    def sent_bytes(self) -> tuple[Mapping[tuple[MessageClass, str], int], ...]:
+        """The bytes that do not depend on the batch."""
+        return tuple(map(declared_ahead, self.expected_bytes))
 
     @cached_property
     def reports(self) -> tuple[StepReport, ...]:
@@ -240,7 +245,7 @@ def _played(step: Step, programs: Sequence[Program], known: Costs | None = None)
     return Prediction(
         step=step,
         times_s=tuple(times_s),
-        sent_bytes=tuple(program.sent_bytes for program in programs),
+        expected_bytes=tuple(program.expected_bytes for program in programs),
         programs=tuple(programs),
         costs=tuple(costs),
     )
@@ -283,6 +288,6 @@ def _line(short: Prediction, long: Prediction) -> Prediction:
         times_s.append({name: two.get(name, 0.0) + further * slope_s for name, slope_s in slopes_s.items()})
     sent = (
         {key: size + round(further * (size - before.get(key, 0))) for key, size in after.items()}
-        for before, after in zip(short.sent_bytes, long.sent_bytes, strict=True)
+        for before, after in zip(short.expected_bytes, long.expected_bytes, strict=True)
     )
-    return replace(long, times_s=tuple(times_s), sent_bytes=tuple(sent))
+    return replace(long, times_s=tuple(times_s), expected_bytes=tuple(sent))
