@@ -59,7 +59,7 @@ def test_stacks_are_divided_and_rows_grow_with_their_load() -> None:
 def test_experts_on_more_ranks_make_a_plan_fit() -> None:
     cluster = sized("dgx-h100", 8, 2)
     plan = replace(preset("ddp", cluster), compute="bf16")
-    found = advice(cluster, plan, block_specs(QWEN3_30B), 2048, 1)
+    found = advice(cluster, plan, block_specs(QWEN3_30B), 256, 1)
     assert found.lacking_bytes > 0
     assert found.changes == ("experts of 'node' on 8 ranks and experts of 'system' on 2 ranks",)
 
