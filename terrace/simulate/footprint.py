@@ -268,10 +268,11 @@ def _moments(
         experts = run.experts + math.ceil(others * beside.experts)
         logits = run.logits + math.ceil(others * beside.logits)
         waiting = 0 if pipelined else math.ceil(others * block.output_bytes)
-        for phase, whole, without in (
+        peaks: tuple[tuple[Phase, int, int], ...] = (
             ("forward", block.forward_peak_bytes, bare.forward_peak_bytes),
             ("backward", block.backward_peak_bytes, bare.backward_peak_bytes),
-        ):
+        )
+        for phase, whole, without in peaks:
             own, rest = max(0, whole - block.kept_bytes), max(0, without - bare.kept_bytes)
             rows = max(0, own - rest)
             moments.append(_Moment(phase, run.kind, activations, experts + rows, logits, own - rows + waiting))
