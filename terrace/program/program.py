@@ -30,7 +30,7 @@ from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.message import Message, Transfer
 from terrace.program.phase import Phase
-from terrace.program.report import StepReport
+from terrace.program.report import StepReport, declared_ahead
 from terrace.program.resolve import (
     block_message,
     context_message,
@@ -394,8 +394,3 @@ _OF_THE_PLAN = (
     *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "expert_lines"),
     *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
 )
-
-
-def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:
-    """Bytes by message class and tier, without those that each batch declares for itself."""
-    return {key: size for key, size in sent.items() if key[0] not in OF_EXPERTS}

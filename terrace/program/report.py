@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import OF_EXPERTS, MessageClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +39,8 @@ def read_plain(table: Mapping[str, Any]) -> StepReport:
         message, _, tier = key.partition(".")
         sent[MessageClass(message), tier] = count
     return StepReport(time_s=table["time_s"], sent_bytes=sent, memory_bytes=table["memory_bytes"])
+
+
+def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:
+    """Bytes by message class and tier, without those that each batch declares for itself."""
+    return {key: size for key, size in sent.items() if key[0] not in OF_EXPERTS}

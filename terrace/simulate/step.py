@@ -25,8 +25,8 @@ from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import frame_of, lowered
-from terrace.program.program import Program, declared_ahead
-from terrace.program.report import StepReport
+from terrace.program.program import Program
+from terrace.program.report import StepReport, declared_ahead
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
 from terrace.simulate.cost import Costs, step_costs, update_seconds
