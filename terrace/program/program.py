@@ -23,7 +23,7 @@ from terrace.plan.residency import recomputed
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS, OF_EXPERTS, ROUTES, MessageClass
+from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
