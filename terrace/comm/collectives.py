@@ -126,6 +126,22 @@ class Collectives:
             rows = self._gathered(transfer, hop, rows.view(-1))
         return rows.view(-1, numbers.numel())
 
+    def code_rows(self, message: MessageClass, hop: Hop, rows: Tensor, origin: Origin) -> Tensor:
+        """`rows` (n, elements of the hop) in its format, each by itself: (n, bytes)."""
+        if not hop.wire.block:
+            return rows.to(DTYPES[hop.wire.codec]).contiguous().view(torch.uint8)
+        coded = rows.new_empty(len(rows), hop.part_bytes, dtype=torch.uint8)
+        self._encode(message, hop, "rows", rows, coded, origin)
+        return coded
+
+    def read_rows(self, hop: Hop, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows (n, elements of the hop) that `code_rows` made (n, bytes) of."""
+        if not hop.wire.block:
+            return coded.view(DTYPES[hop.wire.codec]).to(dtype)
+        rows = coded.new_empty(len(coded), hop.numel, dtype=dtype)
+        codecs.decode(coded, hop.wire, rows)
+        return rows
+
     def exchange_rows(
         self,
         transfer: Transfer,

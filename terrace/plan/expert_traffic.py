@@ -11,23 +11,24 @@ outermost last, w_i of the rows, and T tokens of a rank, a rank sends over tier 
     experts   T D(e_i ... e_t) (1 - 1/e_i)                   on the way to them; on the way back the same
     rows      T D(e_0 ... e_t) (w_(i+1) ... w_t) (w_i - 1)   where every expert is cut, to every peer; the same back
 
-A row has H elements of the compute dtype. To the experts it also has k weights, in fp32 at least, and k numbers of
-experts; gradients of weights come back with the gradients of tokens. Before a dispatch the ranks gather a table: of
-each, the number of its tokens for every prefix of units, in 4 bytes.
+A row has H elements in the format of its class and tier, coded by itself. To the experts it also has k weights, in fp32
+at least, and k numbers of experts; gradients of weights come back with the gradients of tokens. These are never coded.
+Before a dispatch the ranks gather a table: of each, the number of its tokens for every prefix of units, in 4 bytes.
+
+On the way to the experts a row is coded once for neighbouring tiers of one format, a rank's own too, and decoded where
+the format ends. On the way back every tier codes what leaves the rank, and sums what arrives in fp32 at least.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
-from terrace.plan.context import batch_shape
 from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.mesh import Mesh
-from terrace.plan.plan import Plan
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.tensor_traffic import TensorTraffic, number_bytes
+from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 
 NUMBER_BYTES = 4  # of a count in a table, and of an expert's number in a row
 
@@ -40,28 +41,33 @@ class ExpertTraffic:
     num_experts: int
     per_token: int
     hidden: int
-    item_bytes: int  # of an element of a row
+    item_bytes: int  # of an element of a row where it is computed with
     weight_bytes: int
+    dispatch: tuple[WireFormat, ...]  # by tier, as `combine`
+    combine: tuple[WireFormat, ...]
     expert: tuple[int, ...]
     rows: tuple[int, ...]
 
     @staticmethod
-    def of(plan: Plan, mesh: Mesh, sequence: int, block: BlockSpec) -> "ExpertTraffic | None":
+    def of(tensor: TensorTraffic, block: BlockSpec) -> "ExpertTraffic | None":
         """The experts of a block; None where it has none, or every rank of a stage has all of them."""
         experts = block.config.experts if isinstance(block, DecoderBlock) else None
-        if experts is None or mesh.experts is None or not block.has_stacks:
+        of_experts = None if tensor.rows.mesh is None else tensor.rows.mesh.experts
+        if experts is None or of_experts is None or not block.has_stacks:
             return None
         assert isinstance(block, DecoderBlock), "checked above"
-        item_bytes = FORMATS[plan.compute].element_bytes
+        plan, tiers = tensor.plan, tensor.rows.tiers
         return ExpertTraffic(
-            tokens=math.prod(batch_shape(plan, mesh, sequence)),
+            tokens=tensor.tokens,
             num_experts=experts.num_experts,
             per_token=experts.per_token,
             hidden=block.config.hidden_size,
-            item_bytes=item_bytes,
-            weight_bytes=max(item_bytes, FORMATS["fp32"].element_bytes),
-            expert=mesh.experts.group("expert"),
-            rows=mesh.experts.group("rows"),
+            item_bytes=FORMATS[plan.compute].element_bytes,
+            weight_bytes=number_bytes(plan),
+            dispatch=tuple(plan.wire_format(MessageClass.DISPATCH, tier) for tier in tiers),
+            combine=tuple(plan.wire_format(MessageClass.COMBINE, tier) for tier in tiers),
+            expert=of_experts.group("expert"),
+            rows=of_experts.group("rows"),
         )
 
     @property
@@ -82,14 +88,29 @@ class ExpertTraffic:
         """(Tier index, bytes that a rank sends over it) of a message."""
         if message.message_class is MessageClass.ROUTE:
             return tuple(self._table(message.copies))
-        tier, extra = message.tier, 0
-        # Weights and numbers of experts go to them with a row, gradients of weights come back.
-        if message.message_class is MessageClass.DISPATCH and not message.backward:
-            extra = self.per_token * (self.weight_bytes + NUMBER_BYTES)
-        elif message.message_class is MessageClass.COMBINE and message.backward:
-            extra = self.per_token * self.weight_bytes
-        row_bytes = self.hidden * self.item_bytes + extra
-        return ((tier, round(self._rows(tier, message.copies) * row_bytes)),)
+        row_bytes = self.wire(message).message_bytes(self.hidden)
+        row_bytes += uncoded_bytes(message, self.per_token, self.weight_bytes)
+        return ((message.tier, round(self._sent(message.tier, message.copies) * row_bytes)),)
+
+    def wire(self, message: ExpertMessage) -> WireFormat:
+        """The format of a row."""
+        return (self.dispatch if message.message_class is MessageClass.DISPATCH else self.combine)[message.tier]
+
+    def coding_bytes(self, message: ExpertMessage) -> float:
+        """Bytes of memory that coding and decoding in a block format reads and writes for a message; 0 for a dtype."""
+        if message.message_class is MessageClass.ROUTE or not self.wire(message).block:
+            return 0.0
+        wire, tier, copies = self.wire(message), message.tier, message.copies
+        held, coded = self.hidden * self.item_bytes, wire.message_bytes(self.hidden)
+        if message.message_class is MessageClass.COMBINE:
+            # As many rows come as go; what comes is added to sums that are read and written.
+            wide = self.hidden * self.weight_bytes
+            return self._sent(tier, copies) * (wide + coded + coded + 2 * wide)
+        at = self.way.index((tier, copies))
+        before, after = ([self.dispatch[each] for each, _ in hops] for hops in (self.way[:at], self.way[at + 1 :]))
+        encoded = 0.0 if before and before[-1] == wire else self._held(self.way[:at])
+        decoded = 0.0 if after and after[0] == wire else self._held(self.way[: at + 1])
+        return (encoded + decoded) * (held + coded)
 
     def degree(self, message: ExpertMessage) -> int:
         """Ranks among which a message goes on its tier."""
@@ -101,11 +122,16 @@ class ExpertTraffic:
         lines = ((self.expert, False), (self.rows, True))
         return tuple((tier, copies) for line, copies in lines for tier in reversed(range(len(line))) if line[tier] > 1)
 
-    def _rows(self, tier: int, copies: bool) -> float:
+    def _sent(self, tier: int, copies: bool) -> float:
+        at = self.way.index((tier, copies))
         if copies:
-            arrived = self.tokens * self.units_of(math.prod(self.expert))
-            return arrived * math.prod(self.rows[tier + 1 :]) * (self.rows[tier] - 1)
-        return self.tokens * self.units_of(math.prod(self.expert[tier:])) * (1 - 1 / self.expert[tier])
+            return self._held(self.way[:at]) * (self.rows[tier] - 1)
+        return self._held(self.way[: at + 1]) * (1 - 1 / self.expert[tier])
+
+    def _held(self, way: Sequence[tuple[int, bool]]) -> float:
+        """Rows on a rank after these hops."""
+        units = math.prod(self.expert[tier] for tier, copies in way if not copies)
+        return self.tokens * self.units_of(units) * math.prod(self.rows[tier] for tier, copies in way if copies)
 
     def _table(self, copies: bool) -> Iterator[tuple[int, int]]:
         units = [degree for degree in reversed(self.expert) if degree > 1]
@@ -123,3 +149,10 @@ def mean_units(num_experts: int, per_token: int, num_units: int) -> float:
     """How many of `num_units` equal units of experts an even choice of `per_token` falls on, on average: D(q)."""
     elsewhere = math.comb(num_experts - num_experts // num_units, per_token)
     return num_units * (1 - elsewhere / math.comb(num_experts, per_token))
+
+
+def uncoded_bytes(message: ExpertMessage, per_token: int, weight_bytes: int) -> int:
+    """Bytes of a row beside its elements: weights and numbers of experts on the way to them, and what comes back."""
+    if message.message_class is MessageClass.DISPATCH and not message.backward:
+        return per_token * (weight_bytes + NUMBER_BYTES)
+    return per_token * weight_bytes if message.message_class is MessageClass.COMBINE and message.backward else 0

@@ -13,9 +13,9 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import TENSOR
+from terrace.plan.mesh import EXPERT, TENSOR
 from terrace.plan.plan import Plan
-from terrace.plan.wire import GRADIENTS, PLACEABLE, ROUTES, MessageClass
+from terrace.plan.wire import GRADIENTS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
 
 
 def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
@@ -63,24 +63,29 @@ def block_hops(
     return reduction, gathering
 
 
+def crossed_tiers(layout: Layout, message: MessageClass) -> tuple[int, ...]:
+    """Indexes of the tiers that messages of a class are there to cross.
+
+    Inside a block these are the tiers where the axes of the class have ranks; `layout` need not join them.
+    """
+    if message in ROUTES or layout.mesh is None:
+        return tuple(layout.route(message))
+    mesh, axes = (layout.mesh.experts, (*EXPERT, "rows")) if message in TO_EXPERTS else (layout.mesh, TENSOR)
+    return () if mesh is None else tuple(tier for tier, degree in enumerate(mesh.group(*axes)) if degree > 1)
+
+
 def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
     """Message classes that cross some tier in a block format; their rounding error is measured.
 
     `layout` joins all ranks that hold some part of a block together.
     """
-    # TENSOR messages cross the tensor axis' tiers, which `layout` does not describe.
-    tensor = layout.mesh.group(*TENSOR) if layout.mesh is not None else (1,) * len(layout.tiers)
-
-    def crossed(message: MessageClass) -> list[int]:
-        if message is MessageClass.TENSOR:
-            return [tier for tier, degree in enumerate(tensor) if degree > 1]
-        return [tier for tier in layout.route(message) if layout.degrees[tier] > 1]
-
-    return tuple(
-        message
-        for message in PLACEABLE
-        if any(plan.wire_format(message, layout.tiers[tier]).block for tier in crossed(message))
-    )
+    found = []
+    for message in PLACEABLE:
+        # Of a class inside blocks `layout` does not join the ranks.
+        tiers = (tier for tier in crossed_tiers(layout, message) if message not in ROUTES or layout.degrees[tier] > 1)
+        if any(plan.wire_format(message, layout.tiers[tier]).block for tier in tiers):
+            found.append(message)
+    return tuple(found)
 
 
 def control_numbers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> int:

@@ -11,9 +11,10 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.dims import is_layer, is_router
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mesh import ORDER, TENSOR, Mesh, tier_degrees
+from terrace.plan.mesh import ORDER, Mesh, tier_degrees
 from terrace.plan.plan import AXES, EXPERT_AXES, FACTORS, Plan
-from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
+from terrace.plan.routes import crossed_tiers
+from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, ROUTES, MessageClass, parse_format
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
@@ -196,7 +197,7 @@ def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> No
             f"use {widest!r} or leave it out"
         )
     if wire.feedback and message not in GRADIENTS:
-        carried = "activations" if message is MessageClass.TENSOR else "parameters"
+        carried = "parameters" if message in ROUTES else "activations"
         raise PlanError(
             f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients, and {message.value} carries "
             f"{carried}, whose errors do not add up over steps; write {name.removesuffix('+feedback')!r}"
@@ -205,12 +206,11 @@ def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> No
 
 def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str) -> None:
     index = layout.tiers.index(tier)
-    if index in layout.route(message):
+    if index in crossed_tiers(layout, message):
         return
-    if message is MessageClass.TENSOR:
-        if layout.mesh is not None and layout.mesh.group(*TENSOR)[index] > 1:
-            return
-        raise PlanError(f"wire.tensor.{tier} has no effect: the tensor axis has no ranks on {tier!r}; leave it out")
+    if message not in ROUTES:
+        axis = "the tensor axis" if message is MessageClass.TENSOR else "the table experts"
+        raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
     # Naming the classes that do cross the tier points at the likely slip.
     crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
     raise PlanError(

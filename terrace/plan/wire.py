@@ -45,9 +45,10 @@ class MessageClass(StrEnum):
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-OF_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE, MessageClass.ROUTE)  # declared batch by batch
+TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
+OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
-_AS_THEY_ARE = ("context", *OF_EXPERTS, "pipeline", "tie", "peer_copy", "control")
+_AS_THEY_ARE = ("context", "route", "pipeline", "tie", "peer_copy", "control")
 _COMPUTE = ("outer",)  # what travels in the compute dtype
 PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)

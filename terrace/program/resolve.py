@@ -14,7 +14,7 @@ from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, control_numbers
 from terrace.plan.tensor_traffic import TensorTraffic, line_hops, number_bytes
-from terrace.plan.wire import FORMATS, ROUTES, MessageClass
+from terrace.plan.wire import FORMATS, ROUTES, TO_EXPERTS, MessageClass
 from terrace.program.message import Message, Transfer
 
 
@@ -125,17 +125,18 @@ def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
     return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))
 
 
-def expert_transfers(line: Layout) -> Iterator[Transfer]:
+def expert_transfers(line: Layout, plan: Plan, hidden: int) -> Iterator[Transfer]:
     """Tables of counts over all tiers of a line, rows over each: on the lane of the outermost tier they cross.
 
-    A batch says how large they are.
+    A batch says how large they are; a hop of rows has the format of one row.
     """
-    hops = tuple(Hop(tier, degree, FORMATS["fp32"], 1) for tier, degree in enumerate(line.degrees) if degree > 1)
-    if hops:
-        yield Transfer(message_class=MessageClass.ROUTE, lane=hops[-1].tier, ranks=line, gathering=hops)
-    for message_class in (MessageClass.DISPATCH, MessageClass.COMBINE):
-        for hop in hops:
-            yield Transfer(message_class=message_class, lane=hop.tier, ranks=line, gathering=(hop,))
+    tiers = [(tier, degree) for tier, degree in enumerate(line.degrees) if degree > 1]
+    tables = tuple(Hop(tier, degree, FORMATS["fp32"], 1) for tier, degree in tiers)
+    yield Transfer(message_class=MessageClass.ROUTE, lane=tiers[-1][0], ranks=line, gathering=tables)
+    for message_class in TO_EXPERTS:
+        for tier, degree in tiers:
+            hop = Hop(tier, degree, plan.wire_format(message_class, line.tiers[tier]), hidden)
+            yield Transfer(message_class=message_class, lane=tier, ranks=line, gathering=(hop,))
 
 
 def expert_message(message: ExpertMessage, line: Layout, sends: tuple[tuple[int, int], ...]) -> Message:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from terrace.comm.rounding import Origin
 from terrace.plan.layout import INSIDE
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
@@ -58,7 +59,8 @@ def _experts(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlock
     if not comm.program.expert_transfers:
         return None, blocks, objective
     held = [blocks[index] for index in comm.program.stage.held]
-    return ExpertAxis(in_block, comm.program, comm.rank, comm.collectives, held), blocks, objective
+    origin = Origin("experts", comm.device, comm.meter)
+    return ExpertAxis(in_block, comm.program, comm.rank, comm.collectives, held, origin), blocks, objective
 
 
 # The tensor axis replaces modules, the context axis then replaces the attention of what runs.

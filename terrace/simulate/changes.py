@@ -17,7 +17,8 @@ from terrace.cluster.cluster import Cluster, Tier
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
-from terrace.plan.wire import PLACEABLE, MessageClass
+from terrace.plan.routes import crossed_tiers
+from terrace.plan.wire import PLACEABLE, ROUTES
 from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
@@ -223,8 +224,7 @@ def _moved(layout: Layout, plan: Plan, states: tuple[str, ...], outward: bool) -
 def crossing(cluster: Cluster, plan: Plan) -> Plan:
     """The plan without wire formats for tiers that a message does not cross: they would be refused."""
     layout = Layout.written(cluster, plan)
-    crossed = {message.value: [layout.tiers[tier] for tier in layout.route(message)] for message in PLACEABLE}
-    crossed[MessageClass.TENSOR.value] = list(layout.tiers)  # where tensor ranks are does not change
+    crossed = {message.value: [layout.tiers[tier] for tier in crossed_tiers(layout, message)] for message in PLACEABLE}
     kept = {
         message: {tier: name for tier, name in row.items() if tier in crossed.get(message, ())}
         for message, row in plan.wire.items()
@@ -237,9 +237,7 @@ def _int8(plan: Plan, program: Program, tier: str) -> Plan:
     index = layout.tiers.index(tier)
     wire = {message: dict(row) for message, row in plan.wire.items()}
     for message in PLACEABLE:
-        crosses = index in layout.route(message) and layout.degrees[index] > 1
-        if message is MessageClass.TENSOR:
-            crosses = program.tensor.both.degrees[index] > 1
+        crosses = index in crossed_tiers(layout, message) and (message not in ROUTES or layout.degrees[index] > 1)
         # Messages that are in a block format already keep it.
         if crosses and not plan.wire_format(message, tier).block:
             wire.setdefault(message.value, {})[tier] = "int8"

@@ -76,11 +76,7 @@ class InBlockPrices:
             return tensor_message_seconds(self._cluster, self._tensor, message)
         if isinstance(message, ExpertMessage):
             assert self._experts is not None, f"{message} without experts on several ranks"
-            lines = self._experts.rows if message.copies else self._experts.expert
-            return {
-                tier: hop_s(self._cluster, tier, lines[tier], num_bytes) + self._cluster.device.kernels.launch_s
-                for tier, num_bytes in self._experts.sends(message)
-            }
+            return _expert_message_seconds(self._cluster, self._experts, message)
         assert self._attention is not None, f"{message} without a context axis"
         sends = self._attention.sends(message)
         # A message without a tier of its own is an exchange of Ulysses ranks, over all their tiers at once.
@@ -215,7 +211,16 @@ def _coding_s(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -
     # Single numbers per token travel unencoded.
     if message.leg is Leg.NUMBERS:
         return 0.0
-    hops, device = tensor.hops(message), cluster.device
+    hops = tensor.hops(message)
     reduction, gathering = (hops, []) if message.leg is Leg.REDUCE else ([], hops)
-    num_bytes = hops_coding_bytes(tensor.plan, MessageClass.TENSOR, reduction, gathering)
-    return num_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
+    return _codec_s(cluster, hops_coding_bytes(tensor.plan, MessageClass.TENSOR, reduction, gathering))
+
+
+def _expert_message_seconds(cluster: Cluster, experts: ExpertTraffic, message: ExpertMessage) -> dict[int, float]:
+    degrees = experts.rows if message.copies else experts.expert
+    alone = cluster.device.kernels.launch_s + _codec_s(cluster, experts.coding_bytes(message))
+    return {tier: hop_s(cluster, tier, degrees[tier], num_bytes) + alone for tier, num_bytes in experts.sends(message)}
+
+
+def _codec_s(cluster: Cluster, num_bytes: float) -> float:
+    return num_bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.kernels.codec)

@@ -159,6 +159,29 @@ def test_tables_that_fit_nothing(experts: dict[str, dict[str, int]], said: str) 
         check()
 
 
+@pytest.mark.parametrize(
+    ("message", "tier", "wire", "said"),
+    [
+        ("dispatch", "node", "fp8", "wire.dispatch.node has no effect: the table experts has no ranks on 'node'"),
+        ("combine", "node", "bf16", "wire.combine.node has no effect: the table experts has no ranks on 'node'"),
+        ("dispatch", "package", "fp8+feedback", "error feedback is for gradients, and dispatch carries activations"),
+        ("combine", "package", "fp64", "is wider than the fp32 values it would carry"),
+        ("dispatch", "rack", "fp8", "wire.dispatch names tier 'rack', which is not in the cluster"),
+        ("route", "package", "fp8", "wire names message class 'route'"),
+        ("dispatch", "package", "int8", None),
+        ("combine", "system", "fp8:32", None),
+    ],
+)
+def test_formats_of_rows(message: str, tier: str, wire: str, said: str | None) -> None:
+    experts = {"package": {"expert": 2}, "system": {"rows": 2}}
+    plan = replace(plan_of("system", experts), wire={message: {tier: wire}})
+    if said is None:
+        validate(CLUSTER, plan, [BLOCK])
+        return
+    with pytest.raises(PlanError, match=said):
+        validate(CLUSTER, plan, [BLOCK])
+
+
 def test_what_experts_cannot_be_combined_with() -> None:
     dense = BlockSpec(name="dense", params=BLOCK.params[:1])
     with pytest.raises(PlanError, match="no layer of this model has experts"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import FORMATS, MessageClass
 from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
 
 Place = tuple[int, ...]
@@ -116,6 +116,8 @@ def test_the_formula_is_the_average(wide: Place, rows: Place) -> None:
         hidden=hidden,
         item_bytes=4,
         weight_bytes=4,
+        dispatch=(FORMATS["fp32"],) * 2,
+        combine=(FORMATS["fp32"],) * 2,
         expert=wide[::-1],
         rows=rows[::-1],
     )

@@ -164,15 +164,15 @@ def dropped_pair(engine: Engine) -> None:
 def lost_row(engine: Engine) -> None:
     """Lose what another rank's experts made of one token, in every message that brings any."""
     (axis,) = (axis for axis in engine.axes if isinstance(axis, ExpertAxis))
-    inner = axis._exchange
+    inner = axis.exchange
 
     def lossy(message: ExpertMessage, *rest: Any) -> Tensor:
-        received = inner(message, *rest)
+        received: Tensor = inner(message, *rest)
         if message.message_class is MessageClass.COMBINE:
             received[:1].zero_()
         return received
 
-    axis._exchange = lossy  # type: ignore[assignment, method-assign]
+    axis.exchange = lossy  # type: ignore[assignment, method-assign]
 
 
 SABOTAGES: dict[str, Callable[[Engine], None]] = {

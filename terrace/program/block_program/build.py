@@ -25,7 +25,7 @@ def block_program(
     # Attention's steps stand inside the tensor axis' steps.
     if tensor.degree > 1:
         forward, backward = tensor_steps(tensor, blocks, block, attention, recomputed)
-    experts = ExpertTraffic.of(context.plan, context.mesh, context.sequence, block)
+    experts = ExpertTraffic.of(tensor, block)
     return BlockProgram(forward, backward, recomputed, ((), ()) if experts is None else expert_steps(experts))
 
 

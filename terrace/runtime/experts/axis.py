@@ -6,13 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
+import torch
 from torch import Tensor, nn
 
 from terrace.comm.collectives import Collectives
+from terrace.comm.rounding import Origin
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
+from terrace.plan.expert_traffic import uncoded_bytes
+from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.wire import MessageClass
+from terrace.plan.layout import Layout
+from terrace.plan.tensor_traffic import number_bytes
+from terrace.plan.wire import MessageClass, WireFormat
 from terrace.program.block_program.steps import ComputeKind
 from terrace.program.message import Transfer
 from terrace.program.program import Program
@@ -26,9 +32,15 @@ class ExpertAxis(InBlockAxis):
     """Puts itself into the mixtures of a rank's blocks."""
 
     def __init__(
-        self, in_block: InBlockComm, program: Program, rank: int, collectives: Collectives, blocks: Iterable[nn.Module]
+        self,
+        in_block: InBlockComm,
+        program: Program,
+        rank: int,
+        collectives: Collectives,
+        blocks: Iterable[nn.Module],
+        origin: Origin,
     ) -> None:
-        self.in_block, self._rank, self._collectives = in_block, rank, collectives
+        self.in_block, self._rank, self._collectives, self._origin = in_block, rank, collectives, origin
         self._lines = self._experts, self._rows = program.expert_lines
         self._transfers = {(each.message_class, each.ranks.axes, each.lane): each for each in program.expert_transfers}
         self._tiers = [[t for t in reversed(range(len(line.tiers))) if line.degrees[t] > 1] for line in self._lines]
@@ -40,6 +52,7 @@ class ExpertAxis(InBlockAxis):
         self._mixtures = [module for block in blocks for module in block.modules() if isinstance(module, Mixture)]
         for mixture in self._mixtures:
             mixture.spread = self._spread
+        self._per_token = max((mixture.router.config.per_token for mixture in self._mixtures), default=0)
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
@@ -53,7 +66,7 @@ class ExpertAxis(InBlockAxis):
 
     def _spread(self, mixture: Mixture, tokens: Tensor, choice: Choice) -> Tensor:
         num_experts = mixture.router.config.num_experts
-        way = Way(self._hops(choice.experts, num_experts), self._units(num_experts), self._exchange)
+        way = Way(self._hops(choice.experts, num_experts), self._units(num_experts), self)
         rows, weights, experts = toward(tokens, choice.weights, choice.experts, way)
         held = num_experts // math.prod(self._degrees[0])
         experts = experts - _index(self._places[0], self._degrees[0]) * held
@@ -97,14 +110,26 @@ class ExpertAxis(InBlockAxis):
         self.in_block.wait(flight, tuple(sorted(ranks)))
         return found[0]
 
-    def _exchange(
+    def wire(self, message: ExpertMessage) -> WireFormat:
+        """The format in which the rows of a message cross its tier."""
+        return self._over(message)[1].wire
+
+    def code(self, message: ExpertMessage, rows: Tensor) -> Tensor:
+        """Rows (n, H) in the format of their message, each by itself: (n, bytes)."""
+        return self._collectives.code_rows(message.message_class, self._over(message)[1], rows, self._origin)
+
+    def read(self, message: ExpertMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows (n, H) of their codes (n, bytes)."""
+        return self._collectives.read_rows(self._over(message)[1], coded, dtype)
+
+    def exchange(
         self, message: ExpertMessage, hop: HopRows, sent: Tensor, sends: Sequence[int], receives: Sequence[int]
     ) -> Tensor:
-        line = self._rows if hop.copies else self._experts
-        transfer = self._transfers[message.message_class, line.axes, hop.tier]
-        (over,) = transfer.gathering
+        """Bytes received from the peers of a hop for `sent` (n, bytes)."""
+        line, (transfer, over) = self._line(message), self._over(message)
         rows = hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned
-        self._declared[message.message_class, line.tiers[hop.tier]] += rows * sent.shape[1]
+        row_bytes = over.part_bytes + uncoded_bytes(message, self._per_token, number_bytes(self._collectives.plan))
+        self._declared[message.message_class, line.tiers[hop.tier]] += rows * row_bytes
         received = sent.new_empty(sum(receives), sent.shape[1])
         # Products stand between the last hop there and the first one back.
         if message.message_class is MessageClass.COMBINE and self._newest is MessageClass.DISPATCH:
@@ -116,6 +141,14 @@ class ExpertAxis(InBlockAxis):
         )
         self.in_block.wait(flight, line.peers(self._rank, hop.tier))
         return received
+
+    def _line(self, message: ExpertMessage) -> Layout:
+        return self._rows if message.copies else self._experts
+
+    def _over(self, message: ExpertMessage) -> tuple[Transfer, Hop]:
+        transfer = self._transfers[message.message_class, self._line(message).axes, message.tier]
+        (hop,) = transfer.gathering
+        return transfer, hop
 
 
 def _taken(values: Sequence[int], tiers: Sequence[int]) -> list[int]:
