@@ -151,7 +151,7 @@ def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]
             return f"{words}: the {name} axis is pinned above 1 but not searched; add --axes {','.join(axes)},{name}"
     most_tensor = max(pins.ranges.get(name, (1, 1))[0] for name in ("tensor", "columns"))
     if task.model.experts is not None and most_tensor > 1:
-        return f"{words}: a tensor axis does not cut experts; pin its degree to 1 and use other axes"
+        return f"{words}: the search puts no tensor ranks beside experts; pin their number to 1"
     words += ": drop a pin"
     return words if set(axes) == set(AXES) else f"{words}, or search more axes, as with --axes all"
 

@@ -23,12 +23,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
+from terrace.plan.hops import number_bytes
 from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.tensor_traffic import TensorTraffic, number_bytes
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
+
+if TYPE_CHECKING:
+    from terrace.plan.tensor_traffic import TensorTraffic
 
 NUMBER_BYTES = 4  # of a count in a table, and of an expert's number in a row
 
@@ -49,7 +53,7 @@ class ExpertTraffic:
     rows: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: TensorTraffic, block: BlockSpec) -> "ExpertTraffic | None":
+    def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic | None":
         """The experts of a block; None where it has none, or every rank of a stage has all of them."""
         experts = block.config.experts if isinstance(block, DecoderBlock) else None
         of_experts = None if tensor.rows.mesh is None else tensor.rows.mesh.experts
@@ -58,7 +62,7 @@ class ExpertTraffic:
         assert isinstance(block, DecoderBlock), "checked above"
         plan, tiers = tensor.plan, tensor.rows.tiers
         return ExpertTraffic(
-            tokens=tensor.tokens,
+            tokens=tensor.padded_tokens // tensor.rows.degree,  # each tensor row routes a part
             num_experts=experts.num_experts,
             per_token=experts.per_token,
             hidden=block.config.hidden_size,

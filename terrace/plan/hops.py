@@ -69,6 +69,11 @@ def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop
     return total
 
 
+def number_bytes(plan: Plan) -> int:
+    """Bytes of a number of the loss, of a norm's statistics or of a gate's weight: fp32 at least."""
+    return max(4, FORMATS[plan.compute].element_bytes)
+
+
 def _feedback_bytes(hop: Hop) -> int:
     return 2 * RESIDUAL_BYTES if hop.wire.feedback else 0
 

@@ -7,7 +7,7 @@ Each dim of a parameter declares the quantity it counts, and a table names the a
     hidden                          columns: the residual stream
     vocab                           columns and rows together: embedding and head
     experts                         expert: ranks hold different experts
-    expert_intermediate             rows of the factoring for experts: every expert is cut
+    expert_intermediate             rows of the factoring for experts: every expert is cut; whole where there is none
 
 A single head is never cut. With more rows than key-value heads every rank holds all of them and uses the one that its
 queries need. A vocabulary or an inner MLP size that does not divide is padded with zeros at the end, which add nothing
@@ -64,6 +64,8 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
 
 
 def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[str, ...]]) -> ParamSpec:
+    if param.is_stack and mesh.experts is None:
+        cut_by = {}  # tensor ranks share the tokens of experts, not their matrices
     mesh = mesh.of_stacks(param.is_stack)
     axes = tuple(axis for axis in STAGE if mesh.total(axis) > 1)
     if not param.shape:

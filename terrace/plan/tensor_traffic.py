@@ -11,6 +11,7 @@ an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence 
                each linear layer out of it: an all-reduce of T n over columns, backward
     embedding  forward: a reduction of T' H over columns, then of T' H / C over rows; backward: gathers of the same,
                none where its matrix is frozen
+    experts    of whole tokens: a gather of T' H over rows, forward and backward
     head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered
 
 With sequence parallelism a rank keeps its part of the inputs of attention and MLP, and gathers it once more in the
@@ -27,13 +28,13 @@ from fnmatch import fnmatchcase
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import batch_shape
 from terrace.plan.dims import hidden_size, is_inner, is_norm
-from terrace.plan.hops import Hop
+from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.routes import gather_hops, reduce_hops
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import MessageClass
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,10 @@ def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:
     return [(index * size // num, (index + 1) * size // num) for index in range(num)]
 
 
-def number_bytes(plan: Plan) -> int:
-    """Bytes of a number of the loss or of a norm's statistics: fp32 at least."""
-    return max(4, FORMATS[plan.compute].element_bytes)
+def row_tokens(num_tokens: int, num_rows: int, place: int) -> slice:
+    """The tokens of a micro-batch that the row at `place` has: equal parts in order, the last ones short or empty."""
+    size = -(-num_tokens // num_rows)
+    return slice(min(place * size, num_tokens), min((place + 1) * size, num_tokens))
 
 
 def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
@@ -193,6 +195,10 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
                 )  # of key-value heads that all ranks hold
                 # Columns hold parts of the inner product's sum.
                 forward += all_reduce(columns, _inner(tensor, weight.shape[0] // one_of))
+    # Each row routes a part of the tokens. Where the stream is whole, results and gradients are gathered.
+    if one_sided and any(param.is_stack for param in block.params):
+        routed = TensorMessage(Leg.GATHER, rows, tensor.padded_tokens * hidden_size(blocks))
+        forward, backward = [*forward, routed], [*backward, routed]
     forward += forward_norms
     backward += forward_norms
     return _crossing(tensor, forward), _crossing(tensor, backward)

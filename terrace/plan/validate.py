@@ -251,7 +251,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
 
 
 def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    tensor_ranks = Mesh.of(cluster, plan).total("tensor")
+    columns = Mesh.of(cluster, plan).total("columns")
     if plan.experts and not any(block.has_stacks for block in blocks):
         raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
     of_experts = Mesh.of(cluster, plan).experts
@@ -259,10 +259,10 @@ def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
     rounds = FORMATS[plan.compute].mantissa_bits < FORMATS["fp32"].mantissa_bits
     for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):
-        if param.is_stack and tensor_ranks > 1:
+        if param.is_stack and columns > 1:
             raise PlanError(
-                f"the mapping has {tensor_ranks} tensor ranks, and {name} holds {param.num_parts} experts, which a "
-                "tensor axis does not cut: give its ranks to the data, context or pipeline axis"
+                f"the mapping has {columns} tensor columns, and {name} holds {param.num_parts} experts, for which a "
+                "token must be whole: use tensor rows, or give the ranks to another axis"
             )
         if is_router(param) and len(param.shape) == 1 and rounds:
             raise PlanError(

@@ -136,8 +136,11 @@ class Inner:
         if key not in self._moments:
             blocks = self.task.kinds.sliced({axis: group.total(axis) for axis in TENSOR})
             tensor, nothing = self._axis(group, num_tokens), ((), ())
-            forward, backward = tensor_steps(tensor, blocks, blocks[kind], nothing, False)
-            again = tensor_steps(tensor, blocks, blocks[kind], nothing, True)
+            passes = []
+            for recomputed in (False, True):
+                (forward, backward), (after, before) = tensor_steps(tensor, blocks, blocks[kind], nothing, recomputed)
+                passes.append((forward + after, before + backward))
+            (forward, backward), again = passes
             self._moments[key] = [moments_of(steps) for steps in (forward, backward, again[0] + again[1])]
         return self._moments[key]
 

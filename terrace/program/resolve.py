@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, reduce_buffers
+from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, control_numbers
-from terrace.plan.tensor_traffic import TensorTraffic, line_hops, number_bytes
+from terrace.plan.tensor_traffic import TensorTraffic, line_hops
 from terrace.plan.wire import FORMATS, ROUTES, TO_EXPERTS, MessageClass
 from terrace.program.message import Message, Transfer
 

@@ -106,7 +106,7 @@ class Engine:
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
-        self.passages = Passages(blocks, self.program, balance, self.device)
+        self.passages = Passages(blocks, self.program, balance, rank, self.device)
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
         values = [dict(block.named_parameters()) for block in blocks]
         self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)

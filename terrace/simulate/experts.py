@@ -55,8 +55,8 @@ def priced_experts(
         num_experts=experts.num_experts // traffic.num_units,
         intermediate_size=-(-experts.intermediate_size // traffic.num_rows),
     )
-    here = passed_seconds(device, work, held, work.tokens * traffic.num_rows, accumulate)
-    alone = passed_seconds(device, work, experts, work.tokens, accumulate)
+    here = passed_seconds(device, work, held, work.routed * traffic.num_rows, accumulate)
+    alone = passed_seconds(device, work, experts, work.routed, accumulate)
     return ExpertSeconds(*here), (here[0] - alone[0], here[1] - alone[1], here[2] - alone[2])
 
 

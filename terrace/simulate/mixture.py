@@ -1,7 +1,8 @@
 """Seconds of a mixture of experts (terrace.model.experts.mixture): router, gate, rows, products, sums; no shared MLP.
 
-With T tokens on a rank, hidden size H, E experts of inner size I, k experts a token, N = T k rows, e bytes an element
-of the compute dtype and w of the router's (fp32, or fp64 as the compute dtype), passes over memory are
+With T tokens that a rank routes (tensor rows share its tokens), hidden size H, E experts of inner size I, k experts a
+token, N = T k rows, e bytes an element of the compute dtype and w of the router's (fp32, or fp64 as the compute dtype),
+passes over memory are
 
     forward    router (e + w)HT, gate (3w + 8)ET, order 64N, spread 2eHN, activation 3eIN, weights 2eIN,
                collect 3eHN + eHT
@@ -33,10 +34,10 @@ _PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 def mixture_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
     """Seconds of a mixture's kernels; `accumulate` as in terrace.simulate.layers."""
-    hidden, tokens = work.model.hidden_size, work.tokens
+    hidden, tokens = work.model.hidden_size, work.routed
     products = [(router_dtype(work.compute), 1, tokens, hidden, experts.num_experts)]
     if experts.shared_gate:
-        products.append((work.compute, 1, tokens, hidden, 1))
+        products.append((work.compute, 1, work.stream_tokens, hidden, 1))
     seconds = _with_products(device, work, _passes(device, work, experts), products, accumulate)
     passed = passed_seconds(device, work, experts, tokens, accumulate)
     return seconds[0] + passed[0], seconds[1] + passed[1], seconds[2] + passed[2]
@@ -86,13 +87,13 @@ def router_dtype(compute: str) -> str:
 
 def launches(work: Work, experts: ExpertsConfig) -> float:
     """Kernels that the host launches for a layer with a mixture, over those of a dense layer."""
-    products = 3 * sum(count for count, _ in even_loads(work.tokens, experts))
+    products = 3 * sum(count for count, _ in even_loads(work.routed, experts))
     return 1 + (_MIXTURE_OPERATORS + products) / _LAYER_OPERATORS
 
 
 def _passes(device: Device, work: Work, experts: ExpertsConfig) -> tuple[float, float]:
     item, wide = FORMATS[work.compute].element_bytes, FORMATS[router_dtype(work.compute)].element_bytes
-    tokens, hidden = work.tokens, work.model.hidden_size
+    tokens, hidden = work.routed, work.model.hidden_size
     scores = tokens * experts.num_experts
     router = (item + wide) * hidden * tokens if wide > item else 0
     # A sort by score keeps values and indices. A bias, and groups, are further passes over the scores.
@@ -103,7 +104,8 @@ def _passes(device: Device, work: Work, experts: ExpertsConfig) -> tuple[float, 
     num_kernels = _MIXTURE_OPERATORS - _PASSED_OPERATORS
     if experts.shared_size:  # is added; a gate of its own multiplies it before
         gated = 1 if experts.shared_gate else 0
-        forward += (3 + 2 * gated) * token
-        backward += (3 + 9 * gated) * token
+        stream = item * hidden * work.stream_tokens
+        forward += (3 + 2 * gated) * stream
+        backward += (3 + 9 * gated) * stream
         num_kernels += 1 + gated
     return memory_s(device, forward, num_kernels), memory_s(device, backward, num_kernels)

@@ -13,7 +13,8 @@ memory. With e ranks that hold different experts, each cut over w ranks, a rank 
 
     at worst w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
 
-and keeps of each token that it got the place of every choice, and on the way the row that it was.
+and keeps of each token that it got the place of every choice, and on the way the row that it was. Under tensor rows T
+is the part of the tokens that a rank routes.
 """
 
 import math
@@ -28,7 +29,7 @@ _INDEX_BYTES = 8
 
 def rows_of(work: Work, experts: ExpertsConfig) -> tuple[int, int]:
     """(Tokens that a rank gets for its experts, rows that these multiply) in a micro-batch; none under a load of 0."""
-    tokens, per_token, ranks = work.tokens, experts.per_token, work.expert
+    tokens, per_token, ranks = work.routed, experts.per_token, work.expert
     if not work.load:
         return 0, 0
     if ranks * work.expert_rows == 1:
@@ -103,8 +104,10 @@ class MlpTape(BlockTape):
         held = (*held, weight)
         self._stack("down", "product", "expert outputs", held)
         output = "experts output" if experts.shared_size else target
-        self.sizes[output] = work.tokens * self.hidden * self.item
-        collected = "collected" if is_spread else output
+        # Of whole tokens each tensor row has routed a part.
+        part = "part of the tokens" if self.cut < work.rows else output
+        self.sizes |= {output: self.residual * self.item, part: work.routed * self.hidden * self.item}
+        collected = "collected" if is_spread else part
         self.sizes[collected] = token
         adds = hidden
         if is_spread:  # summed in fp32 at least, one choice of all tokens after the other
@@ -113,8 +116,10 @@ class MlpTape(BlockTape):
             adds = tokens * self.hidden * self.wide + column * (self.item + wider)
         self._add("collect", ("expert outputs",), collected, (), adds, places, variables=(*held, source))
         if is_spread:
-            adds = 2 * token + work.tokens * self.hidden * self.wide
-            self._add("way back", (collected,), output, (), adds, 3 * token, variables=(*held, source))
+            adds = 2 * token + work.routed * self.hidden * self.wide
+            self._add("way back", (collected,), part, (), adds, 3 * token, variables=(*held, source))
+        if part != output:
+            self._add("gather of experts", (part,), output, variables=(*held, source))
         if experts.shared_size:
             self._shared(source, output, target, experts, held)
 
@@ -124,7 +129,7 @@ class MlpTape(BlockTape):
 
     def _weights(self, source: str, experts: ExpertsConfig) -> str:
         """Router and gate; the name of the weights (T, k)."""
-        tokens, router = self.work.tokens, experts.num_experts * self.work.model.hidden_size
+        tokens, router = self.work.routed, experts.num_experts * self.work.model.hidden_size
         scores, chosen = tokens * experts.num_experts * self.wide, tokens * experts.per_token * self.wide
         self.sizes |= {"logits": scores, "scores": scores, "chosen": chosen, "sums": tokens * self.wide}
         self.sizes |= {"experts": tokens * experts.per_token * _INDEX_BYTES, "weights": chosen, "scaled": chosen}
@@ -153,7 +158,7 @@ class MlpTape(BlockTape):
         self._mlp(source, "shared output", "shared ")
         shared = "shared output"
         if experts.shared_gate:
-            numbers = self.work.tokens * self.item
+            numbers = self.work.stream_tokens * self.item
             self.sizes |= {"gate of shared": numbers, "share of shared": numbers, "gated output": self.sizes[output]}
             self._product("gate of shared", source, "gate of shared", self.hidden)
             self._add("share of shared", ("gate of shared",), "share of shared", ("share of shared",))

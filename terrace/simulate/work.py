@@ -88,6 +88,16 @@ class Work:
         """Tokens of the micro-batch on a rank between attention."""
         return count_local_tokens(self.micro_batch, self.sequence, self.ulysses, self.ring, self.balance)
 
+    @property
+    def routed(self) -> int:
+        """Tokens whose experts a rank chooses: each tensor row takes a part."""
+        return math.ceil(self.tokens / self.rows)
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the residual stream on a rank."""
+        return math.ceil(self.tokens / (self.rows if self.sequence_parallel else 1))
+
     @cached_property
     def attended(self) -> int:
         """Tokens of the micro-batch that a rank has in attention, equal to the tokens of all ranks of its place."""

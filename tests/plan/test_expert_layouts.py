@@ -44,6 +44,9 @@ PLANS = {
     # Attention is spread in another way than experts.
     "ring": plan_of("system", {"node": {"expert": 3}}, package={"context": {"ring": 2}}, system={"data": 2}),
     "stages": plan_of("node", {"package": {"rows": 2}, "node": {"expert": 3}}, system={"pipeline": 2}),
+    # Ranks that share attention's matrices hold different experts, or parts of the same.
+    "tensor rows": plan_of("system", {"package": {"expert": 2}, "node": {"expert": 3}}, node={"tensor": 3}),
+    "both rows": plan_of("node", {"package": {"rows": 2}}, package={"tensor": 2}),
     "beside stages": plan_of("system", {"package": {"expert": 2}, "system": {"rows": 2}}, node={"pipeline": 3}),
 }
 
@@ -83,6 +86,18 @@ def test_experts_have_fewer_holders(name: str) -> None:
         peers = {peer for tier in range(3) for peer in flats["experts"].layout.peers(rank, tier)}
         assert all(rank_slices(experts, mesh, peer) == rank_slices(experts, mesh, rank) for peer in peers)
         assert set(mesh.experts.members(rank, STAGE)) == set(mesh.members(rank, STAGE))
+
+
+def test_without_a_table_tensor_rows_hold_all_experts() -> None:
+    plan = plan_of("system", {}, node={"tensor": 3})
+    block, mesh = sliced(plan)
+    for param, whole in zip(block.params, BLOCK.params, strict=True):
+        assert param.shape == whole.shape
+        assert param.replicated_over is not None
+        assert "rows" in param.replicated_over
+        assert rank_slices(param, mesh, 5) == tuple(slice(0, size) for size in whole.shape)
+    # Every row has a part of both gradients.
+    assert [flat.layout.degree for flat in flats_of(plan).values()] == [CLUSTER.world_size]
 
 
 def test_a_unit_of_a_tier_holds_neighbours() -> None:
@@ -186,9 +201,9 @@ def test_what_experts_cannot_be_combined_with() -> None:
     dense = BlockSpec(name="dense", params=BLOCK.params[:1])
     with pytest.raises(PlanError, match="no layer of this model has experts"):
         validate(CLUSTER, PLANS["inside"], [dense])
-    rows = plan_of("system", {}, package={"tensor": 2})
-    with pytest.raises(PlanError, match="which a tensor axis does not cut"):
-        validate(CLUSTER, rows, [BLOCK])
+    columns = plan_of("system", {}, package={"tensor": {"columns": 2}})
+    with pytest.raises(PlanError, match="2 tensor columns, and"):
+        validate(CLUSTER, columns, [BLOCK])
     with pytest.raises(PlanError, match="rows of the table experts cut them"):
         validate(CLUSTER, replace(PLANS["all"], update="muon"), [BLOCK])
     with pytest.raises(PlanError, match="crosses tier 'system', outside island"):

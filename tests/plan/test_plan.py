@@ -126,8 +126,8 @@ def test_refusal_names_value_rule_and_fix(plan: Plan, words: tuple[str, ...]) ->
     ("plan", "words"),
     [
         (
-            zero3(mapping={"node": {"tensor": 3}}),
-            ("3 tensor ranks", "layers.0.mlp.gate.weight holds 4 experts", "give its ranks to the data"),
+            zero3(mapping={"node": {"tensor": {"columns": 3}}}),
+            ("3 tensor columns", "layers.0.mlp.gate.weight holds 4 experts", "use tensor rows"),
         ),
         (
             zero3(compute="bf16"),

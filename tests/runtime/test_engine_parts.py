@@ -44,7 +44,7 @@ def fresh_state() -> tuple[ModelState, list[torch.nn.Module]]:
 
 
 def runner_of(state: ModelState, comm: Comm) -> StepRunner:
-    passages = Passages((), comm.program, BalanceConfig(), CPU)
+    passages = Passages((), comm.program, BalanceConfig(), comm.rank, CPU)
     clock, weights = make_clock(CPU), WeightGradients()
     return StepRunner(state, comm, objective=MODEL.objective, clock=clock, weights=weights, passages=passages)
 

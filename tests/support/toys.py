@@ -210,6 +210,9 @@ MODELS = {
     "wide mixture": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, experts=_GROUPED),
     "wide mixture, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3, experts=_SHARED),
     "experts": _decoder_model(_LLAMA, tied_embeddings=True, experts=_EXPERTS),
+    "wide experts": _decoder_model(
+        _LLAMA | _WIDE, tied_embeddings=True, experts=replace(_EXPERTS, shared_size=6, shared_gate=True)
+    ),
     "experts in groups": _decoder_model(
         _LLAMA | {"num_hidden_layers": 3}, experts=replace(_EIGHT_GROUPED, shared_size=6, dense_layers=(0,))
     ),

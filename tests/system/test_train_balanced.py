@@ -18,6 +18,7 @@ def test_losses_of_routers(pool: LocalPool) -> None:
     cluster = cluster_of(2, 2)
     spread = {"package": {"expert": 2}, "node": {"rows": 2}}
     ring, stages = {"node": {"context": {"ring": 2}}}, {"node": {"pipeline": 2}}
+    rows = {"package": {"tensor": 2}}
     cases = [
         Case(exact("zero3", cluster, experts=spread), num_micros=2, model="experts in groups", balance=BOTH),
         Case(
@@ -28,6 +29,15 @@ def test_losses_of_routers(pool: LocalPool) -> None:
             balance=BOTH,
         ),
         Case(exact("zero2", cluster, mapping=ring, micro_batch=2), model="wide mixture", rows=Rows(7), balance=Z),
+        *(
+            Case(
+                exact("zero3", cluster, mapping=rows, experts={"node": {"expert": 2}}, sequence_parallel=splits),
+                model="wide experts",
+                rows=DOCUMENTS,
+                balance=Z,
+            )
+            for splits in (True, False)
+        ),
         Case(
             exact("zero3", cluster, balance="cost"),
             model="wide mixture, window",

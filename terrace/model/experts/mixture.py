@@ -91,24 +91,27 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Every token of x (B, S, H) through its experts."""
-        tokens, gating = x.flatten(0, -2), self.router.gating  # (T, H)
-        kept = None if gating is None or gating.passage is None else gating.passage.kept
-        if kept is None:
-            output = self._routed(tokens).view_as(x)
-        else:
-            routed = self._routed(tokens.index_select(0, kept))
-            output = torch.zeros_like(tokens).index_copy(0, kept, routed).view_as(x)
+        output = self.routed(x.flatten(0, -2)).view_as(x)
         if self.shared is None:
             return output
         shared: Tensor = self.shared(x)
         return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
-    def _routed(self, tokens: Tensor) -> Tensor:
+    def routed(self, tokens: Tensor) -> Tensor:
+        """Tokens (T, H) through the experts that the gate chooses, (T, H); zero for those that take no part."""
+        gating = self.router.gating
+        kept = None if gating is None or gating.passage is None else gating.passage.kept
+        if kept is None:
+            return self._passed(tokens)
+        passed = self._passed(tokens.index_select(0, kept))
+        return torch.zeros_like(tokens).index_copy(0, kept, passed)
+
+    def _passed(self, tokens: Tensor) -> Tensor:
         choice = self.router(tokens)
         if self.spread is not None:
             return self.spread(self, tokens, choice)
-        routed: Tensor = (self.pass_through if self.joined is None else self.joined)(tokens, choice)
-        return routed
+        passed: Tensor = (self.pass_through if self.joined is None else self.joined)(tokens, choice)
+        return passed
 
     def pass_through(self, tokens: Tensor, choice: Choice, *, is_whole: bool = True) -> Tensor:
         """The weighted sum (T, H) of the results of this module's experts for tokens (T, H).

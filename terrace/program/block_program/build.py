@@ -22,11 +22,13 @@ def block_program(
     """
     block = blocks[index]
     forward, backward = attention = attention_of(context, block)
+    experts = ExpertTraffic.of(tensor, block)
+    there, back = ((), ()) if experts is None else expert_steps(experts)
+    shared: tuple[Steps, Steps] = (), ()
     # Attention's steps stand inside the tensor axis' steps.
     if tensor.degree > 1:
-        forward, backward = tensor_steps(tensor, blocks, block, attention, recomputed)
-    experts = ExpertTraffic.of(tensor, block)
-    return BlockProgram(forward, backward, recomputed, ((), ()) if experts is None else expert_steps(experts))
+        (forward, backward), shared = tensor_steps(tensor, blocks, block, attention, recomputed)
+    return BlockProgram(forward, backward, recomputed, (there, back), shared)
 
 
 def attention_of(context: ContextTraffic, block: BlockSpec) -> tuple[Steps, Steps]:

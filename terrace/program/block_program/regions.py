@@ -10,6 +10,8 @@ A region is attention or the MLP: products from the residual stream to an inner 
                                    backward   all-reduce the input's gradient, behind the gradients of weights
     columns                        forward    all-reduce after each product into the region
                                    backward   all-reduce before the product out of it, behind gradients of weights
+    experts, whole tokens          forward    gather the results of the tokens that each row routes
+                                   backward   gather the gradients of tokens
 
 With `tensor_chunks` the messages of a region travel in parts, each during the products of its neighbours: of a gather
 the first part is waited for, of a reduction the last. A recomputed block does not gather its input again.
@@ -18,7 +20,7 @@ the first part is waited for, of a reduction the last. A recomputed block does n
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from terrace.model.spec import BlockSpec
+from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
@@ -50,15 +52,18 @@ def tensor_steps(
     block: BlockSpec,
     attention: tuple[Steps, Steps],
     recomputed: bool,
-) -> tuple[Steps, Steps]:
+) -> tuple[tuple[Steps, Steps], tuple[Steps, Steps]]:
     """Steps of a forward and of a backward of `block`, one of `blocks`, with the steps of its `attention` inside.
+
+    Then the steps of a mixture that come after its experts in a forward, and before them in a backward.
 
     Raises `PlanError` where sequences have no length.
     """
     if tensor.tokens < 1:
         raise no_sequence("tensor")
     writer = _Writer(tensor, hidden_size(blocks), regathers=tensor.splits_tokens and not recomputed)
-    parts = _parts(tensor, block)
+    first = next((index for index, param in enumerate(block.params) if param.is_stack), len(block.params))
+    parts = _parts(tensor, block.params[:first])
     if any(part is not _NORM for part in parts):
         forward, backward = writer.layer(parts, attention)
     elif parts:
@@ -67,13 +72,15 @@ def tensor_steps(
         looks_up = any(param.trainable for param in block.params if param.dims[0][0] == "vocab")
         # A frozen table has no gradient, so its backward sends nothing.
         forward, backward = writer.embedding(), writer.embedding_backward() if looks_up else iter(())
-    return tuple(forward), tuple(backward)
+    after, before = writer.layer(_parts(tensor, block.params[first:]), ((), ()))
+    gathers = tuple(writer.gather_routed() if first < len(block.params) else ())
+    return (tuple(forward), (*gathers, *backward)), ((*gathers, *after), tuple(before))
 
 
-def _parts(tensor: TensorTraffic, block: BlockSpec) -> list[_Part]:
+def _parts(tensor: TensorTraffic, params: Sequence[ParamSpec]) -> list[_Part]:
     found: list[_Part] = []
     products: list[int] = []
-    for param in block.params:
+    for param in params:
         if is_norm(param):
             found.append(_NORM)
         elif is_inner(param) and param.dims[0][0] != "hidden":
@@ -93,7 +100,7 @@ def _inner(tensor: TensorTraffic, size: int) -> int:
 
 class _Writer:
     def __init__(self, tensor: TensorTraffic, hidden: int, *, regathers: bool) -> None:
-        self.tensor, self.regathers, self.splits = tensor, regathers, tensor.splits_tokens
+        self.tensor, self.regathers, self.splits, self.hidden = tensor, regathers, tensor.splits_tokens, hidden
         self.rows, self.columns, self.both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
         self.whole = (tensor.padded_tokens if self.splits else tensor.tokens) * hidden
         # Elements of a rank's own part of the residual stream; `whole` counts all rows and columns.
@@ -107,6 +114,11 @@ class _Writer:
     ) -> tuple[Iterator[BlockStep], Iterator[BlockStep]]:
         """Regions with the norms before them."""
         return self._layer(parts, attention[0]), self._layer_backward(parts, attention[1])
+
+    def gather_routed(self) -> Iterator[BlockStep]:
+        """What each row has routed, where the residual stream is whole."""
+        if not self.splits:
+            yield from self._wait(self.rows, self.tensor.padded_tokens * self.hidden, Leg.GATHER)
 
     def embedding(self) -> Iterator[BlockStep]:
         """Rows of the look-up are summed over columns, then over rows."""

@@ -70,6 +70,7 @@ class BlockProgram:
     """The steps of a block on one micro-batch; backwards are without recomputation.
 
     `experts` is the forward and the backward of the experts: after the other steps in a forward, before them in a
+    backward. `shared` is what tensor rows send for a shared expert: after the experts in a forward, before them in a
     backward.
     """
 
@@ -77,12 +78,13 @@ class BlockProgram:
     backward: Steps
     recomputed: bool = False
     experts: tuple[Steps, Steps] = ((), ())
+    shared: tuple[Steps, Steps] = ((), ())
 
     def steps(self, op: Op) -> Steps:
         """Steps of a pass; half a backward has all of them in its first half."""
         # Weight gradients inside a block are computed while its messages travel, so the first half has all steps.
-        there, back = self.experts
-        return self._of(op, self.forward + there, back + self.backward)
+        (there, back), (after, before) = self.experts, self.shared
+        return self._of(op, self.forward + there + after, before + back + self.backward)
 
     def expert_steps(self, op: Op) -> Steps:
         """The steps of a pass that are of the block's experts."""
@@ -91,7 +93,7 @@ class BlockProgram:
     def moments(self, op: Op) -> "tuple[Moment, ...]":
         """Moments of a pass, counted once, without messages of experts: these take lanes (terrace.simulate.experts)."""
         if op not in self._moments:
-            self._moments[op] = moments_of(self._of(op, self.forward, self.backward))
+            self._moments[op] = moments_of(self._of(op, self.forward + self.shared[0], self.shared[1] + self.backward))
         return self._moments[op]
 
     def _of(self, op: Op, forward: Steps, backward: Steps) -> Steps:

@@ -14,10 +14,9 @@ from terrace.comm.rounding import Origin
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
 from terrace.plan.expert_traffic import uncoded_bytes
-from terrace.plan.hops import Hop
+from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.layout import Layout
-from terrace.plan.tensor_traffic import number_bytes
 from terrace.plan.wire import MessageClass, WireFormat
 from terrace.program.block_program.steps import ComputeKind
 from terrace.program.message import Transfer

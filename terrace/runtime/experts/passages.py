@@ -10,6 +10,8 @@ from terrace.model.experts.balance import LOSSES, BalanceConfig
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.mixture import Router
 from terrace.plan.dims import has_routers
+from terrace.plan.mesh import position
+from terrace.plan.tensor_traffic import row_tokens
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 
@@ -17,7 +19,16 @@ from terrace.runtime.batch import Batch
 class Passages:
     """Tells the mixtures of a rank which micro-batch runs; without any, all methods do nothing."""
 
-    def __init__(self, modules: Iterable[nn.Module], program: Program, balance: BalanceConfig, device: torch.device):
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        program: Program,
+        balance: BalanceConfig,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        rows = program.tensor.rows
+        self._row = rows.degree, position(rows.degrees, rows.coordinates(rank))
         # All stages agree on the numbers of CLIP, also one without a mixture.
         self._counts = has_routers(program.blocks)
         self._gating = Gating(balance, device)
@@ -57,7 +68,7 @@ class Passages:
                     f"balance.{self.losses[0]} counts the tokens that take part, and a micro-batch does not say where "
                     "its tokens stand: give Batch their places (terrace.runtime.batch.places_of)"
                 )
-        self._passages = [_passage(batch) for batch in batches]
+        self._passages = [_passage(batch, *self._row) for batch in batches]
 
     def remove(self) -> None:
         """Leave the routers to themselves."""
@@ -70,13 +81,14 @@ class Passages:
             self._gating.passage = self._passages[micro]
 
 
-def _passage(batch: Batch) -> Passage:
+def _passage(batch: Batch, num_rows: int, row: int) -> Passage:
+    """The passage of a micro-batch on a tensor row, which routes a part of its tokens."""
     num, sequence = batch.labels.shape[0], batch.labels.shape[-1]
     places = torch.arange(batch.labels.numel(), device=batch.labels.device) if batch.places is None else batch.places
-    taking = places.flatten() >= 0
+    taking = places.flatten()[row_tokens(places.numel(), num_rows, row)] >= 0
     # The one read of a micro-batch: most have nothing to leave out.
     kept = None if bool(taking.all()) else taking.nonzero().squeeze(1)
-    if batch.token_layout is not None:
+    if batch.token_layout is not None or num_rows > 1:
         return Passage(kept, None)
     index = torch.arange(taking.numel(), device=taking.device) if kept is None else kept
     return Passage(kept, index // sequence, num)

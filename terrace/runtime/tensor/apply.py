@@ -14,8 +14,10 @@ from terrace.base.errors import ModelError
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.model import decoder, layers
+from terrace.model.experts.mixture import Mixture
 from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.dims import is_inner
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
 from terrace.runtime.head import Objective
@@ -30,6 +32,8 @@ from terrace.runtime.tensor.modules import (
     TensorAxis,
     VocabParallelEmbedding,
     VocabParallelHead,
+    WholeLinear,
+    routed_in_parts,
 )
 
 
@@ -111,6 +115,8 @@ class _Cutter:
                 if isinstance(stand_in, RowLinear):
                     regions.add(parent)
                 setattr(parent, name.rpartition(".")[2], stand_in)
+            elif isinstance(child, Mixture):
+                self._experts(block, name, child)
             elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
                 of_heads = self._specs[block][f"{name}.weight"].dims[0][0] == "head_dim"
                 norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
@@ -120,13 +126,23 @@ class _Cutter:
             region.register_forward_pre_hook(lambda _, inputs: (self._axis.enter(inputs[0]), *inputs[1:]))
         return module
 
-    def _linear(self, block: int, name: str, module: nn.Linear) -> ColumnLinear | RowLinear:
+    def _experts(self, block: int, name: str, mixture: Mixture) -> None:
+        """Give a mixture this rank's part of its parameters, and of the tokens that it routes."""
+        for child in (mixture.router, mixture.gate, mixture.up, mixture.down):
+            (owner,) = (owner for owner, other in mixture.named_children() if other is child)
+            for parameter, _ in list(child.named_parameters()):
+                setattr(child, parameter, self._parameter(block, f"{name}.{owner}.{parameter}"))
+        mixture.routed = routed_in_parts(mixture.routed, self._axis)  # type: ignore[assignment, method-assign]
+
+    def _linear(self, block: int, name: str, module: nn.Linear) -> ColumnLinear | RowLinear | WholeLinear:
         weight = self._parameter(block, f"{name}.weight")
         bias = None if module.bias is None else self._parameter(block, f"{name}.bias")
         spec = self._specs[block][f"{name}.weight"]
         # The output dim tells the direction: back into the residual stream, or out of it.
         if spec.dims[0][0] == "hidden":
             return RowLinear(weight, bias, self._axis)
+        if not is_inner(spec):
+            return WholeLinear(weight, bias, self._axis)
         return ColumnLinear(weight, bias, self._used(spec), self._axis)
 
     def _used(self, spec: ParamSpec) -> slice | None:
