@@ -12,7 +12,7 @@ from bench.validation.software import gather_s
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import FORMATS, MessageClass
 from terrace.simulate.kernels import attention_s, gemm_s
 from terrace.simulate.links import hop_s
 
@@ -89,6 +89,8 @@ class Layer:
             hidden=self.hidden,
             item_bytes=_ITEM,
             weight_bytes=_ITEM,
+            dispatch=(FORMATS["fp32"],) * 2,
+            combine=(FORMATS["fp32"],) * 2,
             expert=(1, NODES),
             rows=(GPUS, 1),
         )
