@@ -11,7 +11,6 @@ from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.dims import hidden_size
 from terrace.plan.edges import Edge, edge_of
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
@@ -124,11 +123,9 @@ class Program:
     @cached_property
     def expert_transfers(self) -> tuple[Transfer, ...]:
         """A transfer of every message that tokens on their way to experts and back take; none on one rank."""
-        lines = [line for line in self.expert_lines if line.degree > 1]
-        if not lines:
-            return ()
-        hidden = hidden_size(self.blocks)
-        return tuple(transfer for line in lines for transfer in expert_transfers(line, self.plan, hidden))
+        return tuple(
+            transfer for line in self.expert_lines for transfer in expert_transfers(line, self.plan, self.blocks)
+        )
 
     @cached_property
     def has_secondary(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrace.model.spec import BlockSpec
+from terrace.plan.dims import hidden_size
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
@@ -125,17 +126,19 @@ def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
     return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))
 
 
-def expert_transfers(line: Layout, plan: Plan, hidden: int) -> Iterator[Transfer]:
+def expert_transfers(line: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Iterator[Transfer]:
     """Tables of counts over all tiers of a line, rows over each: on the lane of the outermost tier they cross.
 
     A batch says how large they are; a hop of rows has the format of one row.
     """
     tiers = [(tier, degree) for tier, degree in enumerate(line.degrees) if degree > 1]
+    if not tiers:
+        return
     tables = tuple(Hop(tier, degree, FORMATS["fp32"], 1) for tier, degree in tiers)
     yield Transfer(message_class=MessageClass.ROUTE, lane=tiers[-1][0], ranks=line, gathering=tables)
     for message_class in TO_EXPERTS:
         for tier, degree in tiers:
-            hop = Hop(tier, degree, plan.wire_format(message_class, line.tiers[tier]), hidden)
+            hop = Hop(tier, degree, plan.wire_format(message_class, line.tiers[tier]), hidden_size(blocks))
             yield Transfer(message_class=message_class, lane=tier, ranks=line, gathering=(hop,))
 
 
