@@ -66,7 +66,7 @@ class ColumnsExperts(nn.Module):
         """The weighted sum (T, H) of what the chosen experts make of tokens (T, H)."""
         if len(tokens) == 1:
             return self._of_one(tokens, choice)
-        order = Order.of(choice.experts, len(self.entering))
+        order = Order.of(choice.experts, len(self.entering), is_whole=choice.is_whole)
         gate, up = products(spread(tokens, order), self.entering, order.counts, transposed=True).chunk(2, -1)
         weights = choice.weights.flatten().index_select(0, order.choices).unsqueeze(-1)
         inner = self._activation(gate) * up * weights

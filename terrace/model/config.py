@@ -17,6 +17,7 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
 from terrace.base.schema import read_table
 from terrace.model.experts.config import ExpertsConfig
+from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS
@@ -339,10 +340,7 @@ def _mixture_params(config: ModelConfig) -> list[ParamSpec]:
     experts = config.experts
     assert experts is not None
     hidden, inner = ("hidden", config.hidden_size), ("expert_intermediate", experts.intermediate_size)
-    choices = ("choices", experts.num_experts)
-    params = _linear_params("mlp", [("router", choices, hidden)], experts.biased, 1)
-    if experts.biased:  # moved by counts, not by an optimizer
-        params[-1] = replace(params[-1], trainable=False)
+    params = router_params(experts, hidden)
     for name, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
         dims = ((STACKED, experts.num_experts), outputs, inputs)
         params.append(ParamSpec(name=f"mlp.{name}.weight", shape=tuple(size for _, size in dims), dims=dims))

@@ -20,6 +20,7 @@ from torch.utils import swap_tensors
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.lora.config import DOWN, UP
 
+_TEMPERATURE = 0.3  # of a cosine gate: cosines within [-1, 1] can then tell experts apart; a guess
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.weight")
 
 
@@ -28,6 +29,8 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
 
     Always the whole parameter: a caller that holds a shard cuts it from this.
     """
+    if param_name.endswith("router.temperature"):
+        return torch.full(shape, math.log(_TEMPERATURE))
     if param_name.endswith(("bias", UP)):
         return torch.zeros(shape)
     if param_name.endswith(DOWN):

@@ -1,8 +1,9 @@
-"""Checks of the section [balance] of a run against its model and plan."""
+"""Checks of the section [balance] of a run, and of the gates of its model, against the plan."""
 
 from collections.abc import Sequence
 
 from terrace.base.errors import ModelError, PlanError
+from terrace.model.config import DecoderBlock
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
@@ -19,16 +20,27 @@ def splits_sequences(mesh: Mesh, plan: Plan) -> bool:
 def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     """Raise `ModelError` for losses of routers that are not there.
 
-    Raises `PlanError` for a loss that counts the tokens of a sequence where ranks share sequences.
+    Raises `PlanError` for a loss or a gate that goes by the tokens of a sequence where ranks share sequences.
     """
-    if balance.losses and not has_routers(blocks):
+    if balance.active and not has_routers(blocks):
         raise ModelError(
-            f"balance.{balance.losses[0]} has no effect: no block of this model declares a router of experts; leave it "
+            f"balance.{balance.active[0]} has no effect: no block of this model declares a router of experts; leave it "
             "out"
         )
-    if balance.sequence and splits_sequences(mesh, plan):
+    mixtures = {block.config.experts for block in blocks if isinstance(block, DecoderBlock) and block.config.experts}
+    are_chosen = any(config.gate == "expert_choice" for config in mixtures)
+    counting = [name for name in ("sequence", "capacity") if getattr(balance, name)]
+    if counting and are_chosen:
+        raise ModelError(
+            f"balance.{counting[0]} has no effect with gate = 'expert_choice', whose experts have equal loads: leave "
+            "it out"
+        )
+    if balance.capacity and any(config.route == "even" for config in mixtures):
+        raise ModelError("balance.capacity drops choices, and route = 'even' measures with all: leave one of them out")
+    wanted = [f"balance.{name} = {getattr(balance, name)}" for name in counting]
+    wanted += ["gate = 'expert_choice'"] if are_chosen else []
+    if wanted and splits_sequences(mesh, plan):
         raise PlanError(
-            f"balance.sequence = {balance.sequence} counts the choices of whole sequences, and under this plan ranks "
-            'share them (a context axis, tensor rows, or balance = "cost"): give their tiers to the data axis, or use '
-            "balance.z"
+            f"{wanted[0]} goes by the tokens of whole sequences, and under this plan ranks share them (a context axis, "
+            'tensor rows, or balance = "cost"): give their tiers to the data axis'
         )

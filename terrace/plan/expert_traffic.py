@@ -11,8 +11,11 @@ outermost last, w_i of the rows, and T tokens of a rank, a rank sends over tier 
     experts   T D(e_i ... e_t) (1 - 1/e_i)                   on the way to them; on the way back the same
     rows      T D(e_0 ... e_t) (w_(i+1) ... w_t) (w_i - 1)   where every expert is cut, to every peer; the same back
 
+Where experts choose, each unit has none of them with the likelihood (1 - k/E)^(E/q).
+
 A row has H elements in the format of its class and tier, coded by itself. To the experts it also has k weights, in fp32
-at least, and k numbers of experts; gradients of weights come back with the gradients of tokens. These are never coded.
+at least, and k numbers of experts, or E of each where experts choose; gradients of weights come back with the gradients
+of tokens. These are never coded.
 Before a dispatch the ranks gather a table: of each, the number of its tokens for every prefix of units, in 4 bytes.
 
 On the way to the experts a row is coded once for neighbouring tiers of one format, a rank's own too, and decoded where
@@ -25,7 +28,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from terrace.base.errors import PlanError
 from terrace.model.config import DecoderBlock
+from terrace.model.experts.even import rows_to_units
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import number_bytes
 from terrace.plan.in_block_messages import ExpertMessage
@@ -44,6 +49,7 @@ class ExpertTraffic:
     tokens: int  # of a rank and micro-batch
     num_experts: int
     per_token: int
+    num_choices: int  # weights and numbers of experts that go with a row
     hidden: int
     item_bytes: int  # of an element of a row where it is computed with
     weight_bytes: int
@@ -51,6 +57,7 @@ class ExpertTraffic:
     combine: tuple[WireFormat, ...]
     expert: tuple[int, ...]
     rows: tuple[int, ...]
+    is_even: bool = False  # whether choices are those of terrace.model.experts.even, so that bytes are exact
 
     @staticmethod
     def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic | None":
@@ -61,10 +68,17 @@ class ExpertTraffic:
             return None
         assert isinstance(block, DecoderBlock), "checked above"
         plan, tiers = tensor.plan, tensor.rows.tiers
+        tokens = tensor.padded_tokens // tensor.rows.degree  # each tensor row routes a part
+        if experts.route == "even" and (tokens % experts.num_experts or tensor.padded_tokens != tensor.tokens):
+            raise PlanError(
+                f"route = 'even' deals with {experts.num_experts} tokens at a time, one for each expert, and a "
+                f"micro-batch of a rank has {tokens}: change plan.micro_batch or train.sequence"
+            )
         return ExpertTraffic(
-            tokens=tensor.padded_tokens // tensor.rows.degree,  # each tensor row routes a part
+            tokens=tokens,
             num_experts=experts.num_experts,
             per_token=experts.per_token,
+            num_choices=experts.num_choices,
             hidden=block.config.hidden_size,
             item_bytes=FORMATS[plan.compute].element_bytes,
             weight_bytes=number_bytes(plan),
@@ -72,6 +86,7 @@ class ExpertTraffic:
             combine=tuple(plan.wire_format(MessageClass.COMBINE, tier) for tier in tiers),
             expert=of_experts.group("expert"),
             rows=of_experts.group("rows"),
+            is_even=experts.route == "even",
         )
 
     @property
@@ -86,6 +101,11 @@ class ExpertTraffic:
 
     def units_of(self, num_units: int) -> float:
         """How many of `num_units` equal units the choices of a token fall on, on average: D(q)."""
+        if self.is_even:
+            return rows_to_units(self.tokens, self.num_experts, self.per_token, num_units) / self.tokens
+        if self.num_choices > self.per_token:  # experts choose, each k of E tokens
+            nowhere = (1 - self.per_token / self.num_experts) ** (self.num_experts // num_units)
+            return num_units * (1 - nowhere)
         return mean_units(self.num_experts, self.per_token, num_units)
 
     def sends(self, message: ExpertMessage) -> tuple[tuple[int, int], ...]:
@@ -93,7 +113,7 @@ class ExpertTraffic:
         if message.message_class is MessageClass.ROUTE:
             return tuple(self._table(message.copies))
         row_bytes = self.wire(message).message_bytes(self.hidden)
-        row_bytes += uncoded_bytes(message, self.per_token, self.weight_bytes)
+        row_bytes += uncoded_bytes(message, self.num_choices, self.weight_bytes)
         return ((message.tier, round(self._sent(message.tier, message.copies) * row_bytes)),)
 
     def wire(self, message: ExpertMessage) -> WireFormat:
@@ -155,8 +175,8 @@ def mean_units(num_experts: int, per_token: int, num_units: int) -> float:
     return num_units * (1 - elsewhere / math.comb(num_experts, per_token))
 
 
-def uncoded_bytes(message: ExpertMessage, per_token: int, weight_bytes: int) -> int:
+def uncoded_bytes(message: ExpertMessage, num_choices: int, weight_bytes: int) -> int:
     """Bytes of a row beside its elements: weights and numbers of experts on the way to them, and what comes back."""
     if message.message_class is MessageClass.DISPATCH and not message.backward:
-        return per_token * (weight_bytes + NUMBER_BYTES)
-    return per_token * weight_bytes if message.message_class is MessageClass.COMBINE and message.backward else 0
+        return num_choices * (weight_bytes + NUMBER_BYTES)
+    return num_choices * weight_bytes if message.message_class is MessageClass.COMBINE and message.backward else 0

@@ -8,7 +8,7 @@ elements travel together (terrace.plan.hops).
 
 from collections.abc import Iterator, Sequence
 
-from terrace.model.experts.balance import LOSSES
+from terrace.model.experts.balance import FIGURES
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
@@ -91,10 +91,10 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
 def control_numbers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> int:
     """Number of fp64 numbers in a control message.
 
-    The squared norm, the loss and the token count; the losses of routers, if any block has one; then squared error and
+    The squared norm, the loss and the token count; the figures of routers, if any block has one; then squared error and
     square of each lossy class.
     """
-    return 3 + len(LOSSES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
+    return 3 + len(FIGURES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
 
 
 def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:

@@ -54,8 +54,9 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place
     of `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. `compiled` runs each
-    block through `torch.compile`. `balance` names losses of the routers of mixtures. Rank 0 verifies the stages of a
-    pipeline against each other, unless they are `verified` already; every rank verifies its own program.
+    block through `torch.compile`. `balance` names losses of the routers of mixtures, `seed` draws their noise. Rank 0
+    verifies the stages of a pipeline against each other, unless they are `verified` already; every rank verifies its
+    own program.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -82,6 +83,7 @@ class Engine:
         pacer: Pacer | None = None,
         compiled: bool = False,
         balance: BalanceConfig | None = None,
+        seed: int = 0,
         verified: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
@@ -106,7 +108,7 @@ class Engine:
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
-        self.passages = Passages(blocks, self.program, balance, rank, self.device)
+        self.passages = Passages(blocks, self.program, balance, rank, self.device, seed)
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
         values = [dict(block.named_parameters()) for block in blocks]
         self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)
@@ -275,7 +277,7 @@ class Engine:
         return batches
 
     def _result(self, sums: StepSums) -> StepResult:
-        names = self.passages.names
+        names, balance = self.passages.names, self.passages.balance
         (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
         of_routers, rounding = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
         return StepResult(
@@ -284,7 +286,8 @@ class Engine:
             num_tokens=int(count),
             time_s=self.clock.totals(),
             quantisation_error=relative_errors(self.comm.collectives.errors.messages, rounding),
-            router_losses={name: of_routers[name] for name in self.passages.losses},
+            router_losses={name: of_routers[name] / max(1.0, count) for name in balance.losses},
+            dropped=int(of_routers["dropped"]) if balance.capacity else None,
         )
 
     def examine(self, batches: Sequence[Batch]) -> Examination:

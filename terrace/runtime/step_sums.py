@@ -25,20 +25,20 @@ class StepSums:
     grad_norm: Tensor
     num_tokens: Tensor
     rounding: Tensor
-    figures: tuple[float, ...] = ()  # loss, norm, tokens, losses of routers and rounding, on the host
+    figures: tuple[float, ...] = ()  # loss, norm, tokens, sums of routers and rounding, on the host
 
     @staticmethod
-    def of(total: Tensor, num_router_losses: int = 0) -> "StepSums":
-        """The figures of `total`: squared norm, loss, tokens and losses of routers of the ranks of CLIP, then rounding
+    def of(total: Tensor, num_of_routers: int = 0) -> "StepSums":
+        """The figures of `total`: squared norm, loss, tokens and sums of routers of the ranks of CLIP, then rounding
         errors.
         """
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rest = total[:3].unbind(), total[3:]
-        of_routers, rounding = rest[:num_router_losses], rest[num_router_losses:]
+        of_routers, rounding = rest[:num_of_routers], rest[num_of_routers:]
         least = count.clamp(min=1.0)
         loss, norm = loss / least, squared.sqrt() / least
         # The one transfer to the host of a step.
-        figures = torch.cat([torch.stack([loss, norm, count]), of_routers / least, rounding]).tolist()
+        figures = torch.cat([torch.stack([loss, norm, count]), of_routers, rounding]).tolist()
         return StepSums(loss, norm, count, rounding, tuple(figures))
 
     @property
@@ -57,7 +57,8 @@ class StepResult:
     """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
 
     Under a plan with islands, loss, norm and tokens are of this rank's island and its part of the batch.
-    `router_losses` are added to the loss for their gradient alone, and divided by the same number of tokens.
+    `router_losses` are added to the loss for their gradient alone, and divided by the same number of tokens; `dropped`
+    counts choices of experts beyond their capacity, where they have one.
     `quantisation_error` is the relative error of each message class that travelled in a block format between
     the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's.
     """
@@ -68,6 +69,7 @@ class StepResult:
     time_s: dict[str, float]
     quantisation_error: dict[str, float]
     router_losses: dict[str, float] = field(default_factory=dict)
+    dropped: int | None = None
 
 
 class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)

@@ -34,8 +34,8 @@ _PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 def mixture_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
     """Seconds of a mixture's kernels; `accumulate` as in terrace.simulate.layers."""
-    hidden, tokens = work.model.hidden_size, work.routed
-    products = [(router_dtype(work.compute), 1, tokens, hidden, experts.num_experts)]
+    hidden, tokens, wide = work.model.hidden_size, work.routed, router_dtype(work.compute)
+    products = [(wide, 1, tokens, inputs, outputs) for inputs, outputs in router_products(experts, hidden)]
     if experts.shared_gate:
         products.append((work.compute, 1, work.stream_tokens, hidden, 1))
     seconds = _with_products(device, work, _passes(device, work, experts), products, accumulate)
@@ -71,6 +71,13 @@ def _with_products(
         if accumulate:
             weight_s += stream_s(device, 3 * FORMATS[work.compute].element_bytes * count * k * n, count)
     return forward_s, input_s, weight_s
+
+
+def router_products(experts: ExpertsConfig, hidden: int) -> list[tuple[int, int]]:
+    """(Inputs, outputs) of the matrices of a router."""
+    if experts.gate == "cosine":
+        return [(hidden, experts.router_size), (experts.router_size, experts.num_experts)]
+    return [(hidden, experts.num_experts)] * (2 if experts.gate == "noisy" else 1)
 
 
 def even_loads(tokens: int, experts: ExpertsConfig) -> list[tuple[int, int]]:

@@ -316,8 +316,7 @@ def _check(run: RunConfig) -> None:
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
             f"model has: use at most {run.model.max_positions}"
         )
-    if run.balance is not None:
-        check_balance(run.balance, Mesh.of(run.cluster, run.plan), run.plan, blocks)
+    check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
     lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
     for name in run.train.error_budget:
         if name not in lossy:

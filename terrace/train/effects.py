@@ -39,9 +39,13 @@ def _warmup_steps(run: RunConfig) -> str:
     )
 
 
-def _prompt(run: RunConfig) -> str:
+def why_no_sample(run: RunConfig) -> str:
+    """Why a run writes no sample at its end, and what to do; "" if it does."""
+    if run.model.experts is not None and run.model.experts.looks_ahead:
+        return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
     if num_params(run.model) <= SAMPLE_MAX_PARAMS:
         return ""
+    # Too slow while all ranks wait.
     return (
         f"a model of more than {SAMPLE_MAX_PARAMS / 1e6:.0f} M parameters writes no sample at the end of its run: "
         "leave it out, and use terrace generate"
@@ -81,7 +85,7 @@ def _freeze(run: RunConfig) -> str:
 RULES: dict[str, Rule] = {
     "train.final_lr_fraction": _final_lr_fraction,
     "train.warmup_steps": _warmup_steps,
-    "train.prompt": _prompt,
+    "train.prompt": why_no_sample,
     "train.freeze": _freeze,
     "plan.prefetch": _prefetch,
     "plan.sequence_parallel": _sequence_parallel,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import CheckpointError, DataError
+from terrace.base.errors import CheckpointError, DataError, ModelError
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import checksum, sealed_json
 from terrace.model.hf.folder import (
@@ -68,6 +68,12 @@ def check_weights(run: "RunConfig") -> None:
     if run.train.weights:
         from terrace.model.hf.pretrained import Pretrained
 
+        experts = run.model.experts
+        if experts is not None and experts.gate in ("noisy", "cosine"):
+            raise ModelError(
+                f"train.weights = {run.train.weights!r} has no router for gate = {experts.gate!r}: leave the gate out, "
+                'or begin from scratch with --train.weights ""'
+            )
         Pretrained(run.train.weights, run.model).check()
 
 

@@ -10,7 +10,7 @@ from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import load_template
 from terrace.data.tokenizer import Tokenizer
 from terrace.train.sampling import Sampling, continue_texts
-from terrace.train.trained import Trained, check_tokenizer, load_blocks
+from terrace.train.trained import Trained, check_tokenizer, load_blocks, refuse_looking_ahead
 
 Prompt = str | Sequence[int]  # a text, or the ids of one
 
@@ -21,6 +21,7 @@ def generate_texts(model: Trained, prompts: Sequence[Prompt], num_tokens: int, s
     A prompt's special tokens are special, and a text begins as in training. Raises `DataError` for a prompt with tokens
     outside the model's vocabulary.
     """
+    refuse_looking_ahead(model.config)
     given = [_encoded(prompt, model) for prompt in prompts]
     made = continue_texts(
         model.blocks,

@@ -33,7 +33,7 @@ from terrace.launch.start import pace
 from terrace.launch.stop import Stop, StopSignal, Vote, begin_steps
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
-from terrace.model.config import num_params, to_table
+from terrace.model.config import to_table
 from terrace.model.decoder import token_loss
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
@@ -51,7 +51,7 @@ from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.context_batches import ContextBatches
 from terrace.train.copies import Copies, take_up
-from terrace.train.effects import SAMPLE_MAX_PARAMS
+from terrace.train.effects import why_no_sample
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
@@ -122,6 +122,7 @@ class RankOfRun:
             progress=self._at,
             compiled=run.train.compile,
             balance=run.balance,
+            seed=run.train.seed,
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
@@ -342,6 +343,7 @@ class RankOfRun:
             tokens_per_s=result.num_tokens / step_s,
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
+            dropped=result.dropped,
             time_s=time_s,
             balance=balance,
             slow_ranks=self.slow.factors,
@@ -384,9 +386,7 @@ class RankOfRun:
         if self.world.rank != 0:
             return None
         self.dog.idle("generating a sample")
-        if num_params(self.run.model) > SAMPLE_MAX_PARAMS:
-            return None  # too slow while all ranks wait; `terrace generate` can do it afterwards
-        return closing_sample(self.job, folder)
+        return None if why_no_sample(self.run) else closing_sample(self.job, folder)
 
 
 def _check_rounding(result: StepResult, step: int, budget: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrace.base.errors import CheckpointError, ConfigError, did_you_mean
+from terrace.base.errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, not_finite
@@ -96,6 +96,15 @@ def with_values(
         replacements[id(wanted[block].get_parameter(name))] = nn.Parameter(given, False)
     replace_parameters(blocks, replacements)
     return blocks
+
+
+def refuse_looking_ahead(config: ModelConfig) -> None:
+    """Raise `ModelError` for a model that cannot be sampled from, nor predict a token by those before it."""
+    if config.experts is not None and config.experts.looks_ahead:
+        raise ModelError(
+            f"gate = {config.experts.gate!r}: the experts of a token depend on later tokens, so the model can neither "
+            "be sampled from nor be evaluated: use another gate; the run's metrics.jsonl has its loss"
+        )
 
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:

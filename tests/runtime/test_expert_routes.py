@@ -113,6 +113,7 @@ def test_the_formula_is_the_average(wide: Place, rows: Place) -> None:
         tokens=tokens,
         num_experts=num_experts,
         per_token=per_token,
+        num_choices=per_token,
         hidden=hidden,
         item_bytes=4,
         weight_bytes=4,

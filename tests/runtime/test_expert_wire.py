@@ -197,6 +197,7 @@ def test_bytes_are_rows_times_the_bytes_of_a_row(wires: tuple[str, str]) -> None
         tokens=1000,
         num_experts=NUM_EXPERTS,
         per_token=PER_TOKEN,
+        num_choices=PER_TOKEN,
         hidden=HIDDEN,
         item_bytes=4,
         weight_bytes=4,

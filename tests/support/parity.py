@@ -33,7 +33,7 @@ from terrace.runtime.settings import OptimizerConfig
 from tests.support import in_block
 from tests.support.in_block import record_in_block
 from tests.support.lanes import use_lane
-from tests.support.router_losses import router_losses, scored
+from tests.support.router_losses import begin_noise, router_losses, scored
 from tests.support.sabotage import SABOTAGES
 from tests.support.toys import MODELS, WHOLE_ROWS, Rows, count_tokens, make_batch, run_blocks
 
@@ -228,8 +228,9 @@ def serial(
     for step in range(num_steps):
         whole = rows.batch(step, batch)
         optimizer.zero_grad()
+        begin_noise(blocks, whole)
         total, count = torch.zeros(()).double(), count_tokens(whole.labels)
-        with scored(blocks) as routers:
+        with scored(blocks, rows, balance) as routers:
             for x, y in rows.apart(whole.inputs, whole.labels):
                 total = total + model.objective(run_blocks(blocks, x), y) / count
         of_routers = [loss / count for loss in router_losses(routers, rows, whole.labels, balance)]

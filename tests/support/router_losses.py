@@ -1,5 +1,6 @@
-"""The losses of routers once more, from their definitions: token by token and sequence by sequence."""
+"""Losses of routers once more, by their definitions, token by token and sequence by sequence; noise in one process."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,19 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.experts.config import ExpertsConfig
+from terrace.model.experts.gates import Choice
+from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.mixture import Router
+from terrace.runtime.batch import Batch
 from tests.support.toys import Rows
 
 Seen = dict[Router, list[tuple[Tensor, Tensor]]]  # of every pass: tokens (T, H), their experts (T, k)
 
 
 @contextmanager
-def scored(blocks: Sequence[nn.Module]) -> Iterator[Seen]:
-    """The tokens that each router sees meanwhile."""
+def scored(blocks: Sequence[nn.Module], rows: Rows, balance: BalanceConfig) -> Iterator[Seen]:
+    """The tokens that each router sees meanwhile, and what it chooses before any choice is dropped."""
     seen: Seen = defaultdict(list)
 
-    def look(router: Any, given: Any, choice: Any) -> None:
+    def look(router: Any, given: Any, choice: Any) -> Any:
         seen[router].append((given[0], choice.experts))
+        return bounded(choice, rows.sequence, balance.capacity, router.config) if balance.capacity else choice
 
     routers = [module for block in blocks for module in block.modules() if isinstance(module, Router)]
     hooks = [router.register_forward_hook(look) for router in routers]
@@ -30,13 +36,37 @@ def scored(blocks: Sequence[nn.Module]) -> Iterator[Seen]:
         hook.remove()
 
 
+def bounded(choice: Choice, sequence: int, factor: float, config: ExpertsConfig) -> Choice:
+    """`choice` of whole rows of tokens, without what is beyond the capacity."""
+    experts, weights = choice.experts.clone(), choice.weights
+    most = math.ceil(round(factor * config.per_token * sequence / config.num_experts, 9))
+    for row in range(0, len(experts), sequence):
+        for expert in range(config.num_experts):
+            of_row = (choice.experts[row : row + sequence] == expert).nonzero().tolist()
+            by_weight = sorted(of_row, key=lambda at: (-round(float(weights[row + at[0], at[1]].detach()), 9), at[0]))
+            for place, index in by_weight[most:]:
+                experts[row + place, index] = -1
+    return Choice(experts, weights * (experts >= 0), is_whole=False)
+
+
+def begin_noise(blocks: Sequence[nn.Module], batch: Batch) -> None:
+    """Have noisy gates draw the noise of a whole batch."""
+    for index, block in enumerate(blocks):
+        for router in (module for module in block.modules() if isinstance(module, Router)):
+            if router.config.gate == "noisy":
+                assert batch.places is not None
+                router.gating, router.layer = Gating(BalanceConfig()), index
+                router.gating.trains = True
+                router.gating.passage = Passage(None, None, places=batch.places.flatten())
+
+
 def router_losses(routers: Seen, rows: Rows, labels: Tensor, balance: BalanceConfig) -> list[Tensor]:
     """The sums over layers and tokens of the losses that are on; the tokens of `labels` (B, S) in order."""
     sums = {"sequence": torch.zeros(()).double(), "z": torch.zeros(()).double()}
     taking = [place for document in _documents(rows, labels) for place in document]
     for router, passes in routers.items():
         tokens, chosen = (torch.cat(each) for each in zip(*passes, strict=True))
-        logits = tokens @ router.weight.t()
+        logits = _logits(router, tokens)
         for place in taking:
             sums["z"] = sums["z"] + balance.z * logits[place].exp().sum().log() ** 2
         scores = logits.sigmoid() if router.config.gate == "sigmoid" else logits.softmax(-1)
@@ -48,6 +78,13 @@ def router_losses(routers: Seen, rows: Rows, labels: Tensor, balance: BalanceCon
                 load = router.config.num_experts * number / (router.config.per_token * len(places))
                 sums["sequence"] = sums["sequence"] + balance.sequence * len(places) * load * share
     return [sums[name] for name in balance.losses]
+
+
+def _logits(router: Router, tokens: Tensor) -> Tensor:
+    if router.config.gate != "cosine":
+        return tokens @ router.weight.t()
+    projected = tokens @ router.projection.t()
+    return torch.cosine_similarity(projected[:, None], router.weight, dim=-1) / router.temperature.exp()
 
 
 def _documents(rows: Rows, labels: Tensor) -> Iterator[range]:

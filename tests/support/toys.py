@@ -218,6 +218,20 @@ MODELS = {
     ),
     "one of many experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=1)),
     "all experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=8)),
+    "experts, noisy": _decoder_model(_LLAMA, experts=replace(_EXPERTS, gate="noisy")),
+    "experts, cosine": _decoder_model(
+        _LLAMA, tied_embeddings=True, experts=replace(_EXPERTS, gate="cosine", router_size=3)
+    ),
+    "experts choose": _decoder_model(
+        _LLAMA, experts=replace(_EXPERTS, gate="expert_choice", normalized=False, shared_size=6)
+    ),
+    "deep experts, noisy": _decoder_model(
+        _LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, gate="noisy", dense_layers=(2,))
+    ),
+    "deep experts choose": _decoder_model(
+        _LLAMA | _DEEP, experts=replace(_EXPERTS, gate="expert_choice", normalized=False, dense_layers=(0,))
+    ),
+    "experts, even": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=3, route="even")),
     "deep experts": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, dense_layers=(2,))),
 }
 

@@ -109,6 +109,7 @@ _CONFLICTS = (
     "--lora.rank 4 --plan.mapping.node.tensor 2",
     "--balance.z 0.1",
     "--balance.sequence -1",
+    "--balance.capacity 1.25",
     "--resume auto",
     "--resume nowhere",
     "--resume nowhere --folder run",

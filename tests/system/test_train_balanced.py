@@ -1,15 +1,24 @@
-"""Losses of routers: the numbers of one process that follows their definitions, under any plan."""
+"""Losses of routers and gates: the numbers of one process that follows their definitions, under any plan."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import pytest
 
-from terrace.launch.start import LocalPool
+from terrace.cluster.cluster import Cluster
+from terrace.launch.start import LocalPool, World
 from terrace.model.experts.balance import BalanceConfig
-from tests.support.parity import Case, check, exact
+from terrace.plan.wire import OF_EXPERTS
+from terrace.runtime.experts.axis import ExpertAxis
+from tests.support.parity import Case, check, engine_of, exact
 from tests.support.token_layouts import dealt_out
 from tests.support.toys import Rows, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
 
+BOUNDED = BalanceConfig(sequence=0.3, capacity=0.9)
 BOTH, Z = BalanceConfig(sequence=0.3, z=0.2), BalanceConfig(z=0.2)
 DOCUMENTS = Rows(23, ((5, 1, 17), (23,), (4, 4, 4, 11)))
 
@@ -47,3 +56,67 @@ def test_losses_of_routers(pool: LocalPool) -> None:
         ),
     ]
     check(pool, cluster, cases)
+
+
+def test_gates(pool: LocalPool) -> None:
+    """Noise goes by the place in the run; where experts choose or have a capacity, tokens are left to nobody."""
+    cluster = cluster_of(2, 2)
+    spread = {"package": {"expert": 2}, "node": {"rows": 2}}
+    rows, both = {"package": {"rows": 2}}, {"package": {"expert": 2}, "node": {"expert": 2}}
+    ring, stages = {"node": {"context": {"ring": 2}}}, {"node": {"pipeline": 2}}
+    cases = [
+        Case(exact("zero3", cluster, experts=both), num_micros=2, model="experts, noisy"),
+        Case(exact("zero2", cluster, mapping=ring, experts=rows), model="experts, noisy", rows=Rows(7)),
+        Case(
+            exact("three-level", cluster, mapping=stages, schedule="1f1b", unit=2, recompute=("*",)),
+            num_micros=4,
+            model="deep experts, noisy",
+        ),
+        Case(exact("zero3", cluster, experts=spread), num_micros=2, model="experts, cosine", balance=BOTH),
+        Case(exact("zero3", cluster, experts=spread), num_micros=2, model="experts choose", balance=Z),
+        Case(exact("zero1", cluster, experts=rows, micro_batch=2), model="experts choose"),
+        Case(exact("zero3", cluster, experts=spread), num_micros=2, model="experts in groups", balance=BOUNDED),
+        Case(exact("zero1", cluster, mapping=stages, recompute=("*",)), 4, "deep experts", balance=BOUNDED),
+        Case(
+            exact("zero2", cluster, mapping=stages, schedule="zb-h1", experts={"package": {"expert": 2}}),
+            num_micros=3,
+            model="deep experts choose",
+        ),
+    ]
+    check(pool, cluster, cases)
+
+
+def sent_of_experts(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[list[dict[Any, int]]]:
+    """By class and tier, the bytes of messages of experts: predicted, declared by the batches, sent."""
+    found = []
+    for case in cases:
+        engine, predicted = engine_of(world, cluster, case), Counter[Any]()
+        for step in range(2):
+            engine.step(case.batches(engine, case, step), 1e-3)
+            for message in chain(*map(engine.program.messages_inside, engine.program.instructions)):
+                if message.message_class in OF_EXPERTS:
+                    predicted.update(
+                        {(message.message_class, engine.program.layout.tiers[t]): n for t, n in message.sends}
+                    )
+        engine.check_bytes()
+        (axis,) = (axis for axis in engine.axes if isinstance(axis, ExpertAxis))
+        sent = {key: num for key, num in engine.comm.ledger.total().items() if key[0] in OF_EXPERTS}
+        found.append([dict(+predicted), dict(+Counter(axis.declared)), sent])
+        engine.close()
+    return found
+
+
+def test_even_routing_sends_what_is_predicted(pool: LocalPool) -> None:
+    """Over one tier and two, with rows, recomputed: one number on every rank, whatever the labels."""
+    cluster = cluster_of(2, 2)
+    tables = (
+        {"package": {"expert": 2}, "node": {"expert": 2}},
+        {"package": {"rows": 2}, "node": {"expert": 2}},
+        {"package": {"rows": 2}, "node": {"rows": 2}},
+    )
+    plans = [exact("zero3", cluster, experts=table, micro_batch=4, recompute=("block.1",)) for table in tables]
+    cases = [Case(plan, num_micros=2, model="experts, even") for plan in plans]
+    for of_rank in pool.run(cluster.world_size, sent_of_experts, cluster, cases):
+        for predicted, declared, sent in of_rank:
+            assert predicted == declared == sent
+            assert {message for message, _ in sent} == set(OF_EXPERTS)

@@ -13,15 +13,17 @@ from dataclasses import dataclass, fields
 
 from terrace.base.errors import ConfigError
 
-LOSSES = ("sequence", "z")  # numbers of their own in a step's sums, in this order
+LOSSES = ("sequence", "z")
+FIGURES = (*LOSSES, "dropped")  # of routers in a step's sums, in this order; the last counts choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """The factor of each loss of a router; 0 turns it off."""
+    """The factor of each loss of a router, and of an expert's capacity; 0 turns it off."""
 
     sequence: float = 0.0
     z: float = 0.0
+    capacity: float = 0.0  # of an expert, over the tokens that even choices bring; 0: it takes all
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -33,3 +35,8 @@ class BalanceConfig:
     def losses(self) -> tuple[str, ...]:
         """The losses that are on."""
         return tuple(name for name in LOSSES if getattr(self, name))
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The keys that are on."""
+        return tuple(item.name for item in fields(self) if getattr(self, item.name))

@@ -4,13 +4,14 @@ In place of one MLP such a layer has E experts, gated MLPs of which every token 
 of them (Shazeer et al. 1701.06538). A gate (terrace.model.experts.gates) chooses by the scores and weighs the chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from terrace.base.errors import ModelError, did_you_mean
 
-Gate = Literal["softmax", "sigmoid"]
+Gate = Literal["softmax", "sigmoid", "noisy", "cosine", "expert_choice"]
+Route = Literal["gate", "even"]
 _MOST_EXPERTS = 2**16  # each has tensors of its own in files
 GATE_BIAS = "mlp.router.bias"  # in a block; fp32 at least wherever it is kept, as 16 bits would round its steps away
 
@@ -23,6 +24,8 @@ class ExpertsConfig:
     per_token: int  # experts that a token passes: k
     intermediate_size: int  # of one expert
     gate: Gate = "softmax"
+    router_size: int = 0  # dims that the gate "cosine" projects a token to; 0 for all others
+    route: Route = "gate"  # "even": for measuring, experts follow from a token's place among those of a rank
     normalized: bool = True  # the weights of a token's experts are divided by their sum
     scale: float = 1.0  # and multiplied by this
     num_groups: int = 1  # groups of neighbouring experts, of which a token's experts come from `kept_groups`
@@ -47,6 +50,7 @@ class ExpertsConfig:
             raise ModelError(f"{said('shared_size')} must be at least 0 and below {2**31}")
         if self.gate not in get_args(Gate):
             raise ModelError(f"{said('gate')} is not implemented{did_you_mean(self.gate, get_args(Gate))}")
+        self._check_gate(said)
         if not 0 < self.scale < 1e30:
             raise ModelError(f"{said('scale')} must be positive and finite")
         if self.num_experts % self.num_groups:
@@ -64,6 +68,37 @@ class ExpertsConfig:
             raise ModelError(
                 f"{said('per_token')} must be at most the {reachable} experts{where} that a token can choose from"
             )
+        if self.num_groups > 1 and self.gate != "sigmoid":
+            raise ModelError(f"{said('num_groups')}: groups of experts are of gate = 'sigmoid', not of {said('gate')}")
+        self._check_layers(num_layers, names)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the experts of a token depend on later tokens."""
+        return self.gate == "expert_choice"
+
+    @property
+    def num_choices(self) -> int:
+        """Numbers of experts that go with a token: k, or one for each expert that may take it."""
+        return self.num_experts if self.gate == "expert_choice" else self.per_token
+
+    def _check_gate(self, said: Callable[[str], str]) -> None:
+        if (self.router_size > 0) != (self.gate == "cosine") or not 0 <= self.router_size < 2**31:
+            raise ModelError(
+                f'{said("router_size")} with {said("gate")}: the gate "cosine" projects tokens to 1 or more dims, and '
+                "no other gate does"
+            )
+        if self.route not in get_args(Route):
+            raise ModelError(f"{said('route')} is not implemented{did_you_mean(self.route, get_args(Route))}")
+        if self.route == "even" and self.looks_ahead:
+            raise ModelError(f"{said('route')} has tokens choose: leave it out with {said('gate')}")
+        if self.gate == "noisy" and not self.normalized:
+            raise ModelError(f"{said('normalized')}: the weights of {said('gate')} sum to 1; set it to true")
+        if self.gate == "expert_choice" and (self.normalized or self.biased):
+            field = "normalized" if self.normalized else "biased"
+            raise ModelError(f"{said(field)}: {said('gate')} has the scores themselves as weights; set it to false")
+
+    def _check_layers(self, num_layers: int, names: Mapping[str, str]) -> None:
         wrong = [layer for layer in self.dense_layers if not 0 <= layer < num_layers]
         if wrong:
             raise ModelError(

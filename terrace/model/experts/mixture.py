@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.config import ModelConfig
-from terrace.model.experts.gates import Choice, sigmoid, softmax
-from terrace.model.experts.gating import Gating
+from terrace.model.experts.gates import Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
+from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.products import Order, collect, grouped_linear, spread
 from terrace.model.layers import ACTIVATIONS, MLP
 
-GATES = {"softmax": softmax.choose, "sigmoid": sigmoid.choose}
+# Gates by which a token chooses; what is particular to noisy and cosine are their logits.
+GATES = {"softmax": softmax.choose, "sigmoid": sigmoid.choose, "noisy": softmax.choose, "cosine": softmax.choose}
 
 
 class Router(nn.Module):
@@ -33,19 +34,43 @@ class Router(nn.Module):
         super().__init__()
         assert config.experts is not None, "a layer without experts has no router"
         self.config = config.experts
-        self.weight = nn.Parameter(torch.empty(self.config.num_experts, config.hidden_size, **where))
+        num_experts, hidden, size = self.config.num_experts, config.hidden_size, self.config.router_size
+        self.weight = nn.Parameter(torch.empty(num_experts, size or hidden, **where))
+        if self.config.gate == "noisy":
+            self.noise = nn.Parameter(torch.empty(num_experts, hidden, **where))
+        if self.config.gate == "cosine":
+            self.projection = nn.Parameter(torch.empty(size, hidden, **where))
+            self.temperature = nn.Parameter(torch.empty(1, **where))
         self.bias: nn.Parameter | None = None
         if self.config.biased:
-            self.bias = nn.Parameter(torch.empty(self.config.num_experts, **where), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(num_experts, **where), requires_grad=False)
         self.gating: Gating | None = None
+        self.layer = 0  # its block in the model, which noise follows from
 
-    def forward(self, x: Tensor) -> Choice:
-        """The experts of tokens x (T, H)."""
+    def forward(self, x: Tensor, passage: Passage) -> Choice:
+        """The experts of tokens x (T, H), all that take part in the passage."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))  # (T, E)
-        bias = None if self.bias is None else self.bias.to(wide)
-        choice = GATES[self.config.gate](logits, bias, self.config)
-        return choice if self.gating is None else self.gating.balanced(choice, logits, self.config)
+        logits = self._logits(x.to(wide), passage)  # (T, E)
+        if self.config.gate == "expert_choice":
+            assert passage.sequences is not None, "checked before the first step"
+            choice = expert_choice.choose(logits, passage.sequences, passage.num_sequences, self.config)
+        else:
+            bias = None if self.bias is None else self.bias.to(wide)
+            choice = GATES[self.config.gate](logits, bias, self.config)
+        if self.config.route == "even":
+            choice = even.instead(choice, self.config)
+        if self.gating is not None:
+            choice = self.gating.balanced(choice, logits, passage, self.config)
+        return choice._replace(scores=None)  # which would be kept until the experts are done
+
+    def _logits(self, x: Tensor, passage: Passage) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if self.config.gate == "noisy":
+            noise = None if self.gating is None else self.gating.noise(self.layer, passage, len(weight))
+            return noisy.logits(x, weight, self.noise.to(x.dtype), noise)
+        if self.config.gate == "cosine":
+            return cosine.logits(x, self.projection.to(x.dtype), weight, self.temperature.to(x.dtype))
+        return F.linear(x, weight)
 
 
 class Stack(nn.Module):
@@ -91,34 +116,41 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Every token of x (B, S, H) through its experts."""
-        output = self.routed(x.flatten(0, -2)).view_as(x)
+        if self.router.config.looks_ahead and self.router.gating is None:
+            output = torch.stack([self.routed(row) for row in x])
+        else:
+            output = self.routed(x.flatten(0, -2)).view_as(x)
         if self.shared is None:
             return output
         shared: Tensor = self.shared(x)
         return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
     def routed(self, tokens: Tensor) -> Tensor:
-        """Tokens (T, H) through the experts that the gate chooses, (T, H); zero for those that take no part."""
-        gating = self.router.gating
-        kept = None if gating is None or gating.passage is None else gating.passage.kept
-        if kept is None:
-            return self._passed(tokens)
-        passed = self._passed(tokens.index_select(0, kept))
-        return torch.zeros_like(tokens).index_copy(0, kept, passed)
+        """Tokens (T, H) through the experts that the gate chooses, (T, H); zero for those that take no part.
 
-    def _passed(self, tokens: Tensor) -> Tensor:
-        choice = self.router(tokens)
+        Unless a runtime says more, all take part, and are one sequence.
+        """
+        gating = self.router.gating
+        passage = None if gating is None else gating.passage
+        if passage is None:
+            # Only experts that choose ask which tokens are of one sequence.
+            asks, row = self.router.config.looks_ahead, torch.Size((1, len(tokens)))
+            passage = Passage.of_rows(row, tokens.device) if asks else Passage(None, None)
+        if passage.kept is None:
+            return self._passed(tokens, passage)
+        passed = self._passed(tokens.index_select(0, passage.kept), passage)
+        return torch.zeros_like(tokens).index_copy(0, passage.kept, passed)
+
+    def _passed(self, tokens: Tensor, passage: Passage) -> Tensor:
+        choice = self.router(tokens, passage)
         if self.spread is not None:
             return self.spread(self, tokens, choice)
         passed: Tensor = (self.pass_through if self.joined is None else self.joined)(tokens, choice)
         return passed
 
-    def pass_through(self, tokens: Tensor, choice: Choice, *, is_whole: bool = True) -> Tensor:
-        """The weighted sum (T, H) of the results of this module's experts for tokens (T, H).
-
-        Unless `is_whole`, a choice of -1 is an expert that is not here.
-        """
-        order = Order.of(choice.experts, len(self.down.weight), is_whole=is_whole)
+    def pass_through(self, tokens: Tensor, choice: Choice) -> Tensor:
+        """The weighted sum (T, H) of the results of this module's experts for tokens (T, H)."""
+        order = Order.of(choice.experts, len(self.down.weight), is_whole=choice.is_whole)
         rows = spread(tokens, order)  # (N, H)
         inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
         weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)

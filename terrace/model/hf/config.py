@@ -15,7 +15,7 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
 from terrace.model.hf.families import FAMILIES, Family
 from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
-from terrace.model.hf.mixtures import read_experts, write_experts
+from terrace.model.hf.mixtures import OWN_KEYS, read_experts, write_experts
 from terrace.model.rope import RopeScaling, scaling_keys
 
 _ENDLESS = 1e30  # beyond, it is no number that anyone means
@@ -87,6 +87,12 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
     RoPE appears under its newer and its older keys: releases of `transformers` that know only the older ones would
     otherwise take their defaults silently. `tokens` are the ids that begin, end and pad a text.
     """
+    own = next((key for key in table if key in OWN_KEYS), None)
+    if own is not None:
+        raise ModelError(
+            f"{own} = {table[own]!r}: transformers has none, so a {table['model_type']} folder cannot say it: "
+            "use the run's checkpoints"
+        )
     family = FAMILIES[table["model_type"]]
     published = {**table, **tokens, "torch_dtype": dtype}
     if "sliding_window" in table:

@@ -96,12 +96,15 @@ class _MixtureTable(_RotaryTable):
     num_key_value_heads: int | None
     num_experts_per_tok: int
     rms_norm_eps: float = 1e-6
+    route: str = "gate"  # Terrace's own
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BalancedTable(_MixtureTable):
-    # Their loss has a part of the router's if its logits are asked for.
+    # Their loss has a part of the router's if its logits are asked for. The gate is a key of Terrace's own.
 
+    gate: str = "softmax"
+    router_size: int = 0
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
 
@@ -199,8 +202,9 @@ _ROTARY_NAMES = _SHARED_NAMES | {
 _BIASED = {"attention_bias": "attention_bias"}
 _GROUPED = _ROTARY_NAMES | {"num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
 _GATED = {"norm": "rms", "gated_mlp": True, "parallel_residual": False}
-_ROUTED = _GROUPED | {"experts.per_token": "num_experts_per_tok"}
-_QWEN_ROUTED = _ROUTED | {
+_ROUTED = _GROUPED | {"experts.per_token": "num_experts_per_tok", "experts.route": "route"}
+_GATES = {"experts.gate": "gate", "experts.router_size": "router_size"}
+_QWEN_ROUTED = (_ROUTED | _GATES) | {
     "experts.num_experts": "num_experts",
     "experts.intermediate_size": "moe_intermediate_size",
     "experts.normalized": "norm_topk_prob",
@@ -277,6 +281,7 @@ FAMILIES: Mapping[str, Family] = {
         table=MixtralTable,
         architecture="MixtralForCausalLM",
         names=_ROUTED
+        | _GATES
         | {
             "head_dim": "head_dim",
             "sliding_window": "sliding_window",

@@ -9,6 +9,11 @@ from typing import Any
 
 from terrace.base.errors import ModelError
 
+OWN_KEYS: Mapping[str, object] = {
+    "gate": "softmax",
+    "router_size": 0,
+    "route": "gate",
+}  # and what they say where they are left out
 _PART = "experts."  # in front of the names of these fields
 _MOST_LAYERS = 10**6
 
@@ -32,12 +37,18 @@ def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, 
         if loaded.n_shared_experts < 1:
             raise ModelError(f"n_shared_experts = {loaded.n_shared_experts} must be at least 1 in this family")
         fields["shared_size"] = loaded.n_shared_experts * loaded.moe_intermediate_size
+    if fields.get("gate") == "cosine" and not fields["router_size"]:
+        fields["router_size"] = max(1, fields["num_experts"] // 2)  # as X-MoE has it (2204.09179, section 4.1)
+    if fields.get("gate") == "expert_choice" and "experts.normalized" not in names:
+        fields["normalized"] = False
     return fields | {"dense_layers": _dense_layers(loaded)}
 
 
 def write_experts(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The keys that `read_experts` reads as these fields of an `ExpertsConfig`, where the family can say them."""
     table = {key: fields[own.removeprefix(_PART)] for own, key in names.items() if _is_part(own)}
+    # Keys that only Terrace reads are left out where they say nothing.
+    table = {key: value for key, value in table.items() if OWN_KEYS.get(key) != value}
     if "n_shared_experts" in table:
         table["n_shared_experts"] = fields["shared_size"] // fields["intermediate_size"]
     if "first_k_dense_replace" in table:

@@ -85,7 +85,7 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
 
 
 def _is_routed(param: ParamSpec) -> bool:
-    return bool(param.dims) and param.dims[0][0] in (STACKED, "choices")
+    return bool(param.dims) and param.dims[0][0] in (STACKED, "choices", "router")
 
 
 def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockSpec, ...]:

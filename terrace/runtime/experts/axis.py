@@ -51,7 +51,7 @@ class ExpertAxis(InBlockAxis):
         self._mixtures = [module for block in blocks for module in block.modules() if isinstance(module, Mixture)]
         for mixture in self._mixtures:
             mixture.spread = self._spread
-        self._per_token = max((mixture.router.config.per_token for mixture in self._mixtures), default=0)
+        self._num_choices = max((mixture.router.config.num_choices for mixture in self._mixtures), default=0)
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
@@ -69,8 +69,8 @@ class ExpertAxis(InBlockAxis):
         rows, weights, experts = toward(tokens, choice.weights, choice.experts, way)
         held = num_experts // math.prod(self._degrees[0])
         experts = experts - _index(self._places[0], self._degrees[0]) * held
-        here = Choice(experts.masked_fill((experts < 0) | (experts >= held), -1), weights)
-        return back(mixture.pass_through(rows, here, is_whole=False), way)
+        here = Choice(experts.masked_fill((experts < 0) | (experts >= held), -1), weights, is_whole=False)
+        return back(mixture.pass_through(rows, here), way)
 
     def _units(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The experts of each unit of every hop, by peer; the units outside are this rank's."""
@@ -127,7 +127,7 @@ class ExpertAxis(InBlockAxis):
         """Bytes received from the peers of a hop for `sent` (n, bytes)."""
         line, (transfer, over) = self._line(message), self._over(message)
         rows = hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned
-        row_bytes = over.part_bytes + uncoded_bytes(message, self._per_token, number_bytes(self._collectives.plan))
+        row_bytes = over.part_bytes + uncoded_bytes(message, self._num_choices, number_bytes(self._collectives.plan))
         self._declared[message.message_class, line.tiers[hop.tier]] += rows * row_bytes
         received = sent.new_empty(sum(receives), sent.shape[1])
         # Products stand between the last hop there and the first one back.

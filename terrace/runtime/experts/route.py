@@ -48,15 +48,16 @@ class HopRows:
 def count_prefixes(experts: Tensor, num_experts: int, degrees: Sequence[int]) -> Tensor:
     """Number of tokens with an expert in each prefix of units: int64, the prefixes of one length after the other.
 
-    The first is of the empty prefix: T. `experts` (T, k) are the choices; `degrees` d_1 .. d_m divide the experts in
-    turn.
+    The first is of the empty prefix: tokens with any expert. `experts` (T, k) are the choices, -1 for none; `degrees`
+    d_1 .. d_m divide the experts in turn.
     """
-    counts, units = [torch.tensor([len(experts)], device=experts.device)], 1
+    none, units = experts < 0, 1
+    counts = [(~none).any(1).sum().view(1)]
     for degree in degrees:
         units *= degree
-        unit_of = experts // (num_experts // units)  # (T, k)
-        has = torch.zeros(len(experts), units, dtype=torch.bool, device=experts.device).scatter_(1, unit_of, True)
-        counts.append(has.sum(0))
+        unit_of = (experts // (num_experts // units)).masked_fill(none, units)  # (T, k); the last is nobody's
+        has = torch.zeros(len(experts), units + 1, dtype=torch.bool, device=experts.device).scatter_(1, unit_of, True)
+        counts.append(has[:, :units].sum(0))
     return torch.cat(counts)
 
 

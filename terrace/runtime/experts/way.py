@@ -102,7 +102,7 @@ class _Back(torch.autograd.Function):
 def _wanted(experts: Tensor, hop: HopRows, units: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
     """The rows of `experts` (n, k) that each peer gets."""
     if hop.copies:
-        return (torch.arange(len(experts), device=experts.device),) * len(hop.sends)
+        return ((experts >= 0).any(1).nonzero().squeeze(1),) * len(hop.sends)
     found = []
     for first, last in units:
         has = ((experts >= first) & (experts < last)).any(1)

@@ -8,18 +8,30 @@ Shape legend: T tokens, E experts, k experts of a token.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class Choice(NamedTuple):
     """Which experts each token passes, and how much each result counts."""
 
-    experts: Tensor  # (T, k) int64, the highest score first
+    experts: Tensor  # (T, k) int64, the highest score first; -1: none
     weights: Tensor  # (T, k)
     scores: Tensor | None = None  # (T, E), positive, of which no bias is a part
+    is_whole: bool = True  # whether no choice is -1
 
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Indexes (T, count) of the largest of scores (T, N), the largest first; of equal ones the lower index."""
     # `topk` promises nothing about equal values. A copy: a view would keep the indexes of all experts.
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
+
+
+def coarse(scores: Tensor) -> Tensor:
+    """Scores, not below zero, without the last third of their bits: those that differ by rounding alone become equal.
+
+    A token that repeats at the beginning of a text has the same score each time but for rounding, which differs from
+    plan to plan; what compares tokens by these takes the earlier one under every plan.
+    """
+    bits, dropped = (torch.int64, 17) if scores.dtype == torch.float64 else (torch.int32, 8)
+    return (scores.detach().contiguous().view(bits) >> dropped << dropped).view(scores.dtype)

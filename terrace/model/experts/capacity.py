@@ -1,0 +1,45 @@
+"""A bound on the tokens of a sequence that an expert takes, in training alone: others leave it out.
+
+Of S tokens an expert takes C = ceil(factor k S / E). The choices of least weight are dropped first, of equal ones that
+of the later token. Counted in a sequence, this drops the same choices whatever the micro-batches and ranks. Evaluation
+drops nothing: its loss would depend on how texts are put together (marin-community/marin#8134 found 0.11 more).
+
+Shape legend: T tokens, B sequences, E experts, k experts of a token.
+"""
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from terrace.model.experts.config import ExpertsConfig
+from terrace.model.experts.gates import Choice, coarse
+
+
+def bounded(
+    choice: Choice, sequences: Tensor, num_sequences: int, factor: float, config: ExpertsConfig
+) -> tuple[Choice, Tensor]:
+    """`choice` without what is beyond the capacity, and the number of choices dropped, a scalar.
+
+    `sequences` (T), ascending, has the sequence of each token; tokens of a sequence are in the order of their places.
+    A dropped choice is -1 with a weight of 0; the other weights of its token stay as they are.
+    """
+    cells = (sequences.unsqueeze(-1) * config.num_experts + choice.experts).flatten()
+    by_weight = coarse(choice.weights).flatten().sort(descending=True, stable=True).indices
+    # Stable twice: by expert and sequence, in them by weight, of equal weights by place.
+    order = by_weight[cells[by_weight].sort(stable=True).indices]
+    counts = torch.bincount(cells, minlength=num_sequences * config.num_experts)
+    begins = (counts.cumsum(0) - counts)[cells[order]]
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(len(order), device=order.device) - begins
+    lengths = torch.bincount(sequences, minlength=num_sequences)
+    beyond = ranks.view_as(choice.experts) >= capacities(lengths, factor, config)[sequences].unsqueeze(-1)
+    experts, weights = choice.experts.masked_fill(beyond, -1), choice.weights.masked_fill(beyond, 0.0)
+    return choice._replace(experts=experts, weights=weights, is_whole=False), beyond.sum()
+
+
+def capacities(lengths: Tensor, factor: float, config: ExpertsConfig) -> Tensor:
+    """C for sequences of `lengths`, int64."""
+    # In whole numbers: a product of floats that is just above one would round up.
+    exact = Fraction(factor).limit_denominator(10**6)
+    return -(-exact.numerator * config.per_token * lengths // (exact.denominator * config.num_experts))
