@@ -86,6 +86,7 @@ class Layer:
             tokens=round(self.capacity * self.tokens / GPUS),
             num_experts=NODES,
             per_token=_PER_TOKEN,
+            num_choices=_PER_TOKEN,
             hidden=self.hidden,
             item_bytes=_ITEM,
             weight_bytes=_ITEM,

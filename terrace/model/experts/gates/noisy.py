@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MASK = 2**64 - 1
+_MASK, _LARGEST = 2**64 - 1, float(2**53)
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
 
 
@@ -38,13 +38,12 @@ def _uniform(counters: Tensor, key: int) -> Tensor:
     bits = counters * _signed(_GAMMA) + _signed(key)  # int64 wraps around
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits = (bits ^ _shifted(bits, shift)) * _signed(factor)
-    fraction: Tensor = _shifted(bits ^ _shifted(bits, 31), 11).double()
-    return (fraction + 0.5) * 2.0**-53
+    return (_shifted(bits ^ _shifted(bits, 31), 11).double() + 0.5) / _LARGEST
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
     # As of unsigned numbers.
-    return (bits >> by) & (2 ** (64 - by) - 1)
+    return (bits >> by) & (_MASK >> by)
 
 
 def _scrambled_int(number: int) -> int:
