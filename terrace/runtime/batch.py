@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,11 @@ class Batch:
         moved = (x.to(device, non_blocking=True) for x in given)
         return Batch(*moved, token_layout=self.token_layout, places=places)
 
+    def with_places(self, first_row: int, ignored: int = IGNORE_INDEX) -> "Batch":
+        """This micro-batch of whole rows, the first of which is row `first_row` of the run, with its places."""
+        rows = torch.arange(first_row, first_row + len(self.labels), device=self.labels.device)
+        return replace(self, places=places_of(rows, self.labels, self.positions, ignored=ignored))
+
     def document_begins(self) -> tuple[int, ...]:
         """Indices of the tokens that documents begin with, row after row; every row begins one."""
         num, sequence = self.labels.shape
@@ -65,7 +70,7 @@ class Batch:
         )
 
 
-def places_of(rows: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+def places_of(rows: Tensor, labels: Tensor, positions: Tensor | None = None, *, ignored: int = IGNORE_INDEX) -> Tensor:
     """Places in the run of the tokens of whole rows with labels (B, S), int64 (B, S).
 
     `rows` (B) number the rows through all global batches, in the order of terrace.data.batches. Documents, which
@@ -77,7 +82,7 @@ def places_of(rows: Tensor, labels: Tensor, positions: Tensor | None = None) -> 
         begins |= document_begins(positions)
     documents = begins.flatten().cumsum(0) - 1
     counts = torch.zeros(labels.numel(), dtype=torch.int64, device=labels.device)
-    counts.index_add_(0, documents, (labels.flatten() != IGNORE_INDEX).long())
+    counts.index_add_(0, documents, (labels.flatten() != ignored).long())
     places = rows.unsqueeze(1) * labels.shape[1] + torch.arange(labels.shape[1], device=labels.device)
     return places.masked_fill((counts[documents] == 0).view(labels.shape), -1)
 

@@ -1,5 +1,6 @@
 """A rank's micro-batches of each step as the engine takes them: made on the host, ahead of the step."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from terrace.data.batches import Arrays, Batches
 from terrace.plan.dims import has_routers
 from terrace.program.program import Program
-from terrace.runtime.batch import Batch, places_of
+from terrace.runtime.batch import Batch
 from terrace.train.context_batches import ContextBatches
 
 
@@ -52,8 +53,9 @@ class MicroBatches:
             return Batch(inputs, labels, *positions)
         degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
         first = step * self._batches.batch + (micro * degree + self._place) * size
-        places = places_of(torch.arange(first, first + size), labels, *positions)
-        return Batch(inputs, labels, *positions, places=places.pin_memory() if self._pinned else places)
+        batch = Batch(inputs, labels, *positions).with_places(first)
+        assert batch.places is not None, "just made"
+        return replace(batch, places=batch.places.pin_memory()) if self._pinned else batch
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         # Page-locked memory lets the copy to a GPU overlap with compute.

@@ -28,6 +28,7 @@ from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
+from terrace.plan.dims import has_routers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
@@ -341,10 +342,13 @@ class Trainer:
             )
         # A whole batch is cut by data rank; a local one is this rank's already.
         first = 0 if self._local_batches else layout.data_place(self.rank) * num_micros * size
+        row = (self.num_steps * layout.data_degree + layout.data_place(self.rank)) * num_micros * size
         micros = []
-        for start in range(first, first + num_micros * size, size):
+        for micro, start in enumerate(range(first, first + num_micros * size, size)):
             rows = {name: self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items()}
-            micros.append(Batch(rows["inputs"], rows["labels"], rows.get("positions")))
+            batch = Batch(rows["inputs"], rows["labels"], rows.get("positions"))
+            is_text = has_routers(self.engine.program.blocks) and batch.labels.shape == batch.inputs.shape
+            micros.append(batch.with_places(row + micro * size, self._ignored) if is_text else batch)
         return micros
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError
-from terrace.model.experts.balance import BalanceConfig
+from terrace.model.experts.balance import FIGURES, BalanceConfig
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.losses import add_losses, sequence_loss, z_loss
 from terrace.model.experts.mixture import Mixture
@@ -119,7 +119,7 @@ def test_no_token_takes_part() -> None:
     module = mixture_with(gating)
     gating.passage = Passage(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 1)
     torch.autograd.backward(module(torch.randn(1, 3, 8, dtype=torch.float64)).sum())
-    assert gating.sums.tolist() == [0.0, 0.0]
+    assert gating.sums.tolist() == [0.0] * len(FIGURES)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,18 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model.decoder import token_loss
 from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.wire import OF_EXPERTS
 from terrace.runtime.experts.axis import ExpertAxis
-from tests.support.parity import Case, check, engine_of, exact
+from terrace.train.trainer import Trainer
+from tests.support.parity import ADAMW, NO_BALANCE, NUM_STEPS, Case, check, engine_of, exact, serial
 from tests.support.token_layouts import dealt_out
-from tests.support.toys import Rows, cluster_of
+from tests.support.toys import MODELS, Rows, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -120,3 +123,65 @@ def test_even_routing_sends_what_is_predicted(pool: LocalPool) -> None:
         for predicted, declared, sent in of_rank:
             assert predicted == declared == sent
             assert {message for message, _ in sent} == set(OF_EXPERTS)
+
+
+def test_a_trainer_says_where_tokens_stand() -> None:
+    """Batch after batch, as the rows of a run are counted."""
+    model, rows, found = MODELS["experts, noisy"], Rows(), list[float]()
+    keys = {name: getattr(ADAMW, name) for name in ("beta1", "beta2", "eps", "weight_decay", "clip")}
+    with Trainer(
+        model.blocks(torch.float64),
+        plan={"preset": "ddp", "compute": "fp64", "master": "fp64"},
+        cluster=cluster_of(1),
+        loss=token_loss,
+        lr=ADAMW.lr,
+        optimizer=keys,
+        num_micros=2,
+        declared=model.declared,
+        predict=False,
+    ) as trainer:
+        for step in range(NUM_STEPS):
+            batch = rows.batch(step, 4)
+            found.append(trainer.step(batch.inputs, batch.labels).loss)
+    assert found == pytest.approx(serial("experts, noisy", 4).losses, abs=1e-10, rel=0)
+
+
+GRID = {
+    "everywhere": {"package": {"expert": 2}, "node": {"expert": 2}, "system": {"expert": 2}},
+    "rows inside": {"package": {"rows": 2}, "system": {"expert": 2}},
+    "rows outside": {"package": {"expert": 2}, "node": {"rows": 2}},
+    "held by all": {},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("table", GRID)
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero3", "three-level"])
+def test_every_gate_and_balance(pool: LocalPool, table: str, placement: str) -> None:
+    """Beside each other on eight ranks, whole and in stages."""
+    cluster, experts = cluster_of(2, 2, 2), GRID[table]
+    plan = exact(placement, cluster, experts=experts)
+    cases = [
+        Case(plan, num_micros=2, model=model, balance=balance)
+        for model, balance in (
+            ("experts, noisy", NO_BALANCE),
+            ("experts, cosine", BOTH),
+            ("experts choose", Z),
+            ("experts", BOUNDED),
+            ("experts in groups", BalanceConfig(sequence=0.3, z=0.2, capacity=1.25)),
+            ("all experts", BOTH),
+            ("one of many experts", BOUNDED),
+        )
+    ]
+    if "node" not in experts:
+        plan = exact(
+            placement,
+            cluster,
+            experts=experts,
+            mapping={"node": {"pipeline": 2}},
+            recompute=("block.[2-5]",),
+            schedule="zb-h1",
+        )
+        cases += [Case(plan, 4, model) for model in ("deep experts, noisy", "deep experts choose")]
+        cases.append(Case(plan, 4, "deep experts", balance=BOUNDED))
+    check(pool, cluster, cases)
