@@ -80,10 +80,11 @@ def _temporary_folder(path: Path) -> tuple[int, Path]:
         _remove_abandoned_folder(wrapper)
         try:
             wrapper.mkdir(mode=0o700)
-            handle = os.open(wrapper / _WRITING, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             continue  # another process writes it
-        except FileNotFoundError:
+        try:
+            handle = os.open(wrapper / _WRITING, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except (FileExistsError, FileNotFoundError):
             continue  # taken for abandoned while it was empty
         if _is_locked(handle) and os.fstat(handle).st_nlink:
             return handle, wrapper

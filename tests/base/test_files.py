@@ -179,6 +179,11 @@ def test_a_killed_writer_of_a_folder_leaves_it_to_the_next(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
 
 
+def test_a_folder_where_none_can_be_made_is_refused() -> None:
+    with pytest.raises(FileNotFoundError, match="/proc"), folder_atomic(Path("/proc/out")):
+        pass
+
+
 def test_folders_of_others_are_not_taken_for_abandoned(tmp_path: Path) -> None:
     """A folder of the same name is a user's own unless it has what a writer puts there, and that alone."""
     (tmp_path / ".out.0.new").mkdir()

@@ -40,6 +40,8 @@ def bounded(
 
 def capacities(lengths: Tensor, factor: float, config: ExpertsConfig) -> Tensor:
     """C for sequences of `lengths`, int64."""
-    # In whole numbers: a product of floats that is just above one would round up.
-    exact = Fraction(factor).limit_denominator(10**6)
+    # In whole numbers: a product of floats that is just above one would round up. Beyond E / k an expert takes all, and
+    # the smallest fraction still takes one token: no factor of a file overflows, and none drops every choice.
+    least, most = Fraction(1, 10**6), Fraction(config.num_experts, config.per_token)
+    exact = min(max(Fraction(factor).limit_denominator(10**6), least), most)
     return -(-exact.numerator * config.per_token * lengths // (exact.denominator * config.num_experts))
