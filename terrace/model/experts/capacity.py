@@ -19,7 +19,7 @@ from terrace.model.experts.gates import Choice, coarse
 def bounded(
     choice: Choice, sequences: Tensor, num_sequences: int, factor: float, config: ExpertsConfig
 ) -> tuple[Choice, Tensor]:
-    """`choice` without what is beyond the capacity, and the number of choices dropped, a scalar.
+    """`choice` with the choices within the capacity alone, and the number of choices dropped, a scalar.
 
     `sequences` (T), ascending, has the sequence of each token; tokens of a sequence are in the order of their places.
     A dropped choice is -1 with a weight of 0; the other weights of its token stay as they are.

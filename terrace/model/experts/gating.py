@@ -1,4 +1,4 @@
-"""What gates and losses of routers know of a pass: which of its tokens take part, and where these stand in the run.
+"""The tokens of a pass that take part in choices, and their places in the run, as gates and losses of routers see them.
 
 Padding and documents without a label take no part: no router scores them, no expert gets them, no loss and no choice
 counts them, and a mixture adds only its shared expert to them. A model without a `Gating` counts all tokens, and has no
