@@ -19,7 +19,6 @@ Format 2, which can still be read, has SHA-256 checksums of files and no optimiz
 
 import hashlib
 import json
-import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -37,6 +36,7 @@ FORMAT, FORMAT_2 = 3, 2
 _GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
 MAX_STEPS = 10**12  # no run comes near
 _READ_BYTES = 4 << 20
+_FP32_BYTES = 4
 
 Group = str
 BlockLayout = dict[str, tuple[Group, list[int]]]  # parameter -> group, shape
@@ -77,11 +77,13 @@ def checkpoint_bytes(
     blocks: Sequence[BlockSpec], optimizer: OptimizerConfig, master_bytes: int, compute_bytes: int
 ) -> int:
     """Size on disk of a checkpoint of whole blocks, without headers."""
-    return sum(
-        math.prod(shape) * len(KINDS[group]) * (compute_bytes if group == FROZEN else master_bytes)
-        for layout in block_layouts(blocks, optimizer).values()
-        for group, shape in layout.values()
-    )
+    total = 0
+    for index, block in enumerate(blocks):
+        for param in block.params:
+            group = group_of(param, optimizer, is_layer(blocks, index))
+            frozen_bytes = max(compute_bytes, _FP32_BYTES) if param.is_moved else compute_bytes
+            total += param.numel * len(KINDS[group]) * (frozen_bytes if group == FROZEN else master_bytes)
+    return total
 
 
 def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:

@@ -24,6 +24,7 @@ from terrace.launch.start import pace
 from terrace.probe.products import bf16_slowdown
 from terrace.program.report import StepReport, plain
 from terrace.report.inside import ASSIGNED
+from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg
 from terrace.report.stage_tables import stage_comparison_table
 from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
@@ -136,6 +137,9 @@ class Screen:
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")
+        for stage, (_, measured) in enumerate(pairs):
+            if measured.load:
+                print(f"{f'stage {stage}: ' if outcome.stages else ''}{load_words(measured.load)}\n")
         # After the tables: a full disk must not hide the results.
         with _written_in(folder):
             self._write_files(outcome)

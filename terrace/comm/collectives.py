@@ -119,6 +119,17 @@ class Collectives:
             values = self._gathered(transfer, hop, values).sum(0)
         return values
 
+    def sum_counts(self, transfer: Transfer, counts: Tensor) -> Tensor:
+        """Sums of int64 `counts` (n) over all ranks of the transfer, on each; these divide n."""
+        for hop in transfer.reduction:
+            group, incoming = self._group(transfer, hop), torch.empty_like(counts)
+            with self._sending(transfer, group, counts.nbytes // group.size * (group.size - 1)):
+                dist.all_to_all_single(incoming, counts, group=group.handle)
+            counts = incoming.view(group.size, -1).sum(0)
+        for hop in transfer.gathering:
+            counts = self._gathered(transfer, hop, counts).view(-1)
+        return counts
+
     def gather_numbers(self, transfer: Transfer, numbers: Tensor) -> Tensor:
         """`numbers` (n) of every rank of a tensor line, (ranks, n), the same rows on each; never rounded."""
         rows = numbers

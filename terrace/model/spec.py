@@ -22,7 +22,8 @@ class ParamSpec:
 
     `dims` names the quantity that each dim counts, with the number of units that cannot be cut ("heads" of 64 elements,
     say); empty where nothing is declared. A leading dim that counts "experts" makes the parameter a stack of parts of
-    one shape: (experts, out, in) is a matrix for each expert, (experts, out) a vector. In the slice that one rank holds
+    one shape: (experts, out, in) is a matrix for each expert, (experts, out) a vector. `is_moved` by counts and by no
+    optimizer: it is whole on every rank, in fp32 at least. In the slice that one rank holds
     (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing, `cuts` names the axes that cut
     each dim, and `replicated_over` the axes along which every rank holds this slice; together they shard its states.
     """
@@ -30,6 +31,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    is_moved: bool = False
     dims: tuple[tuple[str, int], ...] = ()
     whole: tuple[int, ...] = ()  # empty: `shape` is whole
     cuts: tuple[tuple[str, ...], ...] = ()

@@ -18,14 +18,25 @@ def splits_sequences(mesh: Mesh, plan: Plan) -> bool:
 
 
 def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `ModelError` for losses of routers that are not there.
+    """Raise `ModelError` for losses of routers that are not there, and for a bias that is not.
 
-    Raises `PlanError` for a loss or a gate that goes by the tokens of a sequence where ranks share sequences.
+    Raises `PlanError` for a loss or a gate that goes by the tokens of a sequence where ranks share sequences, and for
+    islands, whose counts and so whose biases would differ.
     """
     if balance.active and not has_routers(blocks):
         raise ModelError(
             f"balance.{balance.active[0]} has no effect: no block of this model declares a router of experts; leave it "
             "out"
+        )
+    if balance.bias and not any(param.is_moved for block in blocks for param in block.params):
+        raise ModelError(
+            f"balance.bias = {balance.bias} has no effect: no gate of this model has a bias, which the family glm4_moe "
+            "has; leave it out, or use balance.sequence"
+        )
+    if balance.bias and plan.island is not None:
+        raise PlanError(
+            f"balance.bias = {balance.bias} counts the tokens of all ranks, and islands (plan.island = "
+            f"{plan.island!r}) count their own: leave one of them out"
         )
     mixtures = {block.config.experts for block in blocks if isinstance(block, DecoderBlock) and block.config.experts}
     are_chosen = any(config.gate == "expert_choice" for config in mixtures)

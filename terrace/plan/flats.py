@@ -3,7 +3,8 @@
 Parameters of one block that are replicated over the same axes and train, or do not, stand in one buffer. Without a
 tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
 (norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
-more for experts, stacks have buffers of their own, with other holders.
+more for experts, stacks have buffers of their own, with other holders. So has what counts move, a gate's bias: it is
+whole on every rank.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,15 @@ class FlatParamSpec:
                 found.append((param.part_shape, start, start + size))
                 start += size
         return tuple(found)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether counts move it."""
+        return any(param.is_moved for param in self.params)
+
+    def dtype(self, plan: Plan) -> str:
+        """Dtype of its working copy: the compute dtype; fp32 at least where 16 bits would round steps away."""
+        return "fp32" if self.is_moved and plan.compute == "bf16" else plan.compute
 
     @cached_property
     def numel(self) -> int:
@@ -106,17 +116,19 @@ def block_flats(
             own = mesh.of_stacks(stacked)
             axes = tuple(axis for axis in STAGE if axis in held_over and own.total(axis) > 1)
             # An empty parameter cannot train, and would force a buffer of its own.
-            groups.setdefault((param.trainable and param.numel > 0, stacked, axes), []).append(param)
+            key = param.trainable and param.numel > 0, stacked, param.is_moved, axes
+            groups.setdefault(key, []).append(param)
         made = []
         for group in sorted(groups, key=_order):
-            trainable, stacked, axes = group
+            trainable, stacked, moved, axes = group
             # One Layout object per set of ranks, shared by all flat buffers.
             if (stacked, axes) not in layouts:
                 layouts[stacked, axes] = Layout.of(cluster, plan, axes, mesh.of_stacks(stacked))
             # Decayed matrices first: the optimizer applies weight decay to one contiguous prefix.
             ordered = tuple(sorted(groups[group], key=lambda param: not param.decays))
             whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
-            made.append(FlatParamSpec(layouts[stacked, axes], ordered, trainable, whole))
+            layout = layouts[stacked, axes].whole() if moved else layouts[stacked, axes]
+            made.append(FlatParamSpec(layout, ordered, trainable, whole))
         return tuple(made)
 
     muon = plan.update == "muon"
@@ -125,13 +137,14 @@ def block_flats(
     )
 
 
-_Group = tuple[bool, bool, tuple[str, ...]]  # whether it trains, is of the factoring for experts, axes of its holders
+# Whether it trains, is of the factoring for experts, is moved by counts; axes of its holders.
+_Group = tuple[bool, bool, bool, tuple[str, ...]]
 
 
-def _order(group: _Group) -> tuple[bool, bool, tuple[str, ...], tuple[str, ...]]:
-    trainable, stacked, axes = group
-    # Trainable buffers first; then the buffers that no tensor axis replicates; experts last.
-    return not trainable, stacked, tuple(axis for axis in axes if axis not in HOLDERS), axes
+def _order(group: _Group) -> tuple[bool, bool, bool, tuple[str, ...], tuple[str, ...]]:
+    trainable, stacked, moved, axes = group
+    # Trainable buffers first; then the buffers that no tensor axis replicates; experts and what counts move last.
+    return not trainable, moved, stacked, tuple(axis for axis in axes if axis not in HOLDERS), axes
 
 
 def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:

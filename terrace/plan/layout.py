@@ -87,6 +87,10 @@ class Layout:
             optimizer=self._settled(self.optimizer),
         )
 
+    def whole(self) -> "Layout":
+        """Every state whole on each of the same ranks."""
+        return replace(self, params=DEVICE, params_backward=DEVICE, grads=DEVICE, optimizer=DEVICE)
+
     def _settled(self, tier: int) -> int:
         while tier > DEVICE and self.degrees[tier] == 1:
             tier -= 1

@@ -52,7 +52,7 @@ def blocks_bytes(plan: Plan, flats: Sequence[Sequence[FlatParamSpec]]) -> list[d
 def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
     compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
-    found = {"params": padded // layout.span(layout.params) * compute}
+    found = {"params": padded // layout.span(layout.params) * FORMATS[flat.dtype(plan)].element_bytes}
     if layout.has_secondary:
         found["secondary"] = padded // layout.span(layout.params_backward) * compute
     if flat.trainable:

@@ -13,6 +13,7 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     refresh                   tiers optimizer .. params+1  once a step
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
     pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
+    counts                    all tiers, of a stage        once a step, of mixtures (terrace.plan.expert_counts)
 
 Frozen parameters are only gathered. Parameters that tensor ranks share are counted with the ranks that share them.
 Messages inside a block are in terrace.plan.tensor_traffic and terrace.plan.context_traffic. Summed over all ranks, the
@@ -28,6 +29,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import edge_of, stage_sends
+from terrace.plan.expert_counts import num_counts
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -36,7 +38,7 @@ from terrace.plan.routes import block_hops, control_numbers
 from terrace.plan.stage import SHORT, Stage, count_units, whole_stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, block_messages
-from terrace.plan.wire import CONTROL_NUMBER_BYTES, ROUTES, MessageClass
+from terrace.plan.wire import CONTROL_NUMBER_BYTES, COUNT_BYTES, ROUTES, MessageClass
 
 Bytes = dict[tuple[MessageClass, str], int]
 
@@ -70,7 +72,7 @@ def step_bytes(
         message = MessageClass.GATHER_BACKWARD if for_backward else MessageClass.GATHER
         # Only a block's first gather of the step reads the primary copy.
         source = layout.params if opening else layout.params_backward
-        for flat in flats[index]:
+        for flat in filter(lambda flat: flat.layout.gathers, flats[index]):
             add(message, flat, times, source)
     num_units = count_units(num_micros, plan.unit)
     # Gathers were counted above by residency; the other classes run once per unit or per step.
@@ -83,6 +85,10 @@ def step_bytes(
     for tier, (name, degree) in enumerate(zip(layout.tiers, world_layout(cluster, plan).degrees, strict=True)):
         if degree > 1 and tier <= layout.island:
             total[MessageClass.CONTROL, name] += (degree - 1) * numbers * CONTROL_NUMBER_BYTES
+    counted = layout.padded(num_counts(blocks[index] for index in own))
+    for tier, (name, degree) in enumerate(zip(layout.tiers, layout.degrees, strict=True)):
+        if degree > 1 and tier <= layout.island and counted:
+            total[MessageClass.COUNTS, name] += 2 * (degree - 1) * counted // layout.span(tier) * COUNT_BYTES
     mesh = Mesh.of(cluster, plan)
     tensor = TensorTraffic.of(mesh, layout.tiers, plan, sequence)
     again = recomputed(plan, blocks)

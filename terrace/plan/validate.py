@@ -9,7 +9,7 @@ from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
-from terrace.plan.dims import is_layer, is_router
+from terrace.plan.dims import is_layer
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import ORDER, Mesh, tier_degrees
 from terrace.plan.plan import AXES, EXPERT_AXES, FACTORS, Plan
@@ -257,17 +257,11 @@ def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     of_experts = Mesh.of(cluster, plan).experts
     if plan.update == "muon" and of_experts is not None and of_experts.total("rows") > 1:
         raise PlanError("optimizer 'muon' takes whole matrices, and rows of the table experts cut them: use expert")
-    rounds = FORMATS[plan.compute].mantissa_bits < FORMATS["fp32"].mantissa_bits
     for name, param in ((f"{block.name}.{param.name}", param) for block in blocks for param in block.params):
         if param.is_stack and columns > 1:
             raise PlanError(
                 f"the mapping has {columns} tensor columns, and {name} holds {param.num_parts} experts, for which a "
                 "token must be whole: use tensor rows, or give the ranks to another axis"
-            )
-        if is_router(param) and len(param.shape) == 1 and rounds:
-            raise PlanError(
-                f"compute = {plan.compute!r} would round {name}, the bias by which experts are chosen: use "
-                "compute = 'fp32'"
             )
 
 

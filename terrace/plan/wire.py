@@ -38,6 +38,7 @@ class MessageClass(StrEnum):
     DISPATCH = "dispatch"  # tokens to the ranks of their experts, and gradients of the experts' results
     COMBINE = "combine"  # results of experts back to the ranks of the tokens, and gradients of tokens
     ROUTE = "route"  # numbers of tokens for every expert rank, before each dispatch
+    COUNTS = "counts"  # tokens of every expert by layer, and rows sent, received and multiplied, once a step
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
     OUTER = "outer"  # change of parameters since the last exchange between islands
@@ -48,7 +49,7 @@ class MessageClass(StrEnum):
 TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
 OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
-_AS_THEY_ARE = ("context", "route", "pipeline", "tie", "peer_copy", "control")
+_AS_THEY_ARE = ("context", "route", "counts", "pipeline", "tie", "peer_copy", "control")
 _COMPUTE = ("outer",)  # what travels in the compute dtype
 PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
@@ -87,6 +88,7 @@ ROUTES = {
 }
 
 CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers
+COUNT_BYTES = 8  # counts are int64
 SCALE_BYTES = 2  # a bf16: the range of fp32, and rounding it up costs at most 1/128 of the step
 MESSAGE_ALIGNMENT = 16  # bytes: rows of messages stay aligned for vector loads
 _BLOCKS = range(16, 4096 + 1)
@@ -132,6 +134,7 @@ FORMATS = {
         WireFormat("int4", "int4", 4, 2, block=128),
     )
 }
+COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # of numbers that are never rounded: no plan names it
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,7 @@
 | REDUCE          | reduce the block's gradient so far, up to `micro`, into the grads tier's shard    |
 | TIE             | add the gradient shard that another stage has of the same block, once a step      |
 | SYNC            | finish the accumulated gradient over the tiers outside, once a step               |
+| COUNT           | tokens of every expert of the stage, added up over its ranks, once a step         |
 | CLIP            | global gradient norm, loss and token count: one message, one scale                |
 | ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier  |
 | UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
@@ -43,6 +44,7 @@ class Op(StrEnum):
     REDUCE = "REDUCE"
     TIE = "TIE"
     SYNC = "SYNC"
+    COUNT = "COUNT"
     CLIP = "CLIP"
     ORTHOGONALISE = "ORTHOGONALISE"
     UPDATE = "UPDATE"
@@ -83,6 +85,7 @@ SPECS: dict[Op, OpSpec] = {
     Op.REDUCE: OpSpec(("block", "micro"), MessageClass.REDUCE),
     Op.TIE: OpSpec(("block", "peer"), MessageClass.TIE, peer="with"),
     Op.SYNC: OpSpec(message=MessageClass.SYNC),
+    Op.COUNT: OpSpec((), MessageClass.COUNTS),
     Op.CLIP: OpSpec((), MessageClass.CONTROL),
     Op.ORTHOGONALISE: OpSpec(message=MessageClass.ORTHOGONALISE),
     Op.UPDATE: OpSpec(),

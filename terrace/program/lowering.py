@@ -7,6 +7,7 @@ Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the o
     FORWARD, BACKWARD, or one half of a backward, of each block
     FREE        after the last visit that reads it
     REDUCE      once per unit of micro-batches, when its gradient is complete
+    COUNT       after the last forward of a stage with mixtures of experts
     SYNC        right after the last REDUCE of a block, so that the outer tiers work while other blocks still compute
     SEND        the result, if another stage reads it
 

@@ -35,6 +35,7 @@ from terrace.program.resolve import (
     block_message,
     context_message,
     control_message,
+    counts_message,
     expert_message,
     expert_transfers,
     line_transfer,
@@ -206,10 +207,9 @@ class Program:
     def message(self, instruction: Instruction) -> Message:
         """Message of a communicating instruction, resolved once for all that differ only in micro-batch."""
         key = without_micro(instruction)
-        found = self._messages.get(key)
-        if found is None:
-            found = self._messages[key] = self._resolved(instruction)
-        return found
+        if key not in self._messages:
+            self._messages[key] = self._resolved(instruction)
+        return self._messages[key]
 
     def transfers(self) -> Iterator[Transfer]:
         """A transfer of every route that messages of this plan take on some stage; the same on all ranks."""
@@ -219,6 +219,7 @@ class Program:
         # Calibration measures the first in a pipeline too, where CLIP is among all stages.
         for ranks in (self.stage_layout, self.world_layout):
             yield from control_message(self.stage_layout, ranks, self.plan, self.blocks).transfers
+        yield from counts_message(self.stage_layout, self.plan, self.blocks).transfers
         for line in self.tensor.lines:
             yield line_transfer(line, self.plan, Leg.GATHER, line.degree)
         yield from self.expert_transfers
@@ -234,10 +235,8 @@ class Program:
         total: dict[tuple[MessageClass, str], int] = defaultdict(int)
         for instruction, times in self.counts.items():
             # A pass sends the messages inside its block; a RECV those that complete its activation.
-            messages = self.messages_inside(instruction)
-            if instruction.message_class is not None:
-                messages = (self.message(instruction), *messages)
-            for message in messages:
+            own = () if instruction.message_class is None else (self.message(instruction),)
+            for message in (*own, *self.messages_inside(instruction)):
                 for tier, num_bytes in message.sends:
                     total[message.message_class, self.layout.tiers[tier]] += times * num_bytes
         return dict(total)
@@ -262,6 +261,8 @@ class Program:
         # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
             return control_message(self.stage_layout, self.world_layout, self.plan, self.blocks)
+        if message_class is MessageClass.COUNTS:
+            return counts_message(self.stage_layout, self.plan, [self.blocks[index] for index in self.stage.own])
         # The secondary copy starts a gather from its own, inner tier.
         source = self.stage_layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]

@@ -1,7 +1,7 @@
 """StepReport: the cost of a step, predicted by the simulator or measured by the runtime."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from terrace.plan.wire import OF_EXPERTS, MessageClass
@@ -13,12 +13,14 @@ class StepReport:
 
     `time_s` holds the compute categories (forward, backward, update), the time spent waiting for messages by class
     (`wait gather`, ...) and `other`; it sums to the step. `sent_bytes` counts bytes sent per (message class, tier).
-    `memory_bytes` is the peak of each category of model state.
+    `memory_bytes` is the peak of each category of model state, `load` the figures of the stage's experts
+    (terrace.program.loads), the mean over measured steps.
     """
 
     time_s: Mapping[str, float]
     sent_bytes: Mapping[tuple[MessageClass, str], int]
     memory_bytes: Mapping[str, int]
+    load: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -29,7 +31,8 @@ class StepReport:
 def plain(report: StepReport) -> dict[str, Any]:
     """The report as a table of plain values; `read_plain` gives an equal one back."""
     sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
-    return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
+    load = {"load": dict(report.load)} if report.load else {}
+    return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes), **load}
 
 
 def read_plain(table: Mapping[str, Any]) -> StepReport:
@@ -38,7 +41,8 @@ def read_plain(table: Mapping[str, Any]) -> StepReport:
     for key, count in table["sent_bytes"].items():
         message, _, tier = key.partition(".")
         sent[MessageClass(message), tier] = count
-    return StepReport(time_s=table["time_s"], sent_bytes=sent, memory_bytes=table["memory_bytes"])
+    load = table.get("load", {})
+    return StepReport(time_s=table["time_s"], sent_bytes=sent, memory_bytes=table["memory_bytes"], load=load)
 
 
 def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
+from terrace.plan.expert_counts import count_hops, num_counts
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
@@ -86,6 +87,16 @@ def control_message(stage_layout: Layout, world_layout: Layout, plan: Plan, bloc
         world_layout,
         [Transfer(message_class=message_class, lane=lane, ranks=world_layout, gathering=hops)],
     )
+
+
+def counts_message(stage_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Message:
+    """Message of COUNT for the mixtures of `blocks`: summed tier by tier outward over a stage, then gathered back."""
+    hops, message_class = count_hops(stage_layout, num_counts(blocks)), MessageClass.COUNTS
+    lane, tiers = max((hop.tier for hop in hops), default=0), tuple(hop.tier for hop in hops)
+    transfer = Transfer(
+        message_class=message_class, lane=lane, ranks=stage_layout, reduction=hops, gathering=hops[::-1]
+    )
+    return _collective(message_class, plan, lane, tiers, stage_layout, [transfer])
 
 
 def stage_message(message_class: MessageClass, tier: int, num_bytes: int, *, received: bool = False) -> Message:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from terrace.plan.expert_counts import mixtures
 from terrace.plan.residency import Residency, gathers
 from terrace.plan.stage import Pass, Stage, reduction_points
 from terrace.program.instruction import Instruction, Op
@@ -37,6 +38,8 @@ def write_passes(frame: Program, stages: Sequence[Stage]) -> Writer:
     bodies, order = dict[tuple[object, ...], int](), found.order
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
+    counts = frame.trains and bool(mixtures(frame.blocks, stage.own))
+    forwards_left = sum(group.pass_ is Pass.FORWARD for group in stage.groups)
     for group in stage.groups:
         pass_, chunk, micros = group
         blocks, sent = stage.traversal(group), sends[pass_, chunk]
@@ -62,6 +65,10 @@ def write_passes(frame: Program, stages: Sequence[Stage]) -> Writer:
             if sent is not None:
                 order.append((sent, micro))
         visit += size if reads else 0
+        forwards_left -= pass_ is Pass.FORWARD
+        # As soon as all tokens have chosen, so that it travels behind the backwards that are left.
+        if counts and pass_ is Pass.FORWARD and not forwards_left:
+            order.append((found.body(Instruction(Op.COUNT)), 0))
     return found
 
 

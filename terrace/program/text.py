@@ -58,6 +58,6 @@ def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> 
         return ", ".join(names)
     if not names:
         return "local"
-    if message_class is MessageClass.CONTROL:
-        return "control: " + ", ".join(names)
+    if message_class in (MessageClass.COUNTS, MessageClass.CONTROL):
+        return f"{message_class}: " + ", ".join(names)
     return ", ".join(f"{tier} ({program.plan.wire_format(message_class, tier).name})" for tier in names)

@@ -10,9 +10,10 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
  3. a gather from the secondary copy comes after one from the primary copy;
  4. every gradient is reduced once per unit of micro-batches, each time after another unit of complete backwards and
     before the next unit is complete, the last time after every backward that adds to it; then added to the gradient of
-    the other stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; ORTHOGONALISE,
-    where the optimizer needs whole matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of
-    each block, an outer one an OUTER_START, an OUTER_APPLY and then a REFRESH;
+    the other stage which holds the block, if one does; synchronised once; COUNT once, after every forward, where the
+    stage has mixtures of experts; CLIP once, after COUNT and every SYNC; ORTHOGONALISE, where the optimizer needs whole
+    matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of each block, an outer one an
+    OUTER_START, an OUTER_APPLY and then a REFRESH;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
     buffers than the memory formula counts, and the model state fits the device (terrace.program.verify_totals).
@@ -25,7 +26,7 @@ from functools import cached_property
 
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import SHORT
-from terrace.program.instruction import Instruction, Op
+from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.phase import FOR_EACH_BLOCK, PHASE_OPS, Phase
 from terrace.program.program import Program
 from terrace.program.verify_repeating import Marks, marks
@@ -91,7 +92,7 @@ class _Walker(Walk):
         phase = self.program.phase
         if instruction.op not in PHASE_OPS[phase] or (instruction.backward and phase is not Phase.TRAIN):
             self._fail(f"the program {_WORDS[phase]}")
-        if instruction.op is not Op.CLIP and not 0 <= instruction.block < len(self.program.blocks):
+        if "block" in SPECS[instruction.op].fields and not 0 <= instruction.block < len(self.program.blocks):
             self._fail(f"there is no block {instruction.block}")
         self._checks[instruction.op](instruction)
 
@@ -107,6 +108,7 @@ class _Walker(Walk):
             Op.TIE: self._tie,
             Op.REDUCE: self._reduce,
             Op.SYNC: self._sync,
+            Op.COUNT: self._count,
             Op.CLIP: self._clip,
             Op.ORTHOGONALISE: self._orthogonalise,
             Op.UPDATE: self._update,
@@ -147,6 +149,7 @@ class _Walker(Walk):
         wanted = [Instruction(Op.FORWARD, *each) for each in passes]
         if program.trains:
             wanted += [Instruction(self._backward_of(*each), *each) for each in passes]
+            wanted += [Instruction(Op.COUNT)] if self._mixtures else []
         for block in program.stage.held:
             if block in self._trainable:
                 wanted += [Instruction(op, block) for op in FOR_EACH_BLOCK[program.phase]]
@@ -308,8 +311,18 @@ class _Walker(Walk):
         if self.reductions[self.now.block] != self._num_units or self.now.block in self.stale:
             self._fail(f"it comes after the last of the block's {self._num_units} reductions")
 
+    def _count(self, now: Instruction) -> None:
+        self._once()
+        if not self._mixtures:
+            self._fail("no block of the stage has experts")
+        for block in self._mixtures:
+            for micro in range(self.program.num_micros):
+                self._after(Op.FORWARD, block, micro)
+
     def _clip(self, now: Instruction) -> None:
         self._once()
+        if self.program.trains and self._mixtures and Instruction(Op.COUNT) not in self.done:
+            self._fail("it needs `COUNT` before it")
         for block in self.program.stage.held:
             if block in self._trainable:
                 self._after(Op.SYNC, block)

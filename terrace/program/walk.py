@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from terrace.base.errors import ProgramError
+from terrace.plan.expert_counts import mixtures
 from terrace.plan.flats import orthogonalised
 from terrace.plan.stage import count_units
 from terrace.program.instruction import SPECS, Instruction, Op
@@ -48,6 +49,10 @@ class Walk:
         changed = FOR_EACH_BLOCK[self.program.phase]
         blocks = enumerate(self.program.blocks) if changed else ()
         return frozenset(index for index, block in blocks if block.num_trainable)
+
+    @cached_property
+    def _mixtures(self) -> tuple[int, ...]:
+        return mixtures(self.program.blocks, self.program.stage.own)
 
     @cached_property
     def _orthogonalised(self) -> frozenset[int]:

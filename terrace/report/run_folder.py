@@ -30,6 +30,7 @@ from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
+from terrace.train.loads import read_loads
 from terrace.train.metrics import StepRecord, num_final, read_sound_metrics
 from terrace.train.prediction import step_of
 from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
@@ -80,6 +81,7 @@ def run_view(folder: Path) -> RunView:
         notes=_notes(left) if steady and left.predicted["time_s"] else (),
         curves=_curves(left),
         resumed=[step for step in first_steps if step],
+        loads=read_loads(folder),
         plan=_plan(left, missing),
         time_s=ComparedAmounts(
             left.predicted["time_s"], _by_category([record.time_s for record in steady], statistics.fmean)
@@ -242,6 +244,11 @@ def _curves(left: _Left) -> list[Curve]:
     if messages:
         lines = {name: line(lambda record, name=name: record.quantisation_error.get(name)) for name in messages}  # type: ignore[misc]
         curves.append(Curve(title="Rounding error of messages", unit="relative", lines=lines, from_zero=True))
+    if any(record.load for record in left.records):
+        named = {"busiest expert": "busiest_expert", "busiest rank": "busiest_rank", "MaxVio": "max_vio"}
+        lines = {words: line(lambda record, name=name: record.load.get(name)) for words, name in named.items()}  # type: ignore[misc]
+        lines = {words: points for words, points in lines.items() if points}
+        curves.append(Curve(title="Load of experts", unit="over the mean", lines=lines, smooth=True, from_zero=True))
     return curves
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from terrace.base.printable import escape
+from terrace.report.loads import heat_maps
 from terrace.report.markup import (
     MERGED,
     Markup,
@@ -30,6 +31,7 @@ from terrace.report.palette import colour_key
 from terrace.report.run_curves import COLOURS, Curve, curve_data, curve_svg, finite
 from terrace.report.tables import quantity, seconds, time_categories
 from terrace.report.timeline import TimelineChart
+from terrace.train.loads import LoadsOfSteps
 
 Amounts = Mapping[str, float]
 
@@ -60,6 +62,7 @@ class RunView:
     notes: Sequence[str] = ()
     curves: Sequence[Curve] = ()
     resumed: Sequence[int] = ()
+    loads: Sequence[LoadsOfSteps] = ()
     plan: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
     time_s: ComparedAmounts = _UNKNOWN
     sent_bytes: ComparedAmounts = _UNKNOWN  # by tier
@@ -91,6 +94,7 @@ def run_page(view: RunView) -> str:
         figures_row(view.figures),
         section("What is missing", f"<ul class=missing>{missing}</ul>" if missing else ""),
         section("Over the steps", _curves(drawn, view.resumed)),
+        section("Load of experts", heat_maps(view.loads)),
         timeline,
         section("Where the time of a step goes", _time_table(view.time_s)),
         "<div class=columns>",

@@ -50,7 +50,9 @@ def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tupl
                 raise ModelError(
                     f"{spec.name}.{param.name} {param.shape} is not what its block declares: {other.params}"
                 )
-        params = tuple(replace(param, dims=dims[param.name].dims) for param in spec.params)
+        params = tuple(
+            replace(param, dims=dims[param.name].dims, is_moved=dims[param.name].is_moved) for param in spec.params
+        )
         result.append(replace(other, name=spec.name, params=params, borrows=spec.borrows))
     return tuple(result)
 

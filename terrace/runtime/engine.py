@@ -17,6 +17,7 @@ from terrace.plan.balance import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
+from terrace.program.loads import Loads
 from terrace.program.lowering import build_stages, forward_programs, restoring_program
 from terrace.program.period import Period
 from terrace.program.phase import Phase
@@ -31,6 +32,7 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import check_compiles, compile_blocks
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
+from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.head import Objective
@@ -52,11 +54,11 @@ class Engine:
     has more than one rank. The parameters of `blocks` are replaced by views of flat buffers, in the compute
     dtype. Initial values come from `initial`, or else from the blocks as they are, which then must be the same on
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
-    dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place
-    of `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. `compiled` runs each
-    block through `torch.compile`. `balance` names losses of the routers of mixtures, `seed` draws their noise. Rank 0
-    verifies the stages of a pipeline against each other, unless they are `verified` already; every rank verifies its
-    own program.
+    dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place of
+    `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. `compiled` runs each block
+    through `torch.compile`. `balance` names losses of the routers of mixtures and moves their bias, `seed` draws their
+    noise. Rank 0 verifies the stages of a pipeline against each other, unless they are `verified` already; every rank
+    verifies its own program.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -128,12 +130,14 @@ class Engine:
             keep_freed_memory()
         if compiled:
             compile_blocks(self.state.modules.values())
+        self.load = Load(self.program, self.state.modules, balance, self.device)
         self.runner = StepRunner(
             self.state,
             self.comm,
             objective=objective,
             clock=self.clock,
             weights=weights,
+            load=self.load,
             axes=self.axes,
             passages=self.passages,
             compiled=compiled,
@@ -267,7 +271,7 @@ class Engine:
         # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
         self.clock.mark("other")
-        return self._result(sums)
+        return self._result(sums, self.load.loads if program.trains else None)
 
     def _taken(self, batches: Sequence[Batch], program: Program) -> Sequence[Batch]:
         for axis in self.axes:
@@ -276,7 +280,7 @@ class Engine:
         check_positions(batches, self.state.modules.values())
         return batches
 
-    def _result(self, sums: StepSums) -> StepResult:
+    def _result(self, sums: StepSums, loads: Loads | None = None) -> StepResult:
         names, balance = self.passages.names, self.passages.balance
         (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
         of_routers, rounding = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
@@ -288,6 +292,7 @@ class Engine:
             quantisation_error=relative_errors(self.comm.collectives.errors.messages, rounding),
             router_losses={name: of_routers[name] / max(1.0, count) for name in balance.losses},
             dropped=int(of_routers["dropped"]) if balance.capacity else None,
+            loads=loads,
         )
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
@@ -343,7 +348,8 @@ class Engine:
         """
         steps, total = max(1, self._num_steps), self.comm.ledger.total()
         sent = {key: (num_bytes - self._outside[key]) // steps for key, num_bytes in total.items()}
-        return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self.comm.meter.peak())
+        memory_bytes, load = self.comm.meter.peak(), self.load.mean_figures
+        return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=memory_bytes, load=load)
 
     def refresh(self) -> None:
         """Run the restoring program: every working copy from the master parameters, as after loading a checkpoint."""

@@ -73,7 +73,7 @@ class FlatParam:
         self._in_place = accumulates_in_place(plan, layout)
         self._pages = pages or Pages()
         make = self._pages.make if layout.frees else torch.empty
-        self.full = make(self.padded, dtype=DTYPES[plan.compute], device=device)
+        self.full = make(self.padded, dtype=DTYPES[spec.dtype(plan)], device=device)
         self.parameters = self._make_parameters()  # before the storage is emptied: `set_` would grow it again
         self.gradients = GradientViews(self.parameters, [(start, stop) for _, start, stop in self.extents])
         # The full storage stays empty until gathered.

@@ -10,13 +10,15 @@ lane of the outermost tier it crosses; an instruction waits only for its operand
     GATHER              on its lane: the refresh of its block
     SYNC                on its lane: the last reduction of its block
     TIE                 every reduction, and the other stage
-    CLIP                every SYNC
+    COUNT               every FORWARD of a mixture of experts
+    CLIP                every SYNC, and COUNT
     UPDATE              the ORTHOGONALISE of its block, under Muon
     OUTER_APPLY         the OUTER_START of its block, and the refresh of the step before
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,7 @@ from terrace.runtime.activations import Activations, Key, Pending
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
+from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.head import Objective, chunked_head, head_loss
@@ -56,8 +59,8 @@ class StepRunner:
     """Carries programs out on one rank, one after the other.
 
     `axes` are the in-block axes that were applied to the modules of `state`; their messages use the same `clock` and
-    `weights`, and `passages` tell its mixtures which micro-batch runs. With `compiled` autograd computes the weight
-    gradients; otherwise the runtime does, when the program says.
+    `weights`, and `passages` tell its mixtures which micro-batch runs, whose tokens `load` counts. With `compiled`
+    autograd computes the weight gradients; otherwise the runtime does, when the program says.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class StepRunner:
         objective: Objective,
         clock: Clock,
         weights: WeightGradients,
+        load: Load,
         axes: Sequence[InBlockAxis] = (),
         passages: Passages,
         compiled: bool = False,
@@ -77,7 +81,8 @@ class StepRunner:
         self._program, self._comm, self._state, self._axes = program, comm, state, axes
         self._collectives, self._stages, self._lanes = comm.collectives, comm.stages, comm.lanes
         self._clock, self._weights, self._objective = clock, weights, objective
-        self._clip_norm, self._progress, self._passages = state.settings.clip, progress, passages
+        self._clip_norm, self._progress = state.settings.clip, progress
+        self._passages, self._load = passages, load
         for axis in axes:
             axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
         # Compiled blocks hide their linear layers inside one autograd node, which computes their weight gradients.
@@ -96,32 +101,14 @@ class StepRunner:
         self._chunked = chunked_head(state.modules[self._last], objective) if self._last in state.modules else None
         # Losses and tokens count on the stage that has the head, where all tensor ranks have the same.
         self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(comm.rank))
-        self._handlers: dict[Op, Callable[[Instruction], None]] = {
-            Op.GATHER: self._gather,
-            Op.FREE: self._free,
-            Op.FORWARD: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-            Op.SEND: self._send,
-            Op.RECV: self._recv,
-            Op.TIE: self._tie,
-            Op.REDUCE: self._reduce,
-            Op.SYNC: self._sync,
-            Op.CLIP: self._clip,
-            Op.ORTHOGONALISE: self._orthogonalise,
-            Op.UPDATE: self._update,
-            Op.REFRESH: self._refresh,
-            Op.OUTER_START: self._outer_start,
-            Op.OUTER_APPLY: self._outer_apply,
-        }
-        missing = {instruction.op for instruction in program.instructions} - set(self._handlers)
-        assert not missing, f"the step runner has no handler for {sorted(missing)}"
+        # Each op has a method of its name.
+        self._handlers: dict[Op, Callable[[Instruction], None]] = {op: getattr(self, f"_{op.lower()}") for op in Op}
         self._gathers: dict[int, Pending] = {}
         self._refreshes: dict[int, Pending] = {}
         self._reductions: deque[tuple[Pending, list[Gradient]]] = deque()
         self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs: list[Pending] = []
+        self._counts: list[Pending] = []
         self._muon_momentum: dict[int, Pending] = {}
         self._changes: dict[int, Pending] = {}
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
@@ -143,6 +130,8 @@ class StepRunner:
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._loss = torch.zeros((), dtype=torch.float64, device=self._comm.device)
         self._activations = Activations(program, self._stages, self._edge, self._loss.device)
+        if self._trains:
+            self._load.begin()
         self._clock.start()
         handlers, progress = self._handlers, self._progress
         with torch.set_grad_enabled(self._trains):
@@ -212,11 +201,9 @@ class StepRunner:
             return
         # Dropout must draw the same masks when the forward runs again.
         state = random_state(inputs.device) if trains and now.block in self._recomputed else None
-        if state is None:
+        counting = self._load.counting(now.block) if trains else nullcontext()
+        with counting, torch.set_grad_enabled(trains and state is None):
             output = self._run_block(now.block, inputs, now.micro)
-        else:
-            with torch.no_grad():
-                output = self._run_block(now.block, inputs, now.micro)
         if trains:
             self._kept[now.block, now.micro] = _Kept(inputs, output if state is None else None, state)
         if now.block == self._last:
@@ -329,6 +316,10 @@ class StepRunner:
         if self._program.message(now).sends:  # else nothing is left to do, and CLIP waits for the reduction
             self._syncs.append(self._submit(sync, after=self._reduced.get(now.block)))
 
+    def _count(self, now: Instruction) -> None:
+        (transfer,) = self._program.message(now).transfers
+        self._counts.append(self._submit(lambda: self._load.add_up(self._collectives, transfer)))
+
     def _clip(self, now: Instruction) -> None:
         assert not self._due, f"{now} before the weight gradients of {sorted(self._due)}"
         # Sends hold their values in memory, so all must have left before the step ends.
@@ -339,6 +330,8 @@ class StepRunner:
         for pending in self._syncs:
             self._wait(pending, "wait sync")
         self._syncs.clear()
+        while self._counts:
+            self._wait(self._counts.pop(), f"wait {MessageClass.COUNTS.value}")
         self._reduced.clear()
         flats = self._state if self._program.trains else ()
         counts_loss, of_routers = self._counts_loss, self._passages.sums
@@ -350,6 +343,7 @@ class StepRunner:
         self._clock.mark("clip")
         if self._program.trains:
             end_gradients(flats, self._sums, self.gives_up)
+            self._load.settle()
 
     def _orthogonalise(self, now: Instruction) -> None:
         for flat in self._state.trainable(now.block):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from terrace.program.loads import Loads
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.head import Objective, ignored_label
@@ -60,7 +61,8 @@ class StepResult:
     `router_losses` are added to the loss for their gradient alone, and divided by the same number of tokens; `dropped`
     counts choices of experts beyond their capacity, where they have one.
     `quantisation_error` is the relative error of each message class that travelled in a block format between
-    the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's.
+    the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's. `loads` are of
+    the experts of this rank's stage; None without a mixture, and for an evaluation or a step that was given up.
     """
 
     loss: float
@@ -70,6 +72,7 @@ class StepResult:
     quantisation_error: dict[str, float]
     router_losses: dict[str, float] = field(default_factory=dict)
     dropped: int | None = None
+    loads: Loads | None = None
 
 
 class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)

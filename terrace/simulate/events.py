@@ -64,6 +64,7 @@ _COLLECTIVE = {
     Op.GATHER: Rank.gather,
     Op.REDUCE: Rank.reduce,
     Op.SYNC: Rank.sync,
+    Op.COUNT: Rank.count,
     Op.CLIP: Rank.clip,
     Op.ORTHOGONALISE: Rank.orthogonalise,
     Op.REFRESH: Rank.refresh,

@@ -89,16 +89,15 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
         return 0
     part = layout.slice(tier, coordinates, flat.padded)
     owned = max(0, min(int(part.stop), flat.numel) - int(part.start))
-    compute, master = (FORMATS[dtype].element_bytes for dtype in (plan.compute, plan.master))
     if not flat.trainable:
-        return owned * compute
+        return owned * FORMATS[flat.dtype(plan)].element_bytes
     # Lion keeps one moment, and so does Muon of the matrices that it updates whole.
     moments = (
         owned
         if plan.update == "lion"
         else 2 * owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
     )
-    return (owned + moments) * master
+    return (owned + moments) * FORMATS[plan.master].element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,7 @@ class Rank:
         "begins_s",
         "busy_s",
         "changes",
+        "counts",
         "directions",
         "gathers",
         "lanes_s",
@@ -134,6 +135,7 @@ class Rank:
         self.reductions: deque[Moment] = deque()
         self.reduced: dict[int, Moment] = {}
         self.syncs: list[Moment] = []
+        self.counts: tuple[Moment, str] | None = None
         self.directions: dict[int, tuple[Moment, str]] = {}
         self.changes: dict[int, tuple[Moment, str]] = {}
 
@@ -212,19 +214,26 @@ class Rank:
         """SYNC starts after the last reduction of its block."""
         self.syncs.append(self.issue(event, self.reduced.get(event.block, _START)))
 
+    def count(self, event: Event) -> None:
+        """COUNT starts at once: every forward has run."""
+        self.counts = self.issue(event, _START), event.category
+
     def clip(self, event: Event) -> None:
         """CLIP waits for every gradient, then for its own message."""
         self.settle()
         self.wait(self.issue(event, _START), event.category)
 
     def settle(self) -> None:
-        """Wait for every gradient."""
+        """Wait for every gradient, and for the counts of experts."""
         for moment in self.reductions:
             self.wait(moment, "wait reduce")
         for moment in self.syncs:
             self.wait(moment, "wait sync")
         self.reductions.clear()
         self.syncs.clear()
+        if self.counts is not None:
+            self.wait(*self.counts)
+            self.counts = None
 
     def exchange(self, event: Event) -> None:
         """TIE takes no lane: both stages are here, and wait for their exchange."""

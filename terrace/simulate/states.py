@@ -15,8 +15,8 @@ Experts on several ranks have buffers of their own, over the ranks that hold the
 
 Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
 are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. Frozen
-parameters, such as a gate's bias, have one too, without gradient and optimizer state. A tied head on another stage than
-the embedding has its own copy, and both stages keep the gradient of the other's.
+parameters have one too, without gradient and optimizer state, and so has a gate's bias, which is whole on every rank. A
+tied head on another stage than the embedding has its own copy, and both stages keep the gradient of the other's.
 """
 
 import math
@@ -55,6 +55,7 @@ class Flats(NamedTuple):
     tied: int = 0  # elements of the largest of a block that another stage holds as well
     trainable: bool = True
     stacked: bool = False
+    is_moved: bool = False  # by counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,18 +148,18 @@ def stage_blocks(
     # Either of two stages that hold one block sends the other its gradient.
     tied = set[int]().union(*copies, _lent_away(kinds, place.keys()))
     flats = []
-    for frozen, stacked, axes in sorted({key for each in numels for key in each} | {(False, False, ())}):
+    for frozen, moved, stacked, axes in sorted({key for each in numels for key in each} | {_PLAIN}):
         # A shared buffer is also sharded over the tensor ranks that share it.
         parts = shards * math.prod(degrees[axis] for axis in axes)
         if stacked:
             parts = max(1, shards * tensor // math.prod(experts))
-        padded = [-(-each.get((frozen, stacked, axes), 0) // parts) * parts for each in numels]
+        padded = [-(-each.get((frozen, moved, stacked, axes), 0) // parts) * parts for each in numels]
         copied = [sum(padded[kinds.order[lender]] for lender in lenders) for lenders in copies]
         passed_on = [padded[kinds.order[lender]] for lender in tied]
         largest = max([padded[kind] for kind in order] + passed_on)
         sizes = tuple(map(sum, zip(padded, copied, strict=True)))
         passed = 0 if frozen else max(passed_on, default=0)
-        flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked))
+        flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked, moved))
     trained = _summed([each for each in flats if each.trainable])
     matrices = [sum(param.numel for param in spec.params if param.decays and param.trainable) for spec in specs]
     return StageBlocks(
@@ -175,13 +176,18 @@ def _lent_away(kinds: Kinds, held: Collection[int]) -> set[int]:
     return {lender for borrowed in away for lender in borrowed if lender in held}
 
 
-def _local_numels(block: BlockSpec, is_spread: bool) -> dict[tuple[bool, bool, tuple[str, ...]], int]:
-    # By whether they are frozen, are stacks of the factoring for experts, and by the tensor axes that share them.
-    total: dict[tuple[bool, bool, tuple[str, ...]], int] = defaultdict(int)
+_Group = tuple[bool, bool, bool, tuple[str, ...]]
+_PLAIN: _Group = (False, False, False, ())
+
+
+def _local_numels(block: BlockSpec, is_spread: bool) -> dict[_Group, int]:
+    # By whether they are frozen, moved by counts, stacks of the factoring for experts, and by the tensor axes that
+    # share them.
+    total: dict[_Group, int] = defaultdict(int)
     for param in block.params:
         stacked = is_spread and param.is_stack
         axes = () if stacked else tuple(filter(param.is_replicated_over, TENSOR))
-        total[not param.trainable, stacked, axes] += param.numel
+        total[not param.trainable, param.is_moved, stacked, axes] += param.numel
     return total
 
 
@@ -290,6 +296,9 @@ def model_states(
         assert not is_other or shared is not None, "a stage with buffers of other holders needs their layouts"
         here = shared(axes, flats.stacked) if is_other and shared is not None else layout
         total = stage.held(sizes)
+        if flats.is_moved:  # whole on every rank, in fp32 at least
+            steady["params"] += total * max(item, FORMATS["fp32"].element_bytes)
+            continue
         steady["params"] += total // here.span(here.params) * item
         steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
         if flats.trainable:

@@ -8,22 +8,32 @@ from typing import Any
 
 import torch
 
+from terrace.cluster.cluster import Cluster
 from terrace.runtime.engine import Engine
-from terrace.train.utilisation import Utilisation
+from terrace.runtime.step_sums import StepResult
+from terrace.train.job import RunJob
+from terrace.train.loads import LoadsFile
+from terrace.train.prediction import utilisation_of
 
 
 class Gauges:
-    """Reads the engine's counters; measures nothing by itself."""
+    """Reads the engine's counters and writes the loads of its experts; measures nothing by itself."""
 
-    def __init__(self, engine: Engine, used: Utilisation) -> None:
-        self._engine, self._used = engine, used
+    def __init__(self, engine: Engine, job: RunJob, cluster: Cluster, first_step: int) -> None:
+        self._engine, self._used = engine, utilisation_of(job.run, cluster, engine.device.type)
+        program, stage = engine.program, engine.program.stage.index
+        writes = bool(engine.load.layers) and program.mesh.at_stage(0, stage) == engine.rank
+        self._loads = LoadsFile(job.folder, stage, first_step, job.run.train.steps) if writes else None
         self._before: dict[str, int] = {}
         self._sent()
 
-    def read(self, num_tokens: int, step_s: float) -> dict[str, Any]:
-        """Fields of a `StepRecord` for the step that has just ended."""
+    def read(self, step: int, result: StepResult, step_s: float) -> dict[str, Any]:
+        """Fields of a `StepRecord` for the step, counted from 1, that has just ended."""
+        if self._loads is not None and result.loads is not None:
+            self._loads.add(step, result.loads)
         return {
-            "tokens_per_s_per_device": num_tokens / step_s / self._used.num_devices,
+            "tokens_per_s_per_device": result.num_tokens / step_s / self._used.num_devices,
+            "load": {} if result.loads is None else result.loads.figures,
             "mfu": self._used.mfu(step_s),
             "hfu": self._used.hfu(step_s),
             "sent_bytes": self._sent(),

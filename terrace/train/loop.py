@@ -57,7 +57,6 @@ from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
 from terrace.train.metrics import NUM_SAVES, MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.micro_batches import MicroBatches, StepBatches
-from terrace.train.prediction import utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
 from terrace.train.sample import closing_sample
@@ -155,7 +154,7 @@ class RankOfRun:
         self.copies = Copies(self.engine, self.world, self.job, self._facts(), self._at, self.observer.note)
         of_stages = self.copies.start(predict_once(self.engine, self.run, cluster), cluster, first_step)
         predicted = of_stages[self.engine.program.stage.index]  # a rank is compared with its own stage
-        self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
+        self.gauges = Gauges(self.engine, self.job, cluster, first_step)
         self.observer.started(predicted, cluster, first_step)
         self.slow = SlowRanks(self.dog, self.engine.program, self.run.train, self.observer)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
@@ -347,7 +346,7 @@ class RankOfRun:
             time_s=time_s,
             balance=balance,
             slow_ranks=self.slow.factors,
-            **self.gauges.read(result.num_tokens, step_s),
+            **self.gauges.read(self.step + 1, result, step_s),
         )
 
     def _save(self, step: int) -> None:

@@ -52,6 +52,7 @@ class StepRecord:
     memory_bytes: dict[str, int] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     balance: float | None = None
+    load: dict[str, float] = field(default_factory=dict)  # of the experts of rank 0's stage: terrace.program.loads
     slow_ranks: dict[str, float] = field(default_factory=dict)  # rank -> its own time over its peers'
     time: float = 0.0  # when the step ended, in seconds since 1970
 

@@ -23,6 +23,7 @@ from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine
+from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.model_state import ModelState
@@ -45,8 +46,9 @@ def fresh_state() -> tuple[ModelState, list[torch.nn.Module]]:
 
 def runner_of(state: ModelState, comm: Comm) -> StepRunner:
     passages = Passages((), comm.program, BalanceConfig(), comm.rank, CPU)
-    clock, weights = make_clock(CPU), WeightGradients()
-    return StepRunner(state, comm, objective=MODEL.objective, clock=clock, weights=weights, passages=passages)
+    load = Load(state.program, state.modules, BalanceConfig(), CPU)
+    clock, weights, objective = make_clock(CPU), WeightGradients(), MODEL.objective
+    return StepRunner(state, comm, objective=objective, clock=clock, weights=weights, load=load, passages=passages)
 
 
 def batches_of(step: int) -> list[Batch]:

@@ -11,11 +11,13 @@ is its plans, and a `batches` function if the axis deals out tokens in its own w
 A case may name a sabotage, which must make the comparison fail.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,10 +32,11 @@ from terrace.plan.slices import rank_slices
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.step_sums import StepResult
 from tests.support import in_block
 from tests.support.in_block import record_in_block
 from tests.support.lanes import use_lane
-from tests.support.router_losses import begin_noise, router_losses, scored
+from tests.support.router_losses import begin_noise, router_counts, router_losses, scored
 from tests.support.sabotage import SABOTAGES
 from tests.support.toys import MODELS, WHOLE_ROWS, Rows, count_tokens, make_batch, run_blocks
 
@@ -83,6 +86,7 @@ class Outcome:
     norms: list[float]
     parameters: Tensor
     complaint: str = ""
+    loads: Mapping[str, list[object]] = field(default_factory=dict)  # by layer: tokens of experts by step; a bias
 
 
 def cut_rows(batch: Batch, first: int, last: int) -> Batch:
@@ -127,7 +131,22 @@ def run_case(world: World, cluster: Cluster, case: Case) -> Outcome:
         parameters = gathered(engine, blocks)
         engine.close()
     losses = [loss for result in results for loss in (result.loss, *result.router_losses.values())]
-    return Outcome(losses, [result.grad_norm for result in results], parameters, complaint)
+    norms = [result.grad_norm for result in results]
+    return Outcome(losses, norms, parameters, complaint, loads_of(engine, results))
+
+
+def loads_of(engine: Engine, results: Sequence[StepResult]) -> dict[str, list[object]]:
+    """Of each mixture on this rank, the tokens of its experts in every step, and the bias after the last."""
+    found: dict[str, list[object]] = {layer: [] for layer in engine.load.layers}
+    for result in results:
+        if result.loads is not None:
+            for layer, counts in zip(result.loads.layers, result.loads.counts, strict=True):
+                found[layer].append(list(counts))
+    for block in engine.state.modules:
+        biases = [value for name, value in engine.state.named_parameters(block) if name.endswith("router.bias")]
+        if biases:
+            found[engine.program.blocks[block].name] += [bias.tolist() for bias in biases]
+    return found
 
 
 def train(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
@@ -225,6 +244,7 @@ def serial(
     optimizer = make_adamw(parameters)
 
     losses, norms = [], []
+    loads: dict[str, list[object]] = defaultdict(list)
     for step in range(num_steps):
         whole = rows.batch(step, batch)
         optimizer.zero_grad()
@@ -238,7 +258,17 @@ def serial(
         norms.append(float(nn.utils.clip_grad_norm_(parameters, ADAMW.clip)))
         optimizer.step()
         losses += [float(loss.detach()) for loss in (total, *of_routers)]
-    return Outcome(losses, norms, flatten(blocks))
+        for router, counts in router_counts(routers, rows, whole.labels).items():
+            (name,) = (f"block.{index}" for index, block in enumerate(blocks) if router in block.modules())
+            loads[name].append(counts)
+            if router.bias is not None and balance.bias:
+                for expert, number in enumerate(counts):
+                    router.bias.data[expert] += balance.bias * float(np.sign(np.mean(counts) - number))
+    for index, block in enumerate(blocks):
+        loads[f"block.{index}"] += [
+            bias.tolist() for name, bias in block.named_parameters() if name.endswith("er.bias")
+        ]
+    return Outcome(losses, norms, flatten(blocks), loads=loads)
 
 
 @cache
@@ -264,9 +294,12 @@ def serial_bf16(model_name: str, batch: int) -> Outcome:
 
 
 def deviation(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]:
-    """The largest absolute difference of any rank from the reference, by quantity."""
-    worst = {"loss": 0.0, "norm": 0.0, "parameters": 0.0}
+    """The largest absolute difference of any rank from the reference, by quantity; of loads, which are equal or not."""
+    worst = {"loss": 0.0, "norm": 0.0, "parameters": 0.0, "loads": 0.0}
     for outcome in outcomes:
+        compared = outcome.loads.items() if reference.loads else ()
+        if any(counts != reference.loads[layer] for layer, counts in compared):
+            worst["loads"] = float("inf")
         for key, mine, wanted in (
             ("loss", outcome.losses, reference.losses),
             ("norm", outcome.norms, reference.norms),

@@ -17,7 +17,8 @@ from terrace.model.experts.mixture import Router
 from terrace.runtime.batch import Batch
 from tests.support.toys import Rows
 
-Seen = dict[Router, list[tuple[Tensor, Tensor]]]  # of every pass: tokens (T, H), their experts (T, k)
+# Of every pass: tokens (T, H), the experts that they choose (T, k), and those that they pass, -1 for none.
+Seen = dict[Router, list[tuple[Tensor, Tensor, Tensor]]]
 
 
 @contextmanager
@@ -26,8 +27,10 @@ def scored(blocks: Sequence[nn.Module], rows: Rows, balance: BalanceConfig) -> I
     seen: Seen = defaultdict(list)
 
     def look(router: Any, given: Any, choice: Any) -> Any:
-        seen[router].append((given[0], choice.experts))
-        return bounded(choice, rows.sequence, balance.capacity, router.config) if balance.capacity else choice
+        chosen = choice.experts
+        choice = bounded(choice, rows.sequence, balance.capacity, router.config) if balance.capacity else choice
+        seen[router].append((given[0], chosen, choice.experts))
+        return choice
 
     routers = [module for block in blocks for module in block.modules() if isinstance(module, Router)]
     hooks = [router.register_forward_hook(look) for router in routers]
@@ -63,9 +66,9 @@ def begin_noise(blocks: Sequence[nn.Module], batch: Batch) -> None:
 def router_losses(routers: Seen, rows: Rows, labels: Tensor, balance: BalanceConfig) -> list[Tensor]:
     """The sums over layers and tokens of the losses that are on; the tokens of `labels` (B, S) in order."""
     sums = {"sequence": torch.zeros(()).double(), "z": torch.zeros(()).double()}
-    taking = [place for document in _documents(rows, labels) for place in document]
+    taking = [place for document in counting_documents(rows, labels) for place in document]
     for router, passes in routers.items():
-        tokens, chosen = (torch.cat(each) for each in zip(*passes, strict=True))
+        tokens, chosen, _ = (torch.cat(each) for each in zip(*passes, strict=True))
         logits = _logits(router, tokens)
         for place in taking:
             sums["z"] = sums["z"] + balance.z * logits[place].exp().sum().log() ** 2
@@ -87,7 +90,18 @@ def _logits(router: Router, tokens: Tensor) -> Tensor:
     return torch.cosine_similarity(projected[:, None], router.weight, dim=-1) / router.temperature.exp()
 
 
-def _documents(rows: Rows, labels: Tensor) -> Iterator[range]:
+def router_counts(routers: Seen, rows: Rows, labels: Tensor) -> dict[Router, list[int]]:
+    """Tokens that pass each expert of every router; the tokens of `labels` (B, S) in order."""
+    taking = {place for document in counting_documents(rows, labels) for place in document}
+    found = {router: [0] * router.config.num_experts for router in routers}
+    for router, passes in routers.items():
+        for place, experts in enumerate(torch.cat([passed for _, _, passed in passes]).tolist()):
+            for expert in experts if place in taking else ():
+                found[router][expert] += expert >= 0
+    return found
+
+
+def counting_documents(rows: Rows, labels: Tensor) -> Iterator[range]:
     """Places of the documents that have a label."""
     for row, of_row in enumerate(labels):
         start = row * len(of_row)

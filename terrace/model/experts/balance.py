@@ -6,6 +6,10 @@ number of labels. Layers add up. With s the scores of a token for E experts and 
     sequence   alpha sum_i f_i sum_t s_i / sum_j s_j,   f_i = E / (k S) times the choices of i   in every sequence of S
                tokens (DeepSeek-V3, 2412.19437, equations 17-20)
     z          alpha sum_t logsumexp(z)^2   (ST-MoE, 2202.08906, equation 5)
+
+The bias of a gate chooses and does not weigh. After each step, with n_i the tokens that expert i got in it,
+
+    bias       b_i += u sign(mean n - n_i)   (2408.15664, algorithm 1)
 """
 
 import math
@@ -19,11 +23,12 @@ FIGURES = (*LOSSES, "dropped")  # of routers in a step's sums, in this order; th
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """The factor of each loss of a router, and of an expert's capacity; 0 turns it off."""
+    """The factor of each loss of a router, of an expert's capacity, and the step u of a bias; 0 turns it off."""
 
     sequence: float = 0.0
     z: float = 0.0
     capacity: float = 0.0  # of an expert, over the tokens that even choices bring; 0: it takes all
+    bias: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

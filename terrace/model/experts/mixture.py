@@ -21,6 +21,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.experts.gates import Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.products import Order, collect, grouped_linear, spread
+from terrace.model.experts.tally import Tally
 from terrace.model.layers import ACTIVATIONS, MLP
 
 # Gates by which a token chooses; what is particular to noisy and cosine are their logits.
@@ -92,7 +93,8 @@ Spread = Callable[["Mixture", Tensor, Choice], Tensor]
 class Mixture(nn.Module):
     """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H).
 
-    With `spread`, experts are on several ranks: it brings tokens to them and back, and calls `pass_through` there.
+    With `spread`, experts are on several ranks: it brings tokens to them and back, and calls `pass_through` there. A
+    `tally` is told of choices and rows.
     """
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
@@ -100,6 +102,7 @@ class Mixture(nn.Module):
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None, "a layer without experts is no mixture"
         self.spread: Spread | None = None
+        self.tally: Tally | None = None
         self.activation = ACTIVATIONS[config.activation]
         self.router = Router(config, **where)
         self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
@@ -143,6 +146,8 @@ class Mixture(nn.Module):
 
     def _passed(self, tokens: Tensor, passage: Passage) -> Tensor:
         choice = self.router(tokens, passage)
+        if self.tally is not None:
+            self.tally.choose(choice.experts)
         if self.spread is not None:
             return self.spread(self, tokens, choice)
         passed: Tensor = (self.pass_through if self.joined is None else self.joined)(tokens, choice)
@@ -151,6 +156,8 @@ class Mixture(nn.Module):
     def pass_through(self, tokens: Tensor, choice: Choice) -> Tensor:
         """The weighted sum (T, H) of the results of this module's experts for tokens (T, H)."""
         order = Order.of(choice.experts, len(self.down.weight), is_whole=choice.is_whole)
+        if self.tally is not None:
+            self.tally.multiply(order.counts)
         rows = spread(tokens, order)  # (N, H)
         inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
         weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)

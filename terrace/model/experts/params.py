@@ -17,6 +17,12 @@ def router_params(experts: ExpertsConfig, hidden: Dim) -> list[ParamSpec]:
     if experts.biased:
         dims["bias"] = (choices,)
     return [
-        ParamSpec(name=f"mlp.router.{name}", shape=tuple(each for _, each in of), dims=of, trainable=name != "bias")
+        ParamSpec(
+            name=f"mlp.router.{name}",
+            shape=tuple(each for _, each in of),
+            dims=of,
+            trainable=name != "bias",
+            is_moved=name == "bias",
+        )
         for name, of in dims.items()
     ]

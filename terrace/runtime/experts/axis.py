@@ -67,6 +67,8 @@ class ExpertAxis(InBlockAxis):
         num_experts = mixture.router.config.num_experts
         way = Way(self._hops(choice.experts, num_experts), self._units(num_experts), self)
         rows, weights, experts = toward(tokens, choice.weights, choice.experts, way)
+        if mixture.tally is not None:
+            mixture.tally.move(sum(hop.sent for hop in way.hops), sum(hop.returned for hop in way.hops))
         held = num_experts // math.prod(self._degrees[0])
         experts = experts - _index(self._places[0], self._degrees[0]) * held
         here = Choice(experts.masked_fill((experts < 0) | (experts >= held), -1), weights, is_whole=False)

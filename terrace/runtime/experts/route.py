@@ -41,7 +41,7 @@ class HopRows:
 
     @property
     def returned(self) -> int:
-        """Rows that leave it on the way back."""
+        """Rows that come to it, and leave it on the way back."""
         return sum(self.receives) - self.receives[self.position]
 
 

@@ -1,0 +1,107 @@
+"""The load of a stage's experts: a rank's counts of a step, their sums over ranks, and what these move.
+
+The sums are integers, so they have the same bits under every plan, and so has the bias that they move:
+
+    b_i += u sign(mean n - n_i)      n_i the tokens of expert i in the step   (2408.15664, algorithm 1)
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import ProgramError
+from terrace.comm.collectives import Collectives
+from terrace.model.experts.balance import BalanceConfig
+from terrace.model.experts.mixture import Mixture
+from terrace.model.experts.tally import Tally
+from terrace.plan.expert_counts import OF_ROWS, mixtures, num_counts
+from terrace.program.loads import Loads
+from terrace.program.message import Transfer
+from terrace.program.program import Program
+
+
+class Load:
+    """Counts the tokens of each expert in the mixtures of `modules`, by block, in the training steps of a program."""
+
+    def __init__(
+        self, program: Program, modules: Mapping[int, nn.Module], balance: BalanceConfig, device: torch.device
+    ) -> None:
+        self._balance = balance
+        blocks = self._blocks = mixtures(program.blocks, program.stage.own)
+        self.layers = tuple(program.blocks[block].name for block in blocks)
+        self._mixtures = [_mixture(modules[block]) for block in blocks]
+        self.loads: Loads | None = None  # of the newest step that was not given up
+        self._totals, self._num_counted = Counter[str](), 0  # of the figures, and of steps that have them
+        experts = program.mesh.experts
+        self._num_ranks, self._num_rows = (experts.total(axis) if experts else 1 for axis in ("expert", "rows"))
+        num = program.stage_layout.padded(num_counts(program.blocks[block] for block in blocks))
+        self._numbers = torch.zeros(num, dtype=torch.int64, device=device)
+        self._sums = self._numbers
+        each = self._rows(self._numbers)
+        self._tallies = {block: Tally(row) for block, row in zip(blocks, each, strict=True)}
+        for block, mixture in zip(blocks, self._mixtures, strict=True):
+            mixture.tally = self._tallies[block]
+
+    @property
+    def mean_figures(self) -> dict[str, float]:
+        """The figures of loads, each its mean over the steps so far."""
+        return {name: total / self._num_counted for name, total in self._totals.items()}
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._numbers.zero_()
+
+    @contextmanager
+    def counting(self, block: int) -> Iterator[None]:
+        """Around the first forward of a block on a micro-batch."""
+        tally = self._tallies.get(block)
+        if tally is None:
+            yield
+            return
+        tally.is_open = True
+        yield
+        tally.is_open = False
+
+    def add_up(self, collectives: Collectives, transfer: Transfer) -> None:
+        """Sum up over the ranks of the stage; on its lane."""
+        self._sums = collectives.sum_counts(transfer, self._numbers)
+
+    def settle(self) -> None:
+        """After the CLIP of a step that is not given up. Raises `ProgramError` on every rank where rows were lost."""
+        if not self._blocks:
+            return
+        counts, rows = self._rows(self._sums).tensor_split([-len(OF_ROWS)], dim=1)
+        of_experts: list[list[int]] = counts.tolist()
+        self.loads = Loads(layers=self.layers, counts=tuple(map(tuple, of_experts)), num_ranks=self._num_ranks)
+        self._totals.update(self.loads.figures)
+        self._num_counted += bool(self.loads.figures)
+        for layer, each, (sent, received, multiplied) in zip(self.layers, of_experts, rows.tolist(), strict=True):
+            due = self._num_rows * sum(each)
+            if sent != received or multiplied != due:
+                raise ProgramError(
+                    f"{layer}: in this step ranks sent {sent} rows to experts and received {received}, and experts "
+                    f"multiplied {multiplied} of {due}; every row that is sent must be received and multiplied"
+                )
+        if self._balance.bias:
+            self._move(counts)
+
+    def _move(self, counts: Tensor) -> None:
+        for mixture, row in zip(self._mixtures, counts, strict=True):
+            if mixture.router.bias is not None:
+                ahead = (row.sum() - len(row) * row).sign()  # of mean n - n_i
+                mixture.router.bias.detach().add_(ahead, alpha=self._balance.bias)
+
+    def _rows(self, numbers: Tensor) -> Tensor:
+        """The numbers of each mixture, (L, E + 3)."""
+        if not self._blocks:
+            return numbers.view(0, 0)
+        width = self._mixtures[0].router.config.num_experts + len(OF_ROWS)
+        return numbers[: len(self._blocks) * width].view(-1, width)
+
+
+def _mixture(module: nn.Module) -> Mixture:
+    (found,) = (each for each in module.modules() if isinstance(each, Mixture))
+    return found

@@ -1,0 +1,95 @@
+"""Tokens of each expert over a run: `loads.jsonl` of a run folder, and `loads-N.jsonl` of each further stage N.
+
+A line has the sums of a part of the run, as a line a step would fill disks. The first rank of every stage writes the
+layers of its own.
+"""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from terrace.base.errors import TrainingError
+from terrace.base.files import write_atomic
+from terrace.base.fitting import fitting, parse_table
+from terrace.base.sealed import sealed_json
+from terrace.program.loads import Loads
+
+NUM_PARTS = 120  # of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadsOfSteps:
+    """Tokens of each expert in steps `first` to `last`, counted from 1, by layer."""
+
+    first: int
+    last: int
+    counts: dict[str, list[int]]
+
+
+class LoadsFile:
+    """Writes the file of one stage, in `NUM_PARTS` lines or fewer; a resume drops the lines of repeated steps.
+
+    Raises `TrainingError` when it cannot be written.
+    """
+
+    def __init__(self, folder: Path, stage: int, first_step: int, num_steps: int) -> None:
+        self._path = folder / _name(stage)
+        self._first, self._num_steps, self._every = first_step + 1, num_steps, math.ceil(num_steps / NUM_PARTS)
+        self._sums: dict[str, list[int]] = {}
+        lines = [each for each in _read(self._path) if each.last <= first_step]
+        self._attempt("".join(map(_line, lines)), fresh=True)
+
+    def add(self, step: int, loads: Loads) -> None:
+        """The loads of a step, counted from 1."""
+        for layer, counts in zip(loads.layers, loads.counts, strict=True):
+            before = self._sums.get(layer, [0] * len(counts))
+            self._sums[layer] = [a + b for a, b in zip(before, counts, strict=True)]
+        if step % self._every == 0 or step == self._num_steps:
+            self._attempt(_line(LoadsOfSteps(first=self._first, last=step, counts=self._sums)))
+            self._first, self._sums = step + 1, {}
+
+    def _attempt(self, text: str, *, fresh: bool = False) -> None:
+        try:
+            if fresh:
+                write_atomic(self._path, text)
+                return
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise TrainingError(f"cannot write {self._path}: {error.strerror}; make room there") from error
+
+
+def read_loads(folder: Path) -> list[LoadsOfSteps]:
+    """The parts of a run in order, with the layers of all stages; damaged lines and missing files are left out."""
+    parts: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
+    stages = sorted(folder.glob("loads-*.jsonl"), key=lambda path: (len(path.name), path.name))
+    for path in (folder / _name(0), *stages):
+        for each in _read(path):
+            parts[each.first, each.last].update(each.counts)
+    return [LoadsOfSteps(first=first, last=last, counts=counts) for (first, last), counts in sorted(parts.items())]
+
+
+def _name(stage: int) -> str:
+    return f"loads-{stage}.jsonl" if stage else "loads.jsonl"
+
+
+def _line(part: LoadsOfSteps) -> str:
+    return sealed_json(json.dumps(asdict(part)))
+
+
+def _read(path: Path) -> list[LoadsOfSteps]:
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            part = fitting(LoadsOfSteps, parse_table(line))
+        except ValueError:
+            continue
+        if all(row and min(row) >= 0 for row in part.counts.values()):
+            found.append(part)
+    return found
