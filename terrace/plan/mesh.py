@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
+from terrace.plan.plan import EXPERT_AXES
 
 if TYPE_CHECKING:
     from terrace.cluster.cluster import Cluster
@@ -78,7 +79,8 @@ class Mesh:
     def _sorts_as(self) -> tuple[tuple[int, ...], ...]:
         # Rows and ring follow from these, since tensor = rows x columns and context = ulysses x ring.
         axes = ("data", "tensor", "context", "pipeline", "columns", "ulysses")
-        return tuple(zip(*map(self.group, axes), strict=True))
+        found = tuple(zip(*map(self.group, axes), strict=True))
+        return found if self.experts is None else (*found, *zip(*map(self.experts.group, EXPERT_AXES), strict=True))
 
     def __lt__(self, other: "Mesh") -> bool:
         return self._sorts_as < other._sorts_as
@@ -131,8 +133,33 @@ class Mesh:
 
     @cached_property
     def inside(self) -> "Mesh":
-        """Only the tensor and context axes: the ranks that send messages inside a block."""
-        return self.only("tensor", "context")
+        """Only the axes whose ranks send messages inside a block: tensor, context, and those of experts."""
+        found = self.only("tensor", "context")
+        return found if self.experts is None else Mesh(found.degrees, self.experts.only(*EXPERT_AXES))
+
+    @cached_property
+    def expert_degrees(self) -> tuple[int, int]:
+        """Ranks that hold different experts, and ranks that every expert is cut over."""
+        return (1, 1) if self.experts is None else (self.experts.total("expert"), self.experts.total("rows"))
+
+    def with_experts(self, expert: Sequence[int], rows: Sequence[int]) -> "Mesh":
+        """The mesh with these degrees per tier for stacks of experts; without any, experts are as all else."""
+        if math.prod(expert) * math.prod(rows) == 1:
+            return self
+        data = [members // (own * cut) for members, own, cut in zip(self.group(*STAGE), expert, rows, strict=True)]
+        of_experts = Mesh.build(len(data), expert=expert, rows=rows, data=data, pipeline=self.group("pipeline"))
+        return Mesh(self.degrees, _interned(of_experts.degrees))
+
+    def expert_table(self, tiers: Sequence[str]) -> dict[str, dict[str, int]]:
+        """The degrees for experts as `Plan.experts` on the named tiers."""
+        if self.experts is None:
+            return {}
+        found = {}
+        for name, *degrees in zip(tiers, *map(self.experts.group, EXPERT_AXES), strict=True):
+            row = {axis: degree for axis, degree in zip(EXPERT_AXES, degrees, strict=True) if degree > 1}
+            if row:
+                found[name] = row
+        return found
 
     def only(self, *axes: str) -> "Mesh":
         """The mesh with every axis but `axes` at degree 1."""

@@ -77,16 +77,21 @@ class Bounds:
         stages, alike = sizes.num_stages, self.split.alike
         micros = self.task.batch // (sizes.data * micro_batch)
         all_kept = micro_batch * sizes.all_kept
-        least_held: tuple[tuple[float, float], ...]
+        least_held: tuple[tuple[float, float, float], ...]
         if stages == 1:
-            least_held = ((sizes.all_numel, all_kept),)
+            least_held = ((sizes.all_numel, all_kept, sizes.all_stacks),)
         elif alike is not None:
             # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
             most = -(-self.num_inner // stages)
-            least_held = ((most * sizes.numels[alike], most * micro_batch * sizes.kept[alike]),)
+            kept = most * micro_batch * sizes.kept[alike]
+            least_held = ((most * sizes.numels[alike], kept, most * sizes.stacks[alike]),)
         else:
             # Some stage holds the mean of the parameters or more, and some, maybe another, keeps the mean or more.
-            least_held = ((sizes.all_numel / stages, 0), (0, all_kept / stages))
+            least_held = (
+                (sizes.all_numel / stages, 0, 0),
+                (0, all_kept / stages, 0),
+                (0, 0, sizes.all_stacks / stages),
+            )
         heavy = self.works.whole if stages == 1 else None
         # By position: a search makes thousands of these.
         return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, 0.0, least_held, sizes)
@@ -123,7 +128,8 @@ class Bounds:
         if shape.is_open:
             # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer.
             dearest = 0.0
-            if exact and self.split.alike is not None:
+            # How ranks divide experts makes layers dearer or cheaper in ways that are not told here.
+            if exact and self.split.alike is not None and not self.works.divides_experts(shape):
                 dearest = self.split.logits_in_layers(self.works.most(shape, *numbers))
         edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
         return self.spans_of.each(works, dearest, edge_s, root.sizes.num_stages, root.num_micros, schedules)
@@ -171,6 +177,7 @@ class Bounds:
                     for runs, waits in zip(part.chunks, waiting, strict=True)
                     for kind, count in runs
                 ),
+                sum(count * sizes.stacks[kind] for kind, count in part.runs),
             )
             for part, waiting in zip(parts, most, strict=True)
         }
@@ -228,7 +235,8 @@ class Bounds:
         if core.unit:
             return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
         runs = core.heavy
-        if runs is None:
+        # Until ranks divide the experts, it is open who holds their states.
+        if runs is None or self.works.divides_experts(core.shape):
             return 0.0
         shape, estimator = core.shape, self.estimator
         numels = estimator.own_numels(shape.mesh)
@@ -271,7 +279,7 @@ class Bounds:
         more of the chain, but no more than their pipeline takes longer.
         """
         stages, alike = mesh.total("pipeline"), self.split.alike
-        if alike is None or stages == 1:
+        if alike is None or stages == 1 or self.task.experts is not None:
             return 0.0
         numels, most = self.estimator.own_numels(mesh), -(-self.num_inner // stages)
         forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
@@ -300,7 +308,7 @@ class Bounds:
         turn around and the chunk between two units are not gathered again.
         """
         shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
-        if alike is None:
+        if alike is None or shape.mesh.experts is not None:
             return 0.0
         works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
         num_stages = shape.mesh.total("pipeline")
@@ -348,9 +356,13 @@ class Bounds:
 
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""
-        states = self.estimator.state_bytes(core.shape.mesh.state, placement)
+        mesh = core.shape.mesh
+        states = self.estimator.state_bytes(mesh.state, placement)
+        of_stacks = states if mesh.experts is None else self.estimator.state_bytes(mesh.experts.state, placement)
         layout, _ = self.estimator.layout(core.shape.mesh.state, placement)
         gathered = core.sizes.gathered_bytes if layout.frees else 0
         times = 1 if core.unit else unit
-        least = max([numel * states + times * kept for numel, kept in core.stages]) + gathered
+        least = (
+            max([numel * states + times * kept + stack * of_stacks for numel, kept, stack in core.stages]) + gathered
+        )
         return self.estimator.whole_bytes(least) * SLACK

@@ -13,6 +13,7 @@ SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 class Sizes(NamedTuple):
     """Numbers that roots of a shape share: degrees, elements of each kind of block on a rank and of the model.
 
+    `stacks` and `all_stacks`: the same of experts that ranks divide.
     `gathered_bytes` are those of the block that is at least gathered where parameters are sharded. `kept` and
     `all_kept`: bytes that a block of each kind, and the model, keeps per sequence.
     """
@@ -21,6 +22,8 @@ class Sizes(NamedTuple):
     data: int
     numels: tuple[int, ...]
     all_numel: int
+    stacks: tuple[int, ...]
+    all_stacks: int
     gathered_bytes: int
     kept: list[int]
     all_kept: int
@@ -30,8 +33,8 @@ class PartialCandidate(NamedTuple):
     """A candidate without placement and unit, with the lower bounds of its computing.
 
     `span_s`: seconds of computing; `mean_s`: the mean over stages; `heavy`: blocks of the stage with most of them, if
-    known. `stages`: (parameters per tensor rank, bytes of one micro-batch in flight at the peak) of the stages that
-    may need the most memory.
+    known. `stages`: (parameters per tensor rank, bytes of one micro-batch in flight at the peak, parameters of experts
+    that ranks divide) of the stages that may need the most memory.
     """
 
     shape: OpenMesh
@@ -43,7 +46,7 @@ class PartialCandidate(NamedTuple):
     heavy: Runs | None
     mean_s: float
     span_s: float
-    stages: tuple[tuple[float, float], ...]
+    stages: tuple[tuple[float, float, float], ...]
     sizes: Sizes
     played: bool = False
     unit: int = 0  # if the schedule passes chunks in units: its order depends on it, and `stages` count it
@@ -63,7 +66,7 @@ class PartialCandidate(NamedTuple):
 
         Its messages are of whole chunks (`Bounds._chunks_excess_s`), so the blocks of a stage do not apply.
         """
-        stages = tuple((numel, unit * kept) for numel, kept in self.stages)
+        stages = tuple((numel, unit * kept, stack) for numel, kept, stack in self.stages)
         return self._replace(unit=unit, stages=stages, heavy=None)
 
     def candidate(self, placement: Placement, unit: int) -> Candidate:

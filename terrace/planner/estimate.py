@@ -12,13 +12,15 @@ from functools import lru_cache
 from itertools import islice, pairwise
 from typing import NamedTuple
 
+from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, Computes, ParamSpec
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import FORMATS
+from terrace.planner.experts import Experts
 from terrace.planner.inner import Inner, PassSeconds
 from terrace.planner.parts import Part, Split, kinds_of
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -28,6 +30,7 @@ from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
     CUDA_ALLOCATOR_FACTOR,
     CUDA_CONTEXT_BYTES,
+    LOAD_FACTOR,
     stage_footprint,
 )
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
@@ -55,26 +58,28 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
-        self.inner = Inner(task)
+        self.inner, self.experts = Inner(task), Experts(task)
         self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         # Whether a rank's computing follows from its tokens, in whatever context form: not so the tiles of products of
         # scores, which depend on the shape of each.
         one = Work(model=task.model, sequence=task.sequence, flash=self._flash, compute=task.compute)
-        self.computes_by_tokens = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
-        self._works: dict[tuple[tuple[int, ...], int, int], Work] = {}
+        # Experts are divided in ways of their own.
+        flash = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
+        self.computes_by_tokens = flash and task.experts is None
+        self._works: dict[tuple[object, ...], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[object, ...], PassSeconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
-        self._kept: dict[tuple[int, tuple[int, ...], int], int] = {}
+        self._kept: dict[tuple[object, ...], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
-        self._numels: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._numels: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._plans: dict[Candidate, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
         """Work of one rank on a micro-batch."""
-        key = (mesh.inside_degrees, micro_batch, recompute)
+        key = (mesh.inside_degrees, mesh.expert_degrees, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
             tensor, columns, ulysses, ring = mesh.inside_degrees
@@ -89,6 +94,9 @@ class Estimator:
                 recompute="full" if recompute else "none",
                 flash=self._flash,
                 compute=self.task.compute,
+                expert=mesh.expert_degrees[0],
+                expert_rows=mesh.expert_degrees[1],
+                load=1.0 if mesh.experts is None else LOAD_FACTOR,
             )
         return found
 
@@ -134,6 +142,9 @@ class Estimator:
         if context and self.specs[kind].attends and mesh.total("context") > 1:
             waits = self.inner.context(kind, mesh, self.work(mesh, micro_batch))
             forward_s, backward_s, again_s = forward_s + waits[0], backward_s + waits[1], again_s + waits[2]
+        if mesh.experts is not None and self.specs[kind].has_stacks:
+            waits = self.experts.waits(kind, mesh, self.work(mesh, micro_batch), accumulate)
+            forward_s, backward_s, again_s = forward_s + waits[0], backward_s + waits[1], again_s + waits[2]
         return Seconds(
             own.forward_s + forward_s, own.input_s + own.weight_s + backward_s, own.weight_s, own.forward_s + again_s
         )
@@ -156,13 +167,15 @@ class Estimator:
         # The key has only what kernels depend on, so that many meshes share an entry: only attention sees sequences.
         tensor, columns, ulysses, ring = mesh.inside_degrees
         spec = self.specs[kind]
-        key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
+        key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch, *mesh.expert_degrees)
         if not spec.attends:
             key = (kind, tensor, columns, accumulate, self.work(mesh, micro_batch).tokens)
         found = self._kernels.get(key)
         if found is None:
             device, work = self.task.cluster.device, self.work(mesh, micro_batch)
             found = seconds_of(device, work, spec, accumulate=accumulate)
+            if mesh.experts is not None:
+                found = found.longer(*self.experts.longer(kind, mesh, work, accumulate))
             in_chunks = spec.computes is Computes.LOGITS and tensor == 1
             found = self._kernels[key] = at_once(found) if in_chunks else found
         return found
@@ -237,12 +250,16 @@ class Estimator:
         """Bytes a block keeps per micro-batch until its backward, as far as they grow with its sequences."""
         spec = self.specs[kind]
         # Activations depend on the number of ranks, not on their tiers.
-        key = (kind, mesh.inside_degrees, 0 if spec.at_an_end else recompute)
+        again = 0 if spec.at_an_end else recompute
+        key = (kind, mesh.inside_degrees, mesh.expert_degrees, again)
         found = self._kept.get(key)
         if found is None:
-            work = self.work(mesh, 1, key[2])
+            work = self.work(mesh, 1, again)
             held = activations_of(work, spec, self.task.backend)
-            found = self._kept[key] = held.kept_bytes - held.fixed_bytes
+            found = held.kept_bytes - held.fixed_bytes
+            if mesh.experts is not None:  # rows of several sequences are rounded up together
+                found -= 2 * found // work.tokens
+            self._kept[key] = found
         # Every other tensor that is kept has a row for each sequence.
         return micro_batch * found
 
@@ -251,33 +268,57 @@ class Estimator:
         return self._held(mesh, range(len(self.task.blocks))).sizes
 
     def own_numels(self, mesh: Mesh) -> tuple[int, ...]:
-        """As `numels`, without parameters shared by tensor ranks, since their states are sharded over tensor ranks; for
-        bounds.
+        """As `numels`, without parameters shared by tensor ranks, since their states are sharded over tensor ranks, and
+        without experts that ranks divide; for bounds.
         """
-        key = (mesh.total("tensor"), mesh.total("columns"))
+        key = (mesh.total("tensor"), mesh.total("columns"), mesh.expert_degrees)
         if key not in self._numels:
-            self._numels[key] = self._held(mesh, range(len(self.task.blocks))).flats[0][1]
+            self._numels[key] = self._held(mesh, range(len(self.task.blocks))).flats[0].sizes
         return self._numels[key]
 
+    def stack_numels(self, mesh: Mesh) -> tuple[int, ...]:
+        """Elements of the experts of a rank in a block of each kind; 0 where ranks do not divide them."""
+        if mesh.experts is None:
+            return (0,) * len(self.specs)
+        flats = self._held(mesh, range(len(self.task.blocks))).flats
+        return tuple(map(sum, zip(*(each.sizes for each in flats if each.stacked), strict=True)))
+
+    def least_numels(self, mesh: Mesh) -> tuple[int, ...]:
+        """`own_numels` without any experts, however ranks divide them."""
+        specs = self.task.kinds.sliced({axis: mesh.total(axis) for axis in TENSOR})
+        stacks = [sum(param.numel for param in spec.params if param.is_stack and param.trainable) for spec in specs]
+        return tuple(numel - stack for numel, stack in zip(self.own_numels(mesh), stacks, strict=True))
+
     def _held(self, mesh: Mesh, blocks: Sequence[int]) -> StageBlocks:
-        return stage_blocks(self.task.kinds, blocks, mesh.total("tensor"), mesh.total("columns"), 1)
+        tensor, columns = mesh.total("tensor"), mesh.total("columns")
+        return stage_blocks(self.task.kinds, blocks, tensor, columns, 1, mesh.expert_degrees)
 
     def _blocks_of(self, kinds: Sequence[int]) -> tuple[int, ...]:
         # The first block of a kind stands for all.
         return tuple(self.task.kinds.first[kind] for kind in kinds)
 
     def stage_blocks(self, kinds: Sequence[int], mesh: Mesh) -> tuple[BlockSpec, ...]:
-        """A tensor rank's slice of each block of a stage, as one flat parameter per block.
+        """A tensor rank's slice of each block of a stage, as one flat parameter per block and one of its experts.
 
         A block that borrows from another stage has its own copy of the matrix.
         """
         blocks = self._blocks_of(kinds)
-        sizes = self._held(mesh, blocks).sizes
+        held = self._held(mesh, blocks)
+        sizes, (expert, rows) = held.sizes, mesh.expert_degrees
+        stacks = [sum(flats.sizes[kind] for flats in held.flats if flats.stacked) for kind in range(len(self.specs))]
         places = {block: index for index, block in enumerate(blocks)}
+        dims = (("experts", expert), ("expert_intermediate", rows), ("", 1))
+
+        def params(kind: int) -> tuple[ParamSpec, ...]:
+            whole = ParamSpec(name="all", shape=(sizes[kind] - stacks[kind],))
+            if not stacks[kind]:
+                return (whole,)
+            return whole, ParamSpec(name="experts", shape=(expert, rows, stacks[kind]), dims=dims)
+
         return tuple(
             BlockSpec(
                 name=self.specs[kind].name,
-                params=(ParamSpec(name="all", shape=(sizes[kind],)),),
+                params=params(kind),
                 borrows=tuple(places[lender] for lender in self.specs[kind].borrows if lender in places),
             )
             for kind in kinds
@@ -285,6 +326,8 @@ class Estimator:
 
     def chunk_numels(self, part: Part, mesh: Mesh) -> list[int]:
         """Parameters of each chunk of a stage on a tensor rank."""
+        if mesh.experts is not None:
+            raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
         sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
         return [sum(islice(sizes, len(kinds_of(runs)))) for runs in part.chunks]
 

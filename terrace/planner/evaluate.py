@@ -38,7 +38,7 @@ from terrace.planner.task import Candidate, Task, Wire, num_micros, plan_of
 from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
 from terrace.program.schedules.registry import takes_unit
-from terrace.simulate.cost import Costs, update_seconds
+from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
 from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import core_rounds
@@ -217,7 +217,8 @@ class Evaluator:
         """
         estimator, task, mesh = self.estimator, self.task, candidate.mesh
         # Without a pipeline the plan's own program is small enough to simulate, messages inside blocks included.
-        if candidate.schedule == SERIAL and mesh.total("tensor") * mesh.total("context") > 1:
+        inside = mesh.total("tensor") * mesh.total("context") > 1 or mesh.experts is not None
+        if candidate.schedule == SERIAL and inside:
             return self._whole_program(part, candidate, micros)
         plan = replace(self.plan(candidate), mapping={}, wire=_data_wire(task), schedule=None)
         if takes_unit(candidate.schedule):
@@ -257,6 +258,8 @@ class Evaluator:
     def _whole_program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
         task = self.task
         program = build(task.cluster, self.plan(candidate), task.blocks, micros, task.sequence)
+        if candidate.mesh.experts is not None:
+            return program, step_costs(program, self.estimator.work(candidate.mesh, candidate.micro_batch))
         known = [self.estimator.compute(kind, candidate) for kind in range(len(self.estimator.specs))]
         seconds = [known[kind] for kind in part.kinds]
         work, device = self.estimator.work(candidate.mesh, candidate.micro_batch), task.cluster.device

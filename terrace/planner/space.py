@@ -8,6 +8,8 @@ Degrees are chosen tier by tier, so every choice is a mapping table. Rules that 
   own: it equals data ranks with parameters sharded over their tier;
 - context follows tensor in the same way, as Ulysses, as a ring, or as both on any tier, with Ulysses inside the ring;
   degrees that would pad sequences are excluded. Pipeline and data share the rest in any order;
+- ranks that cut every expert are innermost, and ranks that hold different experts next; both fill a tier before they
+  extend to the next, and divide the experts and their inner size;
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
 `unit` is a choice only if a gather or a reduction is made per unit, or if a pipeline's schedule passes its chunks in
@@ -24,16 +26,16 @@ from typing import NamedTuple
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
 from terrace.plan.dims import cut_sizes, declared_hidden_size
 from terrace.plan.layout import DEVICE
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import STAGE, Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
-from terrace.planner.pins import MOST, Pins
+from terrace.planner.pins import EXPERT_PINS, MOST, Pins
 from terrace.planner.task import Placement, Task
 
 
 class OpenMesh(NamedTuple):
-    """A mesh of the space. If open, its context forms are still to be chosen; `mesh` then has all context ranks in a
-    ring.
+    """A mesh of the space. If open, its context forms and its experts are still to be chosen; `mesh` then has all
+    context ranks in a ring, and experts as all other parameters.
     """
 
     mesh: Mesh
@@ -76,8 +78,53 @@ def meshes(space: Space) -> Iterator[Mesh]:
 
 
 def closed(space: Space, mesh: Mesh) -> list[Mesh]:
+    """The context forms of an open mesh, fewest Ulysses ranks first, each with every division of experts."""
+    return [form.with_experts(*degrees) for form in context_forms(space, mesh) for degrees in expert_forms(space, mesh)]
+
+
+def context_forms(space: Space, mesh: Mesh) -> list[Mesh]:
     """The context forms of an open mesh, fewest Ulysses ranks first."""
+    if mesh.total("context") == 1:
+        return [mesh]
     return [mesh.with_ulysses(degrees) for degrees in forms_of(space, mesh)]
+
+
+ExpertForm = tuple[tuple[int, ...], tuple[int, ...]]  # ranks per tier that hold different experts, and that cut them
+
+
+def expert_forms(space: Space, mesh: Mesh) -> tuple[ExpertForm, ...]:
+    """Divisions of experts among the ranks of a stage, fewest ranks first."""
+    experts, ranges = space.task.experts, space.pins.ranges
+    if experts is None:
+        return (((1,) * len(mesh.degrees),) * 2,)
+    members = mesh.group(*STAGE)
+    allowed_degrees = tuple(ranges.get(name, (1, MOST)) for name in EXPERT_PINS)
+    return _expert_forms(members, experts.num_experts, experts.intermediate_size, allowed_degrees)
+
+
+@lru_cache(maxsize=4096)
+def _expert_forms(
+    members: tuple[int, ...], num_experts: int, inner: int, ranges: tuple[tuple[int, int], ...]
+) -> tuple[ExpertForm, ...]:
+    found: list[ExpertForm] = []
+
+    def extend(expert: tuple[int, ...], rows: tuple[int, ...]) -> None:
+        tier = len(expert)
+        if tier == len(members):
+            totals = math.prod(expert), math.prod(rows)
+            if all(low <= total <= high for total, (low, high) in zip(totals, ranges, strict=True)):
+                found.append((expert, rows))
+            return
+        # Rows extend from a tier that they fill, experts from one that both fill.
+        fills_rows = not tier or all(cut == size for cut, size in zip(rows, members, strict=False))
+        fills = all(own * cut == size for own, cut, size in zip(expert, rows, members, strict=False))
+        for cut in divisors(members[tier]) if fills_rows else (1,):
+            for own in divisors(members[tier] // cut) if fills else (1,):
+                if num_experts % (math.prod(expert) * own) == 0 and inner % (math.prod(rows) * cut) == 0:
+                    extend((*expert, own), (*rows, cut))
+
+    extend((), ())
+    return tuple(sorted(found, key=lambda form: (math.prod(form[0]) * math.prod(form[1]), form)))
 
 
 def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
@@ -165,6 +212,9 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     most_stages = max(1, len(task.inner)) if declared_hidden_size(task.kinds.specs) else 1
     cut_by_rows, cut_by_columns = cut_sizes(task.kinds.specs, "rows"), cut_sizes(task.kinds.specs, "columns")
     most_columns = pins.ranges.get("columns", (1, 1))[1]
+    divides = task.experts is not None
+    if not divides and not all(pins.allows(name, 1) for name in EXPERT_PINS):
+        return
 
     def possible(columns: int, rows: int, context: int, data: int, pipeline: int) -> bool:
         # Degrees only grow from tier to tier, and divisors of a valid degree are valid, so a failure ends the branch.
@@ -185,9 +235,11 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
             named = {"data": data, "tensor": columns * rows, "context": context, "pipeline": pipeline}
             if all(pins.allows(axis, degree) for axis, degree in (*named.items(), ("columns", columns))):
                 mesh = _mesh(tiers)
+                if divides and not expert_forms(space, mesh):
+                    return
                 if context == 1:
                     if all(pins.allows(form, 1) for form in CONTEXT_AXES):
-                        yield OpenMesh(mesh)
+                        yield OpenMesh(mesh, is_open=divides)
                 # Without any form the context ranks cannot divide heads and sequence.
                 elif forms_of(space, mesh):
                     yield OpenMesh(mesh, is_open=True)

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from terrace.base.errors import ModelError, PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.config import DecoderBlock, ModelConfig, block_specs
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads
 from terrace.plan.kinds import Kinds
@@ -111,6 +112,12 @@ class Task:
     def _heads(self) -> dict[int, tuple[Heads, ...]]:
         return {}
 
+    @cached_property
+    def experts(self) -> ExpertsConfig | None:
+        """The experts of the model's mixtures; None for a model without, or with mixtures that differ."""
+        known = {block.config.experts for block in self.blocks if isinstance(block, DecoderBlock) and block.has_stacks}
+        return next(iter(known)) if len(known) == 1 else None
+
     @property
     def peak_flops_per_s(self) -> float:
         """Peak of one device in the compute dtype."""
@@ -156,6 +163,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         optimizer=optimizer,
         params_backward=None if candidate.placement.backward < 0 else backward,
         mapping=mapping,
+        experts=candidate.mesh.expert_table(tiers),
         wire=task.wire,
         compute=task.compute,
         messages=task.messages,

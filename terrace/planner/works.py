@@ -7,7 +7,7 @@ from terrace.planner.candidate import Sizes
 from terrace.planner.estimate import Estimator
 from terrace.planner.parts import BlockWorks, Runs, Work, work_of_runs
 from terrace.planner.pipelines import block_work
-from terrace.planner.space import OpenMesh, Space, closed, least_of
+from terrace.planner.space import OpenMesh, Space, context_forms, least_of
 
 
 class Works:
@@ -38,6 +38,8 @@ class Works:
             else:
                 forms, kinds = self.forms(shape), range(len(self.specs))
                 each = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
+                if self.divides_experts(shape):
+                    each = self._with_least_experts(each, forms[0], *numbers)
             layers = 0.0 if self.split.alike is None else self.split.logits_in_layers(each)
             found = self._block_works[key] = BlockWorks(each, sum(work_of_runs(each, self.whole)[:2]), layers)
         return found
@@ -55,18 +57,39 @@ class Works:
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
 
+    def divides_experts(self, shape: OpenMesh) -> bool:
+        """Whether it is still open how ranks divide the experts."""
+        return shape.is_open and self.estimator.task.experts is not None
+
+    def _with_least_experts(
+        self, each: Sequence[Work], form: Mesh, micro_batch: int, recompute: int, accumulate: bool
+    ) -> list[Work]:
+        # The least computing of any division, and none of its messages.
+        found, work = list(each), self.estimator.work(form, micro_batch)
+        for kind, spec in enumerate(self.specs):
+            if spec.has_stacks:
+                own = found[kind]
+                forward_s, input_s, weight_s = self.estimator.experts.least_longer(kind, work, accumulate)
+                backward_s = input_s + weight_s + (forward_s if recompute else 0.0)
+                found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s
+        return found
+
     def sizes(self, shape: OpenMesh, recompute: int) -> Sizes:
         """Numbers that do not depend on the micro-batch."""
         found = self._sizes.get((shape, recompute))
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
-            numels = self.estimator.own_numels(mesh)
+            is_open = self.divides_experts(shape)
+            numels = self.estimator.least_numels(mesh) if is_open else self.estimator.own_numels(mesh)
+            stacks = self.estimator.stack_numels(mesh)
             kept = self._kept(shape, recompute)
             found = self._sizes[shape, recompute] = Sizes(
                 num_stages=mesh.total("pipeline"),
                 data=mesh.total("data"),
                 numels=numels,
                 all_numel=_sum(numels, self.whole),
+                stacks=stacks,
+                all_stacks=_sum(stacks, self.whole),
                 # Sharded parameters need at least one gathered block.
                 gathered_bytes=(min(numels) if alike is None else numels[alike]) * self.estimator.item,
                 kept=kept,
@@ -109,7 +132,9 @@ class Works:
             return (shape.mesh.inside,)
         found = self._known_forms.get(shape.mesh.inside)
         if found is None:
-            found = self._known_forms[shape.mesh.inside] = [form.inside for form in closed(self._space, shape.mesh)]
+            found = self._known_forms[shape.mesh.inside] = [
+                form.inside for form in context_forms(self._space, shape.mesh)
+            ]
         return found
 
 

@@ -42,7 +42,6 @@ from terrace.simulate.masks import has_flash_attention, mask_bytes
 from terrace.simulate.states import (
     StageBlocks,
     axis_degree,
-    expert_degrees,
     model_states,
     stage_blocks,
     state_layout,
@@ -99,10 +98,11 @@ def footprint(
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
-    work = replace(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), load=load)
+    work = work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents)
+    work = replace(work, load=load) if plan.experts else work
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     mesh = Mesh.of(cluster, plan)
-    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, expert_degrees(mesh))
+    stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees)
     if in_flight is None:
         # The first stage of 1F1B has run num_stages forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages)
@@ -161,7 +161,8 @@ def stage_footprint(
 ) -> dict[str, int]:
     """`footprint` of a pipeline stage that holds `chunks` of blocks, each with `waiting` micro-batches in flight."""
     model, backend = model or model_of(kinds.specs), backend or cluster.device.backend
-    work = replace(work_of(cluster, plan, model, sequence, backend), load=load)
+    work = work_of(cluster, plan, model, sequence, backend)
+    work = replace(work, load=load) if plan.experts else work
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks by what they keep.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
@@ -205,7 +206,7 @@ def work_of(
 
     `documents` tells that a row may hold several.
     """
-    expert, rows = expert_degrees(Mesh.of(cluster, plan))
+    expert, rows = Mesh.of(cluster, plan).expert_degrees
     # Nothing is recomputed here: the plan's patterns are applied per block.
     return Work(
         model=model,

@@ -110,11 +110,6 @@ def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
     return Mesh.of(cluster, plan).total(axis)
 
 
-def expert_degrees(mesh: Mesh) -> tuple[int, int]:
-    """Ranks that hold different experts, and ranks that every expert is cut over."""
-    return (1, 1) if mesh.experts is None else (mesh.experts.total("expert"), mesh.experts.total("rows"))
-
-
 def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = (), stacked: bool = False) -> Layout:
     """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
 

@@ -20,7 +20,7 @@ from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
 from terrace.program.lowering import build_stages
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import StageBlocks, expert_degrees, model_states, stage_blocks, state_layout
+from terrace.simulate.states import StageBlocks, model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
 from tests.support.mixtures import EXPERTS, GROUPED, PLAIN
 from tests.support.strategies import expert_tables, plans
@@ -42,7 +42,7 @@ SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 
 def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
     cluster = cluster_of(*sizes)
-    layout, experts = state_layout(cluster, plan), expert_degrees(Mesh.of(cluster, plan))
+    layout, experts = state_layout(cluster, plan), Mesh.of(cluster, plan).expert_degrees
     stage = stage_blocks(Kinds.of(blocks), range(len(blocks)), 1, 1, layout.degree, experts)
     states = model_states(layout, plan, stage, num_micros, partial(state_layout, cluster, plan))
     updating = {"buffers": states.steady["buffers"] + states.updating}
