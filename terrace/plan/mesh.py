@@ -175,7 +175,8 @@ class Mesh:
         found = []
         for (columns, rows, own, ring, *others), ulysses in zip(self.degrees, degrees, strict=True):
             found.append((columns, rows, ulysses, own * ring // ulysses, *others))
-        return _interned(tuple(found))
+        mesh = _interned(tuple(found))
+        return mesh if self.experts is None else Mesh(mesh.degrees, self.experts)
 
     def mapping(self, tiers: Sequence[str]) -> dict[str, dict[str, int | dict[str, int]]]:
         """The mesh as `Plan.mapping` on the named tiers, a row for each: the way back from `Mesh.of`."""

@@ -129,7 +129,7 @@ class Bounds:
             # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer.
             dearest = 0.0
             # How ranks divide experts makes layers dearer or cheaper in ways that are not told here.
-            if exact and self.split.alike is not None and not self.works.divides_experts(shape):
+            if exact and self.split.alike is not None and not shape.divides:
                 dearest = self.split.logits_in_layers(self.works.most(shape, *numbers))
         edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
         return self.spans_of.each(works, dearest, edge_s, root.sizes.num_stages, root.num_micros, schedules)
@@ -153,7 +153,7 @@ class Bounds:
 
     def group_excess_s(self, group: Group, placements: Iterable[Placement]) -> float:
         """`least_excess_s` of everything in a group, whose members share their states among the same ranks."""
-        return self.least_excess_s(group.members[0][0].mesh, self._least(group)[0].each, placements)
+        return self.least_excess_s(group.members[0][0], self._least(group)[0].each, placements)
 
     def _least(self, group: Group) -> tuple[BlockWorks, float, int, int]:
         shape, micro_batch, recompute, micros, _ = group
@@ -236,11 +236,11 @@ class Bounds:
             return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
         runs = core.heavy
         # Until ranks divide the experts, it is open who holds their states.
-        if runs is None or self.works.divides_experts(core.shape):
+        if runs is None or core.shape.divides:
             return 0.0
         shape, estimator = core.shape, self.estimator
         numels = estimator.own_numels(shape.mesh)
-        messages = self.message_prices.messages(shape.mesh.state, numels, placement)
+        messages = self.message_prices.of_shape(shape.mesh, placement)
         # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
         # messages.
         works = self.works.most(shape, core.micro_batch, core.recompute, core.num_micros > 1)
@@ -270,7 +270,7 @@ class Bounds:
         busiest_s = max(self._lanes_s(runs, messages, core.num_micros // unit).values())
         return max(starts_s + ends_s + messages.control[0], busiest_s - compute_s)
 
-    def least_excess_s(self, mesh: Mesh, works: Sequence[Work], placements: Iterable[Placement]) -> float:
+    def least_excess_s(self, shape: OpenMesh, works: Sequence[Work], placements: Iterable[Placement]) -> float:
         """The same for a pipeline with the best of `placements`, whatever its schedule and split, to be added to
         `Span.chained_s`.
 
@@ -278,14 +278,15 @@ class Bounds:
         passes of look-ups before them. `works` may be the least of several forms: those whose layers take longer hide
         more of the chain, but no more than their pipeline takes longer.
         """
-        stages, alike = mesh.total("pipeline"), self.split.alike
-        if alike is None or stages == 1 or self.task.experts is not None:
+        mesh, alike = shape.mesh, self.split.alike
+        stages = mesh.total("pipeline")
+        if alike is None or stages == 1 or shape.divides:
             return 0.0
         numels, most = self.estimator.own_numels(mesh), -(-self.num_inner // stages)
         forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
         found = []
         for placement in placements:
-            messages = self.message_prices.messages(mesh.state, numels, placement)
+            messages = self.message_prices.of_shape(mesh, placement)
             refresh_s, gather_s, reduce_s, sync_s = (each[alike] for each in messages[:4])
             update_s = self.estimator.update_s(mesh.state, placement, most * numels[alike])
             starts_s = max(max(update_s, refresh_s), max(update_s, most * refresh_s) - forwards_s) + gather_s

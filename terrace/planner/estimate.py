@@ -271,7 +271,7 @@ class Estimator:
         """As `numels`, without parameters shared by tensor ranks, since their states are sharded over tensor ranks, and
         without experts that ranks divide; for bounds.
         """
-        key = (mesh.total("tensor"), mesh.total("columns"), mesh.expert_degrees)
+        key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
         if key not in self._numels:
             self._numels[key] = self._held(mesh, range(len(self.task.blocks))).flats[0].sizes
         return self._numels[key]
@@ -304,21 +304,13 @@ class Estimator:
         """
         blocks = self._blocks_of(kinds)
         held = self._held(mesh, blocks)
-        sizes, (expert, rows) = held.sizes, mesh.expert_degrees
+        sizes = held.sizes
         stacks = [sum(flats.sizes[kind] for flats in held.flats if flats.stacked) for kind in range(len(self.specs))]
         places = {block: index for index, block in enumerate(blocks)}
-        dims = (("experts", expert), ("expert_intermediate", rows), ("", 1))
-
-        def params(kind: int) -> tuple[ParamSpec, ...]:
-            whole = ParamSpec(name="all", shape=(sizes[kind] - stacks[kind],))
-            if not stacks[kind]:
-                return (whole,)
-            return whole, ParamSpec(name="experts", shape=(expert, rows, stacks[kind]), dims=dims)
-
         return tuple(
             BlockSpec(
                 name=self.specs[kind].name,
-                params=params(kind),
+                params=flat_params(sizes[kind] - stacks[kind], stacks[kind], mesh.expert_degrees),
                 borrows=tuple(places[lender] for lender in self.specs[kind].borrows if lender in places),
             )
             for kind in kinds
@@ -366,6 +358,17 @@ class Estimator:
             # Without a schedule: memory knows it by `waiting`.
             self._plans[candidate] = replace(plan_of(self.task, candidate), schedule=None)
         return self._plans[candidate]
+
+
+def flat_params(numel: int, stack: int, experts: tuple[int, int]) -> tuple[ParamSpec, ...]:
+    """The parameters of a block as one, and as another the experts, of which a rank has `stack` elements; `experts` are
+    the degrees of expert and of rows.
+    """
+    whole = ParamSpec(name="all", shape=(numel,))
+    if not stack:
+        return (whole,)
+    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("", 1))
+    return whole, ParamSpec(name="experts", shape=(*experts, stack), dims=dims)
 
 
 @lru_cache(maxsize=4096)

@@ -3,17 +3,20 @@
 A verdict is a predicted step or an objection: a broken rule of plans, or missing memory.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from terrace.base.errors import ClusterError, PlanError
 from terrace.plan.layout import Layout
+from terrace.plan.mesh import STAGE, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
-from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, units
+from terrace.planner.space import Space, divisors, expert_forms, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, Task, num_micros
 from terrace.planner.verdicts import Verdict, lack
@@ -93,6 +96,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
         # Another micro-batch has another number of them; the unit must still divide it.
         unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
         found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
+    found += [(f"experts = {words}", candidate._replace(mesh=other)) for words, other in _expert_neighbours(free, mesh)]
     word = "none" if candidate.recompute else ", ".join(task.recompute)
     found.append((f"recompute = {word}", candidate._replace(recompute=1 - candidate.recompute)))
     micros = num_micros(task, candidate)
@@ -104,3 +108,43 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
     for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
         found.append((f"unit = {unit}", candidate._replace(unit=unit)))
     return found
+
+
+def _expert_neighbours(space: Space, mesh: Mesh) -> list[tuple[str, Mesh]]:
+    """Meshes whose ranks divide the experts in a neighbouring way: among fewer or more ranks, in more or fewer parts,
+    among the ranks of the next tier, or not at all.
+    """
+    task, whole = space.task, Mesh(mesh.degrees)
+    if task.experts is None:
+        return []
+    names = [tier.name for tier in task.cluster.tiers]
+    expert, rows = mesh.expert_degrees
+    found = {whole} if mesh.experts is not None else set[Mesh]()
+    divided = [whole.with_experts(*degrees) for degrees in expert_forms(space, whole)]
+    for same, axis in ((rows, 0), (expert, 1)):
+        alike = [each for each in divided if each.expert_degrees[1 - axis] == same]
+        alike.sort(key=lambda each: each.expert_degrees[axis])
+        at = alike.index(mesh) if mesh in alike else 0
+        found.update(alike[max(0, at - 1) : at + 2])
+    found.update(_one_tier_out(mesh))
+    return [(expert_words(each.expert_table(names)), each) for each in sorted(found - {mesh})]
+
+
+def _one_tier_out(mesh: Mesh) -> list[Mesh]:
+    # As many as can be, of the experts of the innermost tier that divides them, on the ranks of the next one.
+    if mesh.experts is None:
+        return []
+    expert, rows = (list(mesh.experts.group(axis)) for axis in ("expert", "rows"))
+    inner = next((tier for tier, degree in enumerate(expert[:-1]) if degree > 1), None)
+    if inner is None:
+        return []
+    free = mesh.group(*STAGE)[inner + 1] // (expert[inner + 1] * rows[inner + 1])
+    moved = math.gcd(expert[inner], free)
+    expert[inner], expert[inner + 1] = expert[inner] // moved, expert[inner + 1] * moved
+    return [Mesh(mesh.degrees).with_experts(expert, rows)]
+
+
+def expert_words(table: Mapping[str, Mapping[str, int]]) -> str:
+    """The table `experts` of a plan in a line."""
+    tiers = (f"{tier} {' x '.join(f'{axis} {degree}' for axis, degree in row.items())}" for tier, row in table.items())
+    return ", ".join(tiers) or "none"

@@ -4,13 +4,17 @@ Prices are cached by the placements a message depends on: a reduction does not d
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.layout import DEVICE
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import EXPERT_AXES
+from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Stage, whole_stage
-from terrace.planner.estimate import Estimator, data_cluster
+from terrace.planner.estimate import Estimator, data_cluster, flat_params
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
@@ -37,6 +41,18 @@ class LanePrice:
         return found
 
 
+class Holders(NamedTuple):
+    """Ranks that hold the same slice of a block, elements of a block of each kind, and the same of its experts.
+
+    `experts` factors the ranks for experts that they divide.
+    """
+
+    degrees: tuple[int, ...]
+    numels: Numels
+    stacks: Numels = ()
+    experts: Mesh | None = None
+
+
 class Messages(NamedTuple):
     """Data-parallel messages of a plan; `further` is the forward gather of every unit after the first."""
 
@@ -55,6 +71,8 @@ class MessagePrices:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
         self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
+        self._holders: dict[Mesh, Holders] = {}
+        self._divided: dict[tuple[Holders, Placement], Messages] = {}
         self._lanes: dict[tuple[object, ...], LanePrice] = {}
         self._costs: dict[tuple[object, ...], Costs] = {}
 
@@ -63,17 +81,33 @@ class MessagePrices:
         key = (degrees, numels, placement)
         found = self._messages.get(key)
         if found is None:
-            found = self._messages[key] = self._found(degrees, numels, placement)
+            found = self._messages[key] = self._found(Holders(degrees, numels), placement)
         return found
 
-    def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
+    def of_shape(self, mesh: Mesh, placement: Placement) -> Messages:
+        """Messages of the blocks of a mesh (`Estimator.own_numels`), with the experts that its ranks divide."""
+        numels = self.estimator.own_numels(mesh)
+        if mesh.experts is None:
+            return self.messages(mesh.state, numels, placement)
+        holders = self._holders.get(mesh)
+        if holders is None:
+            experts = Mesh.build(len(mesh.degrees), **{axis: mesh.experts.group(axis) for axis in EXPERT_AXES})
+            stacks = self.estimator.stack_numels(mesh)
+            holders = self._holders[mesh] = Holders(mesh.state, numels, stacks, Mesh(experts.degrees, experts))
+        key = (holders, placement)
+        found = self._divided.get(key)
+        if found is None:
+            found = self._divided[key] = self._found(holders, placement)
+        return found
+
+    def _found(self, holders: Holders, placement: Placement) -> Messages:
         params, grads, optimizer, backward = placement
 
         def lane(instruction: Instruction, *places: int) -> LanePrice:
-            key = (degrees, numels, instruction, places)
+            key = (holders, instruction, places)
             found = self._lanes.get(key)
             if found is None:
-                found = self._lanes[key] = LanePrice(instruction, partial(self._priced, degrees, numels, placement))
+                found = self._lanes[key] = LanePrice(instruction, partial(self._priced, holders, placement))
             return found
 
         # Only the placements passed to `lane` enter its key, so placements that share them share a price.
@@ -88,20 +122,28 @@ class MessagePrices:
             control=lane(Instruction(Op.CLIP), params, grads, optimizer, backward),
         )
 
-    def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
+    def _priced(self, holders: Holders, placement: Placement) -> Costs:
         # Of a program that has a block of each kind and no instructions.
-        key = (degrees, numels, placement)
+        key = (holders, placement)
         if key not in self._costs:
-            layout, plan = self.estimator.layout(degrees, placement)
+            layout, plan = self.estimator.layout(holders.degrees, placement)
+            cluster = data_cluster(self.estimator.task.cluster, holders.degrees)
+            if holders.experts is not None:
+                names = [tier.name for tier in cluster.tiers]
+                plan = replace(plan, experts=holders.experts.expert_table(names))
+            expert_degrees = (1, 1) if holders.experts is None else holders.experts.expert_degrees
+            blocks = tuple(
+                BlockSpec(name=f"kind {kind}", params=flat_params(*each, expert_degrees))
+                for kind, each in enumerate(
+                    zip(holders.numels, holders.stacks or (0,) * len(holders.numels), strict=True)
+                )
+            )
             program = Program(
-                cluster=data_cluster(self.estimator.task.cluster, degrees),
+                cluster=cluster,
                 plan=plan,
                 layout=layout,
-                blocks=tuple(
-                    BlockSpec(name=f"kind {kind}", params=(ParamSpec(name="all", shape=(numel,)),))
-                    for kind, numel in enumerate(numels)
-                ),
-                stage=_stage(len(numels)),
+                blocks=slice_blocks(blocks, Mesh.of(cluster, plan)),
+                stage=_stage(len(blocks)),
                 instructions=(),
             )
             self._costs[key] = Costs(forward_s=(), backward_s=(), update_s=(), program=program)

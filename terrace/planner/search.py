@@ -7,6 +7,7 @@
 2. The members of the group of lowest bound are opened: those that do not fit with all states sharded as far as possible
    are dropped, the messages of context ranks are counted, each schedule gets a bound, then the bound with its cheapest
    placement, then each of the shape's context forms likewise.
+   A shape that may divide experts is first opened once more, into shapes with every division of them.
 3. Next its orders are played, and every placement and unit gets its own bounds on time and memory.
 4. At last it is evaluated: its step is built and simulated.
 
@@ -40,6 +41,8 @@ from terrace.planner.space import (
     OpenMesh,
     Space,
     closed,
+    context_forms,
+    divided_shapes,
     groups,
     micro_batches,
     passing_units,
@@ -164,6 +167,9 @@ class Search:
         bound_s, level, _, core, _, _, _ = entry
         if isinstance(core, Group):
             yield from self._opened_group(bound_s, level, core)
+        elif level is Level.ROOT and core.shape.divides:
+            for root in self._divided(core):
+                yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
         elif level is Level.ROOT:
             yield from islice(self._cores(bound_s, core), 1)
         elif level is Level.CORE and not core.played:
@@ -210,10 +216,17 @@ class Search:
                 self._num_opened += 1
                 yield self.bounds.bounded(outline)
 
+    def _divided(self, root: PartialCandidate) -> Iterator[PartialCandidate]:
+        places = placements(self.space, root.shape.mesh)[::-1]
+        for shape in divided_shapes(self.space, root.shape):
+            outline = self.bounds.outline(shape, root.micro_batch, root.recompute)
+            if self._fits_somewhere(outline, places):
+                yield self.bounds.bounded(outline)
+
     def _cores(self, bound_s: float, root: PartialCandidate) -> Iterator[Entry]:
         spans = self.bounds.spans(root, self._schedules_of(root.sizes.num_stages))
         works = self.bounds.works.of(root.shape, root.micro_batch, root.recompute, root.num_micros > 1)
-        excess_s = self.bounds.least_excess_s(root.shape.mesh, works.each, self._fitting(root))
+        excess_s = self.bounds.least_excess_s(root.shape, works.each, self._fitting(root))
         found = iter(sorted((max(bound_s, self.bounds.chained_s(span, excess_s) * SLACK), span) for span in spans))
 
         def following() -> Iterator[Entry]:
@@ -235,7 +248,7 @@ class Search:
 
     def _closed(self, core: PartialCandidate) -> Iterator[PartialCandidate]:
         places = placements(self.space, core.shape.mesh)[::-1]
-        for mesh in closed(self.space, core.shape.mesh):
+        for mesh in context_forms(self.space, core.shape):
             root = self.bounds.root(OpenMesh(mesh), core.micro_batch, core.recompute)
             found = self.bounds.core(root, core.schedule, core.chunks) if self._fits_somewhere(root, places) else None
             if found is not None:
@@ -279,7 +292,7 @@ class Search:
         return least <= self.capacity_bytes or self._has_room(least, partial(self._whole, core, placement, unit))
 
     def _whole(self, core: PartialCandidate, placement: Placement, unit: int) -> Candidate:
-        mesh = closed(self.space, core.shape.mesh)[0] if core.shape.is_open else core.shape.mesh
+        mesh = closed(self.space, core.shape)[0]
         return core._replace(shape=OpenMesh(mesh)).candidate(placement, unit)
 
     def _has_room(self, needed_bytes: float, candidate: Callable[[], Candidate]) -> bool:

@@ -8,8 +8,8 @@ Degrees are chosen tier by tier, so every choice is a mapping table. Rules that 
   own: it equals data ranks with parameters sharded over their tier;
 - context follows tensor in the same way, as Ulysses, as a ring, or as both on any tier, with Ulysses inside the ring;
   degrees that would pad sequences are excluded. Pipeline and data share the rest in any order;
-- ranks that cut every expert are innermost, and ranks that hold different experts next; both fill a tier before they
-  extend to the next, and divide the experts and their inner size;
+- ranks that cut every expert are on the innermost tier where a stage has ranks; ranks that hold different experts
+  follow them, and together they fill a tier before experts extend to the next;
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
 `unit` is a choice only if a gather or a reduction is made per unit, or if a pipeline's schedule passes its chunks in
@@ -34,12 +34,13 @@ from terrace.planner.task import Placement, Task
 
 
 class OpenMesh(NamedTuple):
-    """A mesh of the space. If open, its context forms and its experts are still to be chosen; `mesh` then has all
-    context ranks in a ring, and experts as all other parameters.
+    """A mesh of the space. If open, its context forms are still to be chosen; `mesh` then has all context ranks in a
+    ring. If it `divides`, so are the ranks among which it divides the experts; `mesh` then divides none.
     """
 
     mesh: Mesh
     is_open: bool = False
+    divides: bool = False
 
 
 class Group(NamedTuple):
@@ -74,19 +75,25 @@ class Space:
 def meshes(space: Space) -> Iterator[Mesh]:
     """Every mesh allowed by the model, the batch and the pins."""
     for each in open_meshes(space):
-        yield from closed(space, each.mesh) if each.is_open else (each.mesh,)
+        yield from closed(space, each)
 
 
-def closed(space: Space, mesh: Mesh) -> list[Mesh]:
-    """The context forms of an open mesh, fewest Ulysses ranks first, each with every division of experts."""
-    return [form.with_experts(*degrees) for form in context_forms(space, mesh) for degrees in expert_forms(space, mesh)]
+def closed(space: Space, shape: OpenMesh) -> list[Mesh]:
+    """Every mesh of a shape, fewest Ulysses ranks first."""
+    if not shape.divides:
+        return context_forms(space, shape)
+    return [each for divided in divided_shapes(space, shape) for each in context_forms(space, divided)]
 
 
-def context_forms(space: Space, mesh: Mesh) -> list[Mesh]:
-    """The context forms of an open mesh, fewest Ulysses ranks first."""
-    if mesh.total("context") == 1:
-        return [mesh]
-    return [mesh.with_ulysses(degrees) for degrees in forms_of(space, mesh)]
+def context_forms(space: Space, shape: OpenMesh) -> list[Mesh]:
+    """The context forms of a shape, fewest Ulysses ranks first."""
+    mesh = shape.mesh
+    return [mesh.with_ulysses(degrees) for degrees in forms_of(space, mesh)] if shape.is_open else [mesh]
+
+
+def divided_shapes(space: Space, shape: OpenMesh) -> list[OpenMesh]:
+    """A shape with every division of experts, fewest ranks first."""
+    return [OpenMesh(shape.mesh.with_experts(*degrees), shape.is_open) for degrees in expert_forms(space, shape.mesh)]
 
 
 ExpertForm = tuple[tuple[int, ...], tuple[int, ...]]  # ranks per tier that hold different experts, and that cut them
@@ -115,10 +122,9 @@ def _expert_forms(
             if all(low <= total <= high for total, (low, high) in zip(totals, ranges, strict=True)):
                 found.append((expert, rows))
             return
-        # Rows extend from a tier that they fill, experts from one that both fill.
-        fills_rows = not tier or all(cut == size for cut, size in zip(rows, members, strict=False))
+        is_innermost = math.prod(members[:tier]) == 1
         fills = all(own * cut == size for own, cut, size in zip(expert, rows, members, strict=False))
-        for cut in divisors(members[tier]) if fills_rows else (1,):
+        for cut in divisors(members[tier]) if is_innermost else (1,):
             for own in divisors(members[tier] // cut) if fills else (1,):
                 if num_experts % (math.prod(expert) * own) == 0 and inner % (math.prod(rows) * cut) == 0:
                     extend((*expert, own), (*rows, cut))
@@ -239,10 +245,10 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
                     return
                 if context == 1:
                     if all(pins.allows(form, 1) for form in CONTEXT_AXES):
-                        yield OpenMesh(mesh, is_open=divides)
+                        yield OpenMesh(mesh, divides=divides)
                 # Without any form the context ranks cannot divide heads and sequence.
                 elif forms_of(space, mesh):
-                    yield OpenMesh(mesh, is_open=True)
+                    yield OpenMesh(mesh, is_open=True, divides=divides)
             return
         for outer in _tier_degrees(sizes[len(tiers)], space.axes, most_columns):
             # Tensor and context extend to an outer tier only if they fill the inner one.

@@ -19,7 +19,7 @@ class Works:
         self._space = Space(task=estimator.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
         self._sizes: dict[tuple[OpenMesh, int], Sizes] = {}
-        self._block_works: dict[tuple[Mesh, bool, int, int, bool, bool], BlockWorks] = {}
+        self._block_works: dict[tuple[Mesh, bool, bool, int, int, bool, bool], BlockWorks] = {}
         self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
 
     def of(
@@ -29,7 +29,7 @@ class Works:
 
         `accumulate`: a step adds up the gradients of several micro-batches.
         """
-        key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate, context)
+        key = (shape.mesh.inside, shape.is_open, shape.divides, micro_batch, recompute, accumulate, context)
         found = self._block_works.get(key)
         if found is None:
             numbers = micro_batch, recompute, accumulate
@@ -38,7 +38,7 @@ class Works:
             else:
                 forms, kinds = self.forms(shape), range(len(self.specs))
                 each = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
-                if self.divides_experts(shape):
+                if shape.divides:
                     each = self._with_least_experts(each, forms[0], *numbers)
             layers = 0.0 if self.split.alike is None else self.split.logits_in_layers(each)
             found = self._block_works[key] = BlockWorks(each, sum(work_of_runs(each, self.whole)[:2]), layers)
@@ -56,10 +56,6 @@ class Works:
                 backward_s += again_s if recompute else 0.0
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
-
-    def divides_experts(self, shape: OpenMesh) -> bool:
-        """Whether it is still open how ranks divide the experts."""
-        return shape.is_open and self.estimator.task.experts is not None
 
     def _with_least_experts(
         self, each: Sequence[Work], form: Mesh, micro_batch: int, recompute: int, accumulate: bool
@@ -79,8 +75,7 @@ class Works:
         found = self._sizes.get((shape, recompute))
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
-            is_open = self.divides_experts(shape)
-            numels = self.estimator.least_numels(mesh) if is_open else self.estimator.own_numels(mesh)
+            numels = self.estimator.least_numels(mesh) if shape.divides else self.estimator.own_numels(mesh)
             stacks = self.estimator.stack_numels(mesh)
             kept = self._kept(shape, recompute)
             found = self._sizes[shape, recompute] = Sizes(
@@ -132,9 +127,7 @@ class Works:
             return (shape.mesh.inside,)
         found = self._known_forms.get(shape.mesh.inside)
         if found is None:
-            found = self._known_forms[shape.mesh.inside] = [
-                form.inside for form in context_forms(self._space, shape.mesh)
-            ]
+            found = self._known_forms[shape.mesh.inside] = [form.inside for form in context_forms(self._space, shape)]
         return found
 
 

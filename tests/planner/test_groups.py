@@ -63,7 +63,7 @@ def test_groups_are_the_whole_space_once(pins: Pins, compute: Literal["bf16", "f
         for shape, micro_batch in group.members:
             assert task.batch == shape.mesh.total("data") * micro_batch * group.num_micros
             assert shape.mesh.only("tensor", "pipeline") == group.shape.mesh.only("tensor", "pipeline")
-            for mesh in closed(space, shape.mesh) if shape.is_open else [shape.mesh]:
+            for mesh in closed(space, shape):
                 assert estimator.work(mesh, micro_batch).tokens == own
 
 
@@ -78,7 +78,7 @@ def test_a_group_computes_no_longer_than_any_form_of_its_members(name: str) -> N
         own = works.of(group.shape, group.micro_batch, group.recompute, accumulate, context=False)
         rings.add(group.shape.mesh.total("ring"))
         for shape, micro_batch in group.members:
-            for mesh in closed(space, shape.mesh) if shape.is_open else [shape.mesh]:
+            for mesh in closed(space, shape):
                 form = works.of(OpenMesh(mesh), micro_batch, group.recompute, accumulate)
                 for least, work in zip(own.each, form.each, strict=True):
                     assert least[0] <= work[0] * (1 + 1e-12)
@@ -97,7 +97,7 @@ def test_bounds_of_groups_never_exceed_the_evaluation(data: st.DataObject) -> No
     bounds = evaluator.bounds
     group = data.draw(st.sampled_from(groups_of(space, evaluator)))
     shape, micro_batch = data.draw(st.sampled_from(group.members))
-    mesh = data.draw(st.sampled_from(closed(space, shape.mesh) if shape.is_open else [shape.mesh]))
+    mesh = data.draw(st.sampled_from(closed(space, shape)))
     names = schedules(space, mesh.total("pipeline"))
     spans = bounds.group_spans(group, names)
     # A schedule without a span has more virtual stages than layers.
@@ -123,6 +123,6 @@ def test_bounds_of_groups_never_exceed_the_evaluation(data: st.DataObject) -> No
     open_root = bounds.root(shape, micro_batch, group.recompute)
     works = bounds.works.of(shape, micro_batch, group.recompute, group.num_micros > 1)
     open_span = bounds.spans(open_root, names)[number]
-    open_excess_s = bounds.least_excess_s(mesh, works.each, [placement])
+    open_excess_s = bounds.least_excess_s(OpenMesh(mesh), works.each, [placement])
     assert bounds.chained_s(open_span, open_excess_s) * SLACK <= step_s
     assert group_s <= open_root.bound_s * (1 + 1e-9)

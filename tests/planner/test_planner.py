@@ -35,8 +35,8 @@ from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import seconds_of
 from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
-from tests.support.exhaustive import exhaustive
-from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, sized, small_task
+from tests.support.exhaustive import check_search
+from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, evaluator_of, gpt, mesh_of, sized, small_task
 
 
 @pytest.mark.parametrize(
@@ -51,31 +51,20 @@ from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh
 )
 def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
     """The same candidates in the same order, also where memory rules some of the best out."""
-    task = small_task(CLUSTERS[name], batch=batch)
-    space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
-    everything = exhaustive(space, evaluator, math.inf)
-    needs = sorted(each.needed_bytes for each in everything)
-    tried = 0
-    for share in (1.0, 0.5, 0.1):
-        capacity = needs[int(share * (len(needs) - 1))]
-        fitting = ranked(each for each in everything if each.needed_bytes <= capacity)
-        found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
-        assert [each.candidate for each in found.best] == [each.candidate for each in fitting[:5]]
-        assert found.proved
-        tried += found.num_evaluated
-    assert tried < 3 * len(everything)
+    check_search(small_task(CLUSTERS[name], batch=batch), axes)
 
 
 @settings(deadline=None)
 @given(data=st.data())
 def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
-    task = small_task(CLUSTERS[data.draw(st.sampled_from(sorted(CLUSTERS)))], batch=24)
+    cluster = CLUSTERS[data.draw(st.sampled_from(sorted(CLUSTERS)))]
+    task = small_task(cluster, batch=24, model=data.draw(st.sampled_from((SMALL, MIXED))))
     space, evaluator = Space(task=task), evaluator_of(task)
     shape = OpenMesh(mesh := data.draw(st.sampled_from(list(meshes(space)))))
     core = data.draw(st.sampled_from(list(cores_of(space, evaluator.bounds, shape))))
     root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
     # Where its context ranks have no form yet, what is said of all forms holds for this one.
-    unformed = next((each for each in open_meshes(space) if each.is_open and mesh in closed(space, each.mesh)), shape)
+    unformed = next((each for each in open_meshes(space) if mesh in closed(space, each)), shape)
     open_root = evaluator.bounds.root(unformed, core.micro_batch, core.recompute)
     open_core = evaluator.bounds.core(open_root, core.schedule, core.chunks)
     assert open_core is not None

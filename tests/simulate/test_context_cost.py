@@ -194,7 +194,7 @@ def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
     space = Space(task=task)
     evaluator, seen = evaluator_of(task), set[tuple[int, ...]]()
     for shape in open_meshes(space):
-        for form in closed(space, shape.mesh) if shape.is_open else ():
+        for form in closed(space, shape) if shape.is_open else ():
             (heads,) = task.heads(form.total("tensor"))
             assert heads.can_split(form.total("ulysses"))
             assert task.sequence % (2 * form.total("ring")) == 0 or form.total("context") == form.total("ulysses")
@@ -206,7 +206,7 @@ def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
                 assert least[0] <= least[1]
     assert {(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2)} == seen
     pinned = replace(space, pins=Pins({"ulysses": (2, 2), "ring": (1, 2)}))
-    closed_forms = (form for shape in open_meshes(pinned) for form in closed(pinned, shape.mesh))
+    closed_forms = (form for shape in open_meshes(pinned) for form in closed(pinned, shape))
     forms = {(form.total("ulysses"), form.total("context")) for form in closed_forms}
     assert forms == {(2, 2), (2, 4)}
 

@@ -1,9 +1,13 @@
 """Every candidate of a small space, evaluated: the reference for the search."""
 
+import math
+
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate, ranked
-from terrace.planner.search import attempt, cores_of, units_of
+from terrace.planner.search import Search, attempt, cores_of, units_of
 from terrace.planner.space import OpenMesh, Space, meshes, placements
+from terrace.planner.task import Task
+from tests.support.planner_cases import evaluator_of
 
 
 def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> list[Estimate]:
@@ -16,3 +20,19 @@ def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> lis
                 if estimate is not None and estimate.needed_bytes <= capacity_bytes:
                     found.append(estimate)
     return ranked(found)
+
+
+def check_search(task: Task, axes: tuple[str, ...]) -> None:
+    """The search finds the same candidates in the same order, also where memory rules some of the best out."""
+    space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
+    everything = exhaustive(space, evaluator, math.inf)
+    needs = sorted(each.needed_bytes for each in everything)
+    tried = 0
+    for share in (1.0, 0.5, 0.1):
+        capacity = needs[int(share * (len(needs) - 1))]
+        fitting = ranked(each for each in everything if each.needed_bytes <= capacity)
+        found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
+        assert [each.candidate for each in found.best] == [each.candidate for each in fitting[:5]]
+        assert found.proved
+        tried += found.num_evaluated
+    assert tried < 3 * len(everything)

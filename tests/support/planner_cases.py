@@ -11,6 +11,7 @@ from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.task import Task
+from tests.support.mixtures import mixture
 
 _GPT: dict[str, Any] = {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -22,6 +23,8 @@ def gpt(layers: int, hidden: int, heads: int, *, vocab: int = 51200, positions: 
 
 
 SMALL = gpt(4, 512, 4, vocab=1000, positions=512)
+
+MIXED = mixture(vocab_size=1000, hidden_size=512, intermediate_size=512)  # 8 experts, of which a token passes 2
 
 
 def sized(name: str, *sizes: int, memory_bytes: float | None = None) -> Cluster:

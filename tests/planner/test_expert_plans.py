@@ -1,0 +1,80 @@
+"""The search over divisions of experts: equal to trying everything, and inside the node where links are unequal."""
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.cluster.presets import load_cluster
+from terrace.model.config import ModelConfig
+from terrace.plan.mesh import Mesh
+from terrace.planner.explain import reasons
+from terrace.planner.pins import parse_pins
+from terrace.planner.search import find
+from terrace.planner.space import Space, expert_forms, meshes
+from terrace.planner.task import Task, plan_of
+from tests.support.exhaustive import check_search
+from tests.support.mixtures import MIXTRAL, QWEN3_30B
+from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "batch"),
+    [
+        ("dgx 4x2", ("data",), 8),
+        ("frontier 2x1x2", ("data", "pipeline"), 4),
+        pytest.param("frontier 2x1x2", ("data", "pipeline"), 8, marks=pytest.mark.nightly),
+        pytest.param("ethernet 2x2", ("data", "context", "pipeline"), 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
+    check_search(small_task(CLUSTERS[name], batch=batch, model=MIXED), axes)
+
+
+def test_divisions_of_experts() -> None:
+    """8 experts of inner size 40: rows on the innermost tier, experts around them, tier by tier."""
+    space = Space(task=small_task(CLUSTERS["dgx 4x2"], model=MIXED))
+    whole = Mesh.build(2, data=(4, 2))
+    found = {whole.with_experts(*form).expert_degrees for form in expert_forms(space, whole)}
+    assert found == {(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4)}
+    tables = [whole.with_experts(*form).expert_table(["node", "system"]) for form in expert_forms(space, whole)]
+    assert {"node": {"rows": 2, "expert": 2}, "system": {"expert": 2}} in tables
+    assert {"system": {"expert": 2}} not in tables
+    assert {mesh.experts for mesh in meshes(Space(task=small_task(CLUSTERS["dgx 4x2"], model=SMALL)))} == {None}
+
+
+def test_pins_of_experts() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], model=MIXED)
+    pins = parse_pins(["expert=4", "expert_rows=1"], task.cluster, ())
+    found, _ = find(Space(task=task, axes=("data",), pins=pins), count=1)
+    assert plan_of(task, found.best[0].candidate).experts == {"node": {"expert": 4}}
+    with pytest.raises(PlanError, match="expert_row"):
+        parse_pins(["expert_row=1"], task.cluster, ())
+    dense = Space(task=small_task(CLUSTERS["dgx 4x2"], model=SMALL), pins=pins)
+    assert not list(meshes(dense))
+
+
+@pytest.mark.parametrize(
+    ("model", "alternative"), [(MIXTRAL, "node expert 4, system expert 2"), (QWEN3_30B, "system expert 4")]
+)
+def test_experts_stay_inside_the_node(model: ModelConfig, alternative: str) -> None:
+    """On eight nodes of eight, and what the next tier would cost is told."""
+    task = Task(model=model, cluster=load_cluster("dgx-h100").resized(8), batch=256, sequence=4096)
+    space = Space(task=task)
+    found, evaluator = find(space, count=1)
+    assert found.proved
+    best = found.best[0]
+    assert plan_of(task, best.candidate).experts.keys() == {"node"}
+    near = {verdict.what: verdict for verdict in reasons(space, evaluator, best.candidate)}
+    moved = near[f"experts = {alternative}"].estimate
+    assert moved is not None
+    assert moved.step_s > 1.02 * best.step_s
+    assert "experts = none" in near
+
+
+@pytest.mark.nightly
+def test_experts_among_16384_devices_take_few_evaluations() -> None:
+    task = Task(model=MIXTRAL, cluster=load_cluster("dgx-h100").resized(2048), batch=4096, sequence=4096)
+    found, _ = find(Space(task=task))
+    assert found.proved
+    assert found.num_opened < 300
+    assert found.num_evaluated <= 15
+    assert all(plan_of(task, each.candidate).experts.keys() == {"node"} for each in found.best)
