@@ -367,7 +367,7 @@ def flat_params(numel: int, stack: int, experts: tuple[int, int]) -> tuple[Param
     whole = ParamSpec(name="all", shape=(numel,))
     if not stack:
         return (whole,)
-    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("", 1))
+    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("hidden", stack))
     return whole, ParamSpec(name="experts", shape=(*experts, stack), dims=dims)
 
 

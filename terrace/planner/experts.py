@@ -1,9 +1,12 @@
 """Seconds of the experts of one task where ranks hold different ones, or parts of them; each is found once."""
 
 import math
+from contextlib import suppress
 
+from terrace.base.errors import PlanError
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.mesh import Mesh
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.block_program.experts import expert_steps
 from terrace.program.instruction import Op
@@ -90,4 +93,7 @@ class Experts:
             return None
         # States, schedule and batch say nothing about messages inside a block.
         plan = plan_of(self.task, Candidate(0, 1, "", 1, micro_batch, Placement(-1, -1, -1), mesh))
-        return ExpertTraffic.of(plan, mesh, self.task.sequence, spec)
+        tiers = [tier.name for tier in self.task.cluster.tiers]
+        with suppress(PlanError):  # a number of tokens that cannot be routed evenly: evaluation refuses it
+            return ExpertTraffic.of(TensorTraffic.of(mesh, tiers, plan, self.task.sequence), spec)
+        return None
