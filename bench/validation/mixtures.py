@@ -1,0 +1,122 @@
+"""Published training steps of mixtures of experts, as the plans that their systems name."""
+
+from dataclasses import dataclass, replace
+
+from bench.validation.rows import Row, Table
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
+from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.simulate.footprint import work_of
+from terrace.simulate.layers import model_flops
+from terrace.simulate.step import Step, predict_step
+
+_SEQUENCE = 4096
+
+_TEXT = """
+TFLOP/s a GPU in bf16, dropless with even routing: the model FLOPs of a step (active experts, the whole square of
+attention) over the predicted seconds. Mixtral 8x7B by Megatron-Core 0.8 on 64 H100 (expert 8, pipeline 4 with 8
+chunks); Qwen3-235B-A22B by Megatron Bridge 25.11 on 256 GB200 in domains of 64 (expert 32, pipeline 8 with 3 chunks).
+Optimizer states are over the data ranks, one sequence a micro-batch. Dispatch is this project's: a token crosses a tier
+once for every unit with one of its experts, nothing hides it. Presets as they are; memory is not part of the row.
+`gpt-oss`, the third published step, is refused: attention sinks.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Published:
+    name: str
+    model: ModelConfig
+    cluster: Cluster
+    plan: Plan
+    batch: int
+    teraflops: float  # a GPU
+
+    def table_row(self) -> Row:
+        plan = replace(self.plan, compute="bf16", micro_batch=1)
+        ranks = self.cluster.world_size
+        stages = 1
+        for row in plan.mapping.values():
+            degree = row.get("pipeline", 1)
+            assert isinstance(degree, int)
+            stages *= degree
+        step = Step(
+            cluster=self.cluster,
+            plan=plan,
+            blocks=block_specs(self.model),
+            num_micros=self.batch * stages // ranks,
+            sequence=_SEQUENCE,
+            work=work_of(self.cluster, plan, self.model, _SEQUENCE),
+        )
+        flops = model_flops(self.model, _SEQUENCE, self.batch) / ranks
+        found = flops / predict_step(step).step_s / 1e12
+        return Row(cells=(self.name, str(ranks)), published=self.teraflops, modelled=found)
+
+
+def _mixtral() -> _Published:
+    cluster = load_cluster("dgx-h100").resized(8)
+    model = parse_model(
+        {
+            "model_type": "mixtral",
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32768,
+        }
+    )
+    plan = replace(
+        preset("zero1", cluster),
+        mapping={"node": {"data": 8}, "system": {"data": 2, "pipeline": 4}},
+        experts={"node": {"expert": 8}},
+        schedule="interleaved:8",
+    )
+    return _Published(name="Mixtral 8x7B", model=model, cluster=cluster, plan=plan, batch=256, teraflops=438.0)
+
+
+def _qwen3() -> _Published:
+    whole = load_cluster("gb200-nvl72")
+    tray, rack, system = whole.tiers
+    cluster = replace(whole, tiers=(tray, replace(rack, size=16), replace(system, size=4)))
+    model = parse_model(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+        }
+    )
+    plan = replace(
+        preset("zero1", cluster),
+        mapping={"rack": {"data": 8, "pipeline": 2}, "system": {"pipeline": 4}},
+        experts={"tray": {"expert": 4}, "rack": {"expert": 8}},
+        schedule="interleaved:3",
+    )
+    return _Published(name="Qwen3-235B-A22B", model=model, cluster=cluster, plan=plan, batch=8192, teraflops=728.0)
+
+
+def table() -> Table:
+    """The published rates beside those of the predicted steps."""
+    return Table(
+        title="Megatron, mixtures of experts",
+        text=_TEXT,
+        heads=("model", "GPUs"),
+        unit="TFLOP/s a GPU",
+        rows=[each.table_row() for each in (_mixtral(), _qwen3())],
+        mean_limit=0.25,
+        max_limit=0.25,
+    )
