@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
-from terrace.plan.plan import EXPERT_AXES
 
 if TYPE_CHECKING:
     from terrace.cluster.cluster import Cluster
@@ -25,6 +24,7 @@ TENSOR = ("columns", "rows")
 CONTEXT = ("ulysses", "ring")
 PIPELINE = ("pipeline",)
 HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
+EXPERT_AXES = ("rows", "expert")  # of `Plan.experts`
 EXPERT = ("expert",)  # only where experts are factored: its ranks hold different experts
 STAGE = (*TENSOR, *CONTEXT, *EXPERT, "data")  # their ranks work on the same blocks
 _FACTORED = {"tensor": TENSOR, "context": CONTEXT}

@@ -11,8 +11,8 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.dims import is_layer
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mesh import ORDER, Mesh, tier_degrees
-from terrace.plan.plan import AXES, EXPERT_AXES, FACTORS, Plan
+from terrace.plan.mesh import EXPERT_AXES, ORDER, Mesh, tier_degrees
+from terrace.plan.plan import AXES, FACTORS, Plan
 from terrace.plan.routes import crossed_tiers
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, ROUTES, MessageClass, parse_format
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.layout import DEVICE
-from terrace.plan.mesh import Mesh
-from terrace.plan.plan import EXPERT_AXES
+from terrace.plan.mesh import EXPERT_AXES, Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Stage, whole_stage
 from terrace.planner.estimate import Estimator, data_cluster, flat_params
