@@ -26,6 +26,7 @@ from terrace.data.prepared import compare_facts, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
+from terrace.model.hf.mixtures import OWN_KEYS
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
@@ -190,8 +191,12 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[
         FACT: fact_of(config.lora),
     }
     there = {name: checkpoint.facts.get(name) for name in here}
-    for name, value in to_table(config.model).items():
-        here[f"model.{name}"], there[f"model.{name}"] = value, stored.get(name)
+    model = to_table(config.model)
+    # A key that one of them leaves out, such as a gate that is the family's own, is another value too.
+    for name in (*model, *(stored.keys() - model.keys())):
+        there[f"model.{name}"], here[f"model.{name}"] = (
+            table.get(name, OWN_KEYS.get(name)) for table in (stored, model)
+        )
     for name, (old, new) in compare_facts(checkpoint.facts, sources, config.data.holdout).items():
         there[name], here[name] = old, new
     for name, value in here.items():

@@ -225,6 +225,20 @@ def test_resume_refuses_what_would_not_be_the_same_run(here: Here, resumable: Pa
     assert here.job.changes == ("train.steps 2 -> 4", "plan.name three-level -> zero3")
 
 
+@pytest.mark.parametrize(
+    ("key", "stored", "now"), [("gate", "expert_choice", "'softmax'"), ("sliding_window", 8, "None")]
+)
+def test_resume_compares_keys_that_a_model_leaves_out(
+    here: Here, resumable: Path, key: str, stored: object, now: str
+) -> None:
+    path = resumable / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest = decode(path.read_text())
+    manifest["facts"]["model"][key] = stored
+    path.write_text(encode(manifest))
+    said = here.refused("train", "--resume", resumable, "--train.steps", "4")
+    assert f"was made with model.{key} = {stored!r}, now it is {now}" in said
+
+
 def test_a_start_in_a_held_folder_leaves_its_configuration_alone(
     here: Here, resumable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
