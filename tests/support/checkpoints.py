@@ -9,8 +9,9 @@ from torch import Tensor
 
 from terrace.checkpoint.reading import Checkpoint
 from terrace.launch.start import World
+from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.presets import preset
-from terrace.runtime.batch import Batch
+from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.toys import MODELS, cluster_of, make_batch
@@ -19,9 +20,17 @@ BATCH = 24  # divides by every world size here
 
 
 def make(
-    world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64", scale: float = 1.0, model: str = "toy"
+    world: World,
+    tiers: tuple[int, ...],
+    plan: str,
+    compute: str = "fp64",
+    scale: float = 1.0,
+    model: str = "toy",
+    bias: float = 0.0,
 ) -> Engine:
-    """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
+    """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint; `bias` is
+    the step of gates' biases.
+    """
     cluster = cluster_of(*tiers)
     dtypes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
     blocks = MODELS[model].blocks(torch.float64)
@@ -37,6 +46,7 @@ def make(
         declared=MODELS[model].declared,
         rank=world.rank,
         optimizer=OptimizerConfig(lr=1e-2),
+        balance=BalanceConfig(bias=bias),
     )
 
 
@@ -46,7 +56,8 @@ def train(engine: Engine, first: int, last: int) -> list[float]:
     results = []
     for step in range(first, last):
         tokens, labels = make_batch(step, BATCH)
-        results.append(engine.step([Batch(tokens[rows], labels[rows])], 1e-2).loss)
+        places = places_of(torch.arange(step * BATCH, (step + 1) * BATCH), labels)
+        results.append(engine.step([Batch(tokens[rows], labels[rows], places=places[rows])], 1e-2).loss)
     engine.check_bytes()
     return results
 

@@ -175,6 +175,26 @@ def lost_row(engine: Engine) -> None:
     axis.exchange = lossy  # type: ignore[assignment, method-assign]
 
 
+def wrong_count(engine: Engine) -> None:
+    """Count a token of rank 0 for another expert of the first mixture."""
+    inner = engine.load.add_up
+
+    def wrong(collectives: Collectives, transfer: Transfer) -> None:
+        numbers = engine.load._numbers
+        if engine.rank == 0:
+            busiest = int(numbers[: engine.load.num_experts].argmax())
+            numbers[busiest] -= 1
+            numbers[(busiest + 1) % engine.load.num_experts] += 1
+        inner(collectives, transfer)
+
+    engine.load.add_up = wrong  # type: ignore[method-assign]
+
+
+def frozen_bias(engine: Engine) -> None:
+    """Leave the bias of gates where it was."""
+    engine.load._balance = replace(engine.load._balance, bias=0.0)
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -190,5 +210,7 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         wrong_position,
         dropped_pair,
         lost_row,
+        wrong_count,
+        frozen_bias,
     )
 }

@@ -108,6 +108,7 @@ _CONFLICTS = (
     "--lora.rank 0",
     "--lora.rank 4 --plan.mapping.node.tensor 2",
     "--balance.z 0.1",
+    "--balance.bias 0.001",
     "--balance.sequence -1",
     "--balance.capacity 1.25",
     "--resume auto",

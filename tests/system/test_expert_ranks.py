@@ -102,10 +102,11 @@ def test_rows_in_every_format(pool: LocalPool) -> None:
         assert 0 < found["norm"] < bound * max(wanted.norms), (bound, found)
 
 
-def test_a_row_that_is_lost_is_noticed(pool: LocalPool) -> None:
+def test_faults_are_noticed(pool: LocalPool) -> None:
+    """A row that is lost, a token that is counted for another expert, a bias that stays."""
     cluster = cluster_of(2)
-    case = Case(
-        spread(cluster, "zero3", {"package": {"expert": 2}}), num_micros=2, model="experts", sabotage="lost_row"
-    )
-    (outcomes,) = run(pool, cluster, [case])
-    assert max(deviation(outcomes, reference(cluster, case)).values()) > 1e-6
+    plan = spread(cluster, "zero3", {"package": {"expert": 2}})
+    sound = Case(plan, 2, "experts in groups", balance=MOVED)
+    cases = [replace(sound, sabotage=fault) for fault in ("lost_row", "wrong_count", "frozen_bias")]
+    for case, outcomes in zip(cases, run(pool, cluster, cases), strict=True):
+        assert max(deviation(outcomes, reference(cluster, case)).values()) > 1e-6, case.sabotage

@@ -33,6 +33,7 @@ class Load:
         blocks = self._blocks = mixtures(program.blocks, program.stage.own)
         self.layers = tuple(program.blocks[block].name for block in blocks)
         self._mixtures = [_mixture(modules[block]) for block in blocks]
+        self.num_experts = self._mixtures[0].router.config.num_experts if blocks else 0
         self.loads: Loads | None = None  # of the newest step that was not given up
         self._totals, self._num_counted = Counter[str](), 0  # of the figures, and of steps that have them
         experts = program.mesh.experts
@@ -98,7 +99,7 @@ class Load:
         """The numbers of each mixture, (L, E + 3)."""
         if not self._blocks:
             return numbers.view(0, 0)
-        width = self._mixtures[0].router.config.num_experts + len(OF_ROWS)
+        width = self.num_experts + len(OF_ROWS)
         return numbers[: len(self._blocks) * width].view(-1, width)
 
 
