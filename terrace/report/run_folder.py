@@ -240,15 +240,23 @@ def _curves(left: _Left) -> list[Curve]:
     if balance:
         words = "busiest place over the mean one, predicted"
         curves.append(Curve(title="Balance of attention", unit=words, lines={"balance": balance}))
-    messages = dict.fromkeys(name for record in left.records for name in record.quantisation_error)
-    if messages:
-        lines = {name: line(lambda record, name=name: record.quantisation_error.get(name)) for name in messages}  # type: ignore[misc]
-        curves.append(Curve(title="Rounding error of messages", unit="relative", lines=lines, from_zero=True))
+    tables = (
+        ("quantisation_error", "Rounding error of messages", "relative"),
+        ("router_losses", "Losses of routers", "beside the loss"),
+    )
+    for key, title, unit in tables:
+        names = dict.fromkeys(name for record in left.records for name in getattr(record, key))
+        if names:
+            lines = {name: line(lambda record, key=key, name=name: getattr(record, key).get(name)) for name in names}  # type: ignore[misc]
+            curves.append(Curve(title=title, unit=unit, lines=lines, from_zero=True))
     if any(record.load for record in left.records):
         named = {"busiest expert": "busiest_expert", "busiest rank": "busiest_rank", "MaxVio": "max_vio"}
         lines = {words: line(lambda record, name=name: record.load.get(name)) for words, name in named.items()}  # type: ignore[misc]
         lines = {words: points for words, points in lines.items() if points}
         curves.append(Curve(title="Load of experts", unit="over the mean", lines=lines, smooth=True, from_zero=True))
+    dropped = line(attrgetter("dropped"))
+    if dropped:
+        curves.append(Curve(title="Choices of experts dropped", unit="in a step", lines={"dropped": dropped}))
     return curves
 
 

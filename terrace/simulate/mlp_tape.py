@@ -78,12 +78,12 @@ class MlpTape(BlockTape):
         hidden, token = rows * self.hidden * self.item, tokens * self.hidden * self.item
         self.sizes |= {"rows": hidden, "expert outputs": hidden, "weight of rows": rows * self.wide}
         self.sizes |= dict.fromkeys(("gate", "active", "up", "inner", "product"), inner)
-        self.sizes |= {"order": rows * _INDEX_BYTES, "places": tokens * experts.per_token * _INDEX_BYTES}
+        self.sizes |= {"order": rows * _INDEX_BYTES, "places": tokens * experts.num_choices * _INDEX_BYTES}
         places, source_of_rows = self.sizes["places"], source
         # Tensors that variables hold to the end of the mixture.
         held: tuple[str, ...] = (weights, "experts", "order", "places", "rows", "inner")
         if is_spread:
-            of_token = experts.per_token * (self.wide + _INDEX_BYTES)
+            of_token = experts.num_choices * (self.wide + _INDEX_BYTES)
             self.sizes |= {"tokens": token, "their choices": tokens * of_token, "way": tokens * _INDEX_BYTES}
             source_of_rows, held = "tokens", (*held, "tokens", "their choices")
             # Rows leave and arrive as bytes, and are put in order: what is sent, what arrives, and both together.
@@ -130,9 +130,9 @@ class MlpTape(BlockTape):
     def _weights(self, source: str, experts: ExpertsConfig) -> str:
         """Router and gate; the name of the weights (T, k)."""
         tokens, router = self.work.routed, experts.num_experts * self.work.model.hidden_size
-        scores, chosen = tokens * experts.num_experts * self.wide, tokens * experts.per_token * self.wide
+        scores, chosen = tokens * experts.num_experts * self.wide, tokens * experts.num_choices * self.wide
         self.sizes |= {"logits": scores, "scores": scores, "chosen": chosen, "sums": tokens * self.wide}
-        self.sizes |= {"experts": tokens * experts.per_token * _INDEX_BYTES, "weights": chosen, "scaled": chosen}
+        self.sizes |= {"experts": tokens * experts.num_choices * _INDEX_BYTES, "weights": chosen, "scaled": chosen}
         keeps: tuple[str, ...] = (source,)
         if self.wide > self.item:
             self.sizes |= {"wide input": tokens * self.work.model.hidden_size * self.wide, "router": router * self.wide}
