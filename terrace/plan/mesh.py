@@ -70,7 +70,7 @@ class Mesh:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.degrees)
+        return hash(self.degrees) if self.experts is None else hash((self.degrees, self.experts.degrees))
 
     def __hash__(self) -> int:
         return self._hash

@@ -173,9 +173,12 @@ class Estimator:
         found = self._kernels.get(key)
         if found is None:
             device, work = self.task.cluster.device, self.work(mesh, micro_batch)
-            found = seconds_of(device, work, spec, accumulate=accumulate)
             if mesh.experts is not None:
-                found = found.longer(*self.experts.longer(kind, mesh, work, accumulate))
+                undivided = self._compute(kind, Mesh(mesh.degrees), micro_batch, accumulate)
+                longer = self.experts.longer(kind, mesh, work, accumulate)
+                found = self._kernels[key] = undivided.longer(*longer)
+                return found
+            found = seconds_of(device, work, spec, accumulate=accumulate)
             in_chunks = spec.computes is Computes.LOGITS and tensor == 1
             found = self._kernels[key] = at_once(found) if in_chunks else found
         return found
