@@ -73,9 +73,12 @@ def plans(draw: st.DrawFn, cluster: Cluster, model: ModelConfig) -> Plan:
     pipelined = any("pipeline" in row for row in mapping.values())
     name = draw(st.sampled_from(schedule_names()))
     number = draw(st.sampled_from(NUMBERED.get(name, (":3",) if name == "zb-auto" else ("",))))
-    no_tensor = model.experts is not None and not any("tensor" in row for row in mapping.values())
+    tables = [{}, {"node": {"expert": 2}}, draw(expert_tables(cluster))] if model.experts is not None else [{}]
+    experts = draw(st.sampled_from(tables))
+    rounded = {tier: draw(st.sampled_from(["bf16", "fp8"])) for tier in experts if draw(st.booleans())}
     plan = Plan(
-        experts=draw(st.sampled_from([{}, {"node": {"expert": 2}}, draw(expert_tables(cluster))])) if no_tensor else {},
+        experts=experts,
+        wire={name: rounded for name in ("dispatch", "combine") if rounded and draw(st.booleans())},
         params=places[params],
         grads=places[grads],
         optimizer=places[optimizer],

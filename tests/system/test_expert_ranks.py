@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from terrace.cluster.cluster import Cluster
-from terrace.launch.start import LocalPool
+from terrace.launch.start import LocalPool, World
 from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.plan import Plan
 from tests.support.nightly import nightly
-from tests.support.parity import Case, check, deviation, exact, reference, run
+from tests.support.parity import Case, check, deviation, engine_of, exact, reference, run
 from tests.support.toys import cluster_of
 
 pytestmark = pytest.mark.timeout(360)
@@ -100,6 +100,24 @@ def test_rows_in_every_format(pool: LocalPool) -> None:
             continue
         assert 0 < found["loss"] < bound, (bound, found)
         assert 0 < found["norm"] < bound * max(wanted.norms), (bound, found)
+
+
+def rounding(world: World, cluster: Cluster, case: Case) -> dict[str, float]:
+    """The relative rounding error of each class in a step."""
+    engine = engine_of(world, cluster, case)
+    found = engine.step(case.batches(engine, case, 0), 1e-3).quantisation_error
+    engine.close()
+    return found
+
+
+def test_the_rounding_of_rows_is_measured(pool: LocalPool) -> None:
+    cluster, wire = cluster_of(2), {"dispatch": {"package": "fp8:32"}, "combine": {"package": "int8:16"}}
+    plan = replace(spread(cluster, "zero3", {"package": {"expert": 2}}), wire=wire)
+    first, other = pool.run(2, rounding, cluster, Case(plan, model="experts"), timeout_s=60.0)
+    assert first == other
+    assert first.keys() == wire.keys()
+    assert 0.01 < first["dispatch"] < 0.05
+    assert 0.001 < first["combine"] < 0.01
 
 
 def test_faults_are_noticed(pool: LocalPool) -> None:
