@@ -16,6 +16,7 @@ from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import residual_patterns
+from terrace.plan.wire import TO_EXPERTS
 from terrace.simulate.block_tape import Backend
 
 _MOST = 10**9  # so that divisors are found at once
@@ -164,7 +165,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         params_backward=None if candidate.placement.backward < 0 else backward,
         mapping=mapping,
         experts=candidate.mesh.expert_table(tiers),
-        wire=task.wire,
+        wire=_formats(task, candidate.mesh),
         compute=task.compute,
         messages=task.messages,
         master=task.master,
@@ -173,6 +174,19 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         unit=candidate.unit,
         schedule=schedule_text(candidate.schedule, candidate.chunks) if candidate.mesh.total("pipeline") > 1 else None,
     )
+
+
+def _formats(task: Task, mesh: Mesh) -> Wire:
+    if not any(message in task.wire for message in TO_EXPERTS):
+        return task.wire
+    # Rows go to experts only over tiers whose ranks divide them; a format for another tier is refused.
+    names, of_experts = [tier.name for tier in task.cluster.tiers], mesh.experts
+    degrees = (1,) * len(names) if of_experts is None else of_experts.group("expert", "rows")
+    crossed = {name for name, degree in zip(names, degrees, strict=True) if degree > 1}
+    return {
+        message: {tier: name for tier, name in row.items() if message not in TO_EXPERTS or tier in crossed}
+        for message, row in task.wire.items()
+    }
 
 
 def schedule_text(schedule: str, chunks: int) -> str:
