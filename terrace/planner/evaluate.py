@@ -27,7 +27,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import ROUTES, MessageClass
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import data_cluster
 from terrace.planner.parts import Part, kinds_of, parts_of
@@ -289,4 +289,4 @@ def _ties(task: Task, pipeline: Pipeline) -> list[tuple[int, tuple[int, int]]]:
 
 
 def _data_wire(task: Task) -> Wire:
-    return {message: row for message, row in task.wire.items() if message != MessageClass.TENSOR.value}
+    return {message: row for message, row in task.wire.items() if message in ROUTES}
