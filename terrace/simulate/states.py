@@ -56,6 +56,7 @@ class Flats(NamedTuple):
     trainable: bool = True
     stacked: bool = False
     is_moved: bool = False  # by counts
+    matrices: Sizes = ()  # elements of trainable matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ def stage_blocks(
     """
     degrees = {"columns": columns, "rows": tensor // columns}
     specs, is_spread = kinds.sliced(degrees, experts), experts != (1, 1)
-    numels = [_local_numels(spec, is_spread) for spec in specs]
+    numels, matrices = zip(*(_local_numels(spec, is_spread) for spec in specs), strict=True)
     place = {block: index for index, block in enumerate(held)}
     order = tuple(kinds.order[block] for block in held)
     lent = [
@@ -154,14 +155,14 @@ def stage_blocks(
         largest = max([padded[kind] for kind in order] + passed_on)
         sizes = tuple(map(sum, zip(padded, copied, strict=True)))
         passed = 0 if frozen else max(passed_on, default=0)
-        flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked, moved))
+        whole = tuple(each.get((frozen, moved, stacked, axes), 0) for each in matrices)
+        flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked, moved, whole))
     trained = _summed([each for each in flats if each.trainable])
-    matrices = [sum(param.numel for param in spec.params if param.decays and param.trainable) for spec in specs]
     return StageBlocks(
         order=order,
         flats=tuple(flats),
         lent=tuple(lent),
-        vectors=tuple(size - numel for size, numel in zip(trained, matrices, strict=True)),
+        vectors=tuple(size - sum(each.values()) for size, each in zip(trained, matrices, strict=True)),
         ends=tuple(index for index, block in enumerate(held) if not is_layer(kinds.blocks, block)),
     )
 
@@ -175,15 +176,18 @@ _Group = tuple[bool, bool, bool, tuple[str, ...]]
 _PLAIN: _Group = (False, False, False, ())
 
 
-def _local_numels(block: BlockSpec, is_spread: bool) -> dict[_Group, int]:
+def _local_numels(block: BlockSpec, is_spread: bool) -> tuple[dict[_Group, int], dict[_Group, int]]:
     # By whether they are frozen, moved by counts, stacks of the factoring for experts, and by the tensor axes that
-    # share them.
+    # share them; then of trainable matrices alone.
     total: dict[_Group, int] = defaultdict(int)
+    matrices: dict[_Group, int] = defaultdict(int)
     for param in block.params:
         stacked = is_spread and param.is_stack
         axes = () if stacked else tuple(filter(param.is_replicated_over, TENSOR))
-        total[not param.trainable, param.is_moved, stacked, axes] += param.numel
-    return total
+        group = not param.trainable, param.is_moved, stacked, axes
+        total[group] += param.numel
+        matrices[group] += param.numel if param.decays and param.trainable else 0
+    return total, matrices
 
 
 @lru_cache(maxsize=16384)
@@ -300,7 +304,7 @@ def model_states(
             steady["grads"] += total // here.span(here.grads) * master
             kept = total // here.span(here.optimizer) * (3 if keeps_master(plan, here) else 2)
             steady["outer"] += total // here.span(here.optimizer) * master if here.num_islands > 1 else 0
-            steady["optimizer"] += (kept - _spared_moments(plan, here, stage, sizes)) * master
+            steady["optimizer"] += (kept - _spared_moments(plan, here, stage, flats)) * master
         # Only gradients that are reduced need a whole buffer.
         if flats.trainable and not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
@@ -327,12 +331,12 @@ def model_states(
     )
 
 
-def _spared_moments(plan: Plan, layout: Layout, stage: StageBlocks, sizes: Sizes) -> int:
-    span, spared = layout.span(layout.optimizer), 0
+def _spared_moments(plan: Plan, layout: Layout, stage: StageBlocks, flats: Flats) -> int:
+    span, spared, sizes = layout.span(layout.optimizer), 0, flats.sizes
     # Muon keeps one moment for matrices of layers.
     for kind, at_end in product(range(len(sizes)), (False, True)):
         count = sum(each == kind and (index in stage.ends) == at_end for index, each in enumerate(stage.order))
-        elementwise = stage.vectors[kind] if plan.update == "muon" and not at_end else sizes[kind]
+        elementwise = sizes[kind] - (flats.matrices[kind] if plan.update == "muon" and not at_end else 0)
         owned = sizes[kind] // span
         spared += count * (owned - num_second_moments(plan.update, owned, elementwise)) if count else 0
     return spared

@@ -28,8 +28,8 @@ def plan(sizes: tuple[int, ...], name: str, mapping: Table, experts: Table, spli
 
 
 def test_two_rows_hold_all_experts(pool: LocalPool) -> None:
-    """Every family of mixtures once; a shared expert and its gate are cut and held as an MLP and a norm are."""
-    models = ("mixture tied", "mixture, grouped", "mixture, shared expert", "mixture, frozen experts")
+    """Every kind of mixture once; a shared expert and its gate are cut and held as an MLP and a norm are."""
+    models = ("mixture tied", "mixture, grouped", "mixture, shared expert", "experts, noisy", "experts, cosine")
     cases = []
     for index, model in enumerate(models):
         for splits in (True, False):

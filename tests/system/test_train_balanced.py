@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -118,6 +119,10 @@ def test_even_routing_sends_what_is_predicted(pool: LocalPool) -> None:
         {"package": {"rows": 2}, "node": {"rows": 2}},
     )
     plans = [exact("zero3", cluster, experts=table, micro_batch=4, recompute=("block.1",)) for table in tables]
+    # Tensor rows deal with parts of the tokens; rows are of as many bytes as their formats say.
+    split = exact("zero3", cluster, mapping={"package": {"tensor": 2}}, experts=tables[0], micro_batch=8)
+    wire = {"dispatch": {"package": "fp8", "node": "fp8"}, "combine": {"node": "int8:16"}}
+    plans += [split, replace(split, wire=wire, sequence_parallel=False)]
     cases = [Case(plan, num_micros=2, model="experts, even") for plan in plans]
     for of_rank in pool.run(cluster.world_size, sent_of_experts, cluster, cases):
         for predicted, declared, sent in of_rank:
