@@ -75,10 +75,11 @@ def plans(draw: st.DrawFn, cluster: Cluster, model: ModelConfig) -> Plan:
     number = draw(st.sampled_from(NUMBERED.get(name, (":3",) if name == "zb-auto" else ("",))))
     tables = [{}, {"node": {"expert": 2}}, draw(expert_tables(cluster))] if model.experts is not None else [{}]
     experts = draw(st.sampled_from(tables))
-    rounded = {tier: draw(st.sampled_from(["bf16", "fp8"])) for tier in experts if draw(st.booleans())}
+    rounded = {tier: draw(st.sampled_from(["bf16", "fp8"])) for tier in experts}
+    lossy = draw(st.sets(st.sampled_from(["dispatch", "combine"]))) if experts else set[str]()
     plan = Plan(
         experts=experts,
-        wire={name: rounded for name in ("dispatch", "combine") if rounded and draw(st.booleans())},
+        wire=dict.fromkeys(sorted(lossy), rounded),
         params=places[params],
         grads=places[grads],
         optimizer=places[optimizer],
