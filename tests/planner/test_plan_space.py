@@ -154,10 +154,10 @@ def test_experts_are_cut_by_no_tensor_axis() -> None:
     validate(task.cluster, plan_of(task, best.candidate), task.blocks)
     pins = parse_pins(["tensor=2"], task.cluster, schedule_names())
     assert not list(meshes(Space(task=task, pins=pins)))
-    # Formats of a plan that spreads experts have no effect on plans that do not.
+    # Formats of rows are of plans that spread experts, and exclude no others.
     rounded = replace(task, wire={"dispatch": {"node": "fp8"}, "combine": {"node": "fp8"}})
     again = find(Space(task=rounded), count=1)[0].best[0]
-    assert (again.candidate, again.step_s) == (best.candidate, best.step_s)
+    assert again.step_s <= best.step_s
     validate(task.cluster, plan_of(rounded, again.candidate), task.blocks)
 
 
