@@ -1,4 +1,4 @@
-"""What a layer keeps and takes on one context rank, as autograd saves it and torch allocates it."""
+"""What a layer keeps and takes on one of several ranks, as autograd saves it and torch allocates it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,10 +55,13 @@ def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig
     axis: Any = engine.axes[-1]
     layer: Any = blocks[1]
     axis.begin(0, Batch(tokens, tokens), False)
-    positions = Batch(tokens, tokens).local(axis._layout.token_layout).positions
-    assert positions is not None
+    shape, positions = tokens.shape, None
+    if not plan.experts:  # context ranks
+        positions = Batch(tokens, tokens).local(axis._layout.token_layout).positions
+        assert positions is not None
+        shape = torch.Size((1, positions.shape[1]))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.compute]
-    inputs = torch.randn(1, positions.shape[1], model.hidden_size, dtype=dtype, generator=seeded(0)).requires_grad_()
+    inputs = torch.randn(*shape, model.hidden_size, dtype=dtype, generator=seeded(0)).requires_grad_()
 
     def forward() -> Tensor:
         output: Tensor = layer(inputs, positions)
