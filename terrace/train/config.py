@@ -6,6 +6,7 @@ the file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a 
 directory.
 """
 
+import fnmatch
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -317,6 +318,8 @@ def _check(run: RunConfig) -> None:
             f"model has: use at most {run.model.max_positions}"
         )
     check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
+    if run.balance is not None and run.balance.bias:
+        _check_moved(run, blocks)
     lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
     for name in run.train.error_budget:
         if name not in lossy:
@@ -326,6 +329,20 @@ def _check(run: RunConfig) -> None:
             )
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
+
+
+def _check_moved(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
+    if run.lora is not None:
+        raise ConfigError(
+            "balance.bias moves a bias of the base model, and [lora] leaves the base as it is: leave one of them out"
+        )
+    moved = [f"{block.name}.{param.name}" for block in blocks for param in block.params if param.is_moved]
+    for pattern in run.train.freeze:
+        if found := fnmatch.filter(moved, pattern):
+            raise ConfigError(
+                f"balance.bias moves {found[0]}, and train.freeze pattern {pattern!r} names it: leave balance.bias "
+                "out, or freeze other parameters"
+            )
 
 
 def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:

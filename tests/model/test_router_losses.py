@@ -139,7 +139,7 @@ def test_places(labels: list[list[int]], positions: list[list[int]] | None, foun
     assert places_of(torch.tensor([3, 4]), torch.tensor(labels), *given).tolist() == found
 
 
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("value", [-1.0, 1e300, math.inf, math.nan])
 @pytest.mark.parametrize("of", [lambda value: BalanceConfig(z=value), lambda value: BalanceConfig(sequence=value)])
 def test_factors_are_numbers(value: float, of: Callable[[float], BalanceConfig]) -> None:
     with pytest.raises(ConfigError, match=r"balance.(z|sequence) = .* must be zero or a positive number"):

@@ -209,6 +209,21 @@ def test_bad_sections_of_a_file_are_refused(text: str, said: str, tmp_path: Path
         assert given(config=tmp_path / "run.toml", data="other.txt").data.path == "other.txt"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--train.freeze", '["layers.*"]'), "moves layers.1.mlp.router.bias, and train.freeze pattern 'layers.*'"),
+        (("--lora.rank", "2", "--lora.targets", '["layers.*.attention.*"]'), "[lora] leaves the base as it is"),
+    ],
+)
+def test_what_is_frozen_is_not_moved_by_loads(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM))
+    model = str(tmp_path)
+    assert said in refused(ConfigError, "--balance.bias", "0.01", *words, model=model)
+    for fine in (words, ("--balance.bias", "0.01")):
+        assert given(*fine, model=model).model.experts is not None
+
+
 def test_sequences_longer_than_learned_positions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     said = refused(ModelError, "--train.sequence", "33", model=str(tmp_path))

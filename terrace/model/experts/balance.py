@@ -12,12 +12,12 @@ The bias of a gate chooses and does not weigh. After each step, with n_i the tok
     bias       b_i += u sign(mean n - n_i)   (2408.15664, algorithm 1)
 """
 
-import math
 from dataclasses import dataclass, fields
 
 from terrace.base.errors import ConfigError
 
 LOSSES = ("sequence", "z")
+_ENDLESS = 1e30  # beyond, sums in fp32 overflow
 FIGURES = (*LOSSES, "dropped")  # of routers in a step's sums, in this order; the last counts choices
 
 
@@ -33,8 +33,8 @@ class BalanceConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"balance.{item.name} = {value} must be zero or a positive number")
+            if not 0 <= value < _ENDLESS:
+                raise ConfigError(f"balance.{item.name} = {value} must be zero or a positive number below {_ENDLESS:g}")
 
     @property
     def losses(self) -> tuple[str, ...]:
