@@ -70,18 +70,12 @@ class StageBlocks:
     order: tuple[int, ...]
     flats: tuple[Flats, ...]
     lent: tuple[tuple[int, int], ...] = ()
-    vectors: Sizes = ()  # trainable elements outside matrices by kind, padding included
     ends: tuple[int, ...] = ()  # blocks that are no layers
 
     @cached_property
     def sizes(self) -> Sizes:
         """Elements of a block of each kind."""
         return _summed(self.flats)
-
-    @cached_property
-    def trained(self) -> Sizes:
-        """Trainable elements of a block of each kind."""
-        return _summed([flats for flats in self.flats if flats.trainable])
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -157,12 +151,10 @@ def stage_blocks(
         passed = 0 if frozen else max(passed_on, default=0)
         whole = tuple(each.get((frozen, moved, stacked, axes), 0) for each in matrices)
         flats.append(Flats(axes, sizes, largest, passed, not frozen, stacked, moved, whole))
-    trained = _summed([each for each in flats if each.trainable])
     return StageBlocks(
         order=order,
         flats=tuple(flats),
         lent=tuple(lent),
-        vectors=tuple(size - sum(each.values()) for size, each in zip(trained, matrices, strict=True)),
         ends=tuple(index for index, block in enumerate(held) if not is_layer(kinds.blocks, block)),
     )
 
@@ -227,10 +219,10 @@ def gathers_again(stage: StageBlocks, prefetch: int, again: bool) -> tuple[bool,
 
 
 @lru_cache(maxsize=16384)
-def orthogonal_numels(stage: StageBlocks) -> tuple[int, ...]:
-    """Elements of every layer whose matrices Muon updates whole, in order."""
+def orthogonal_numels(stage: StageBlocks, flats: Flats) -> tuple[int, ...]:
+    """Elements of every layer's buffer of these whose matrices Muon updates whole, in order; 0 for one without."""
     layers = (kind for index, kind in enumerate(stage.order) if index not in stage.ends)
-    return tuple(stage.trained[kind] for kind in layers if stage.vectors[kind] < stage.trained[kind])
+    return tuple(flats.sizes[kind] if flats.matrices[kind] else 0 for kind in layers)
 
 
 @lru_cache(maxsize=16384)
@@ -286,9 +278,7 @@ def model_states(
     together = shared(TENSOR, False) if len(stage.flats) > 1 and shared is not None else layout
     lanes: dict[int, int] = {}
     tie = 0
-    # Muon refuses a tensor axis, so its matrices are in one buffer a layer. A whole optimizer state needs no gather.
-    gathers_matrices = plan.update == "muon" and layout.span(layout.optimizer) > 1
-    matrices = orthogonal_numels(stage) if gathers_matrices else ()
+    matrices: Sizes = ()  # of each layer that Muon gathers
     for flats in stage.flats:
         axes, sizes = flats.axes, flats.sizes
         is_other = bool(axes) or flats.stacked
@@ -312,9 +302,14 @@ def model_states(
             comes_and_goes = [before + size for before, size in zip(comes_and_goes, sizes, strict=True)]
         # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
         tie = max(tie, flats.tied // here.span(here.grads) * master)
+        gathered_whole: Sizes = ()
+        # A whole optimizer state needs no gather.
+        if plan.update == "muon" and here.span(here.optimizer) > 1:
+            gathered_whole = orthogonal_numels(stage, flats)
+            matrices = tuple(map(sum, zip(matrices or (0,) * len(gathered_whole), gathered_whole, strict=True)))
         alone = replace(stage, flats=(flats,))
         messages, feedback = _messages(
-            together, here, wires, dtypes, plan.prefetch, alone, again, max(matrices, default=0)
+            together, here, wires, dtypes, plan.prefetch, alone, again, max(gathered_whole, default=0)
         )
         steady["feedback"] += feedback
         for lane, size in messages:
@@ -327,7 +322,7 @@ def model_states(
         gathered=tuple(numel * item for numel in gathered),
         gradients=tuple(numel * item for numel in gradients),
         # A layer is gathered while the one before it is updated.
-        updating=max(0, max(map(sum, pairwise((*matrices, 0))), default=0) * item - tie),
+        updating=max(0, max(map(sum, pairwise((*filter(None, matrices), 0))), default=0) * item - tie),
     )
 
 
