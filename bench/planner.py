@@ -1,4 +1,6 @@
-"""Processor seconds of a search: GPT-3 175B on 16,384 A100, every axis and placement; needs no torch.
+"""Processor seconds of a search on 16,384 devices, every axis and placement; needs no torch.
+
+GPT-3 175B on A100; Mixtral 8x7B and Qwen3-30B-A3B on H100, with every division of their experts.
 
 Only the search is timed, in a process that has everything imported. Caches of the cost model would survive from one
 round to the next, so every round begins in a process of its own. The best of a few rounds counts, since other jobs can
@@ -18,15 +20,14 @@ from terrace.planner.search import Found, find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
 
-GOALS_S = {"": 0.5, "columns<=4": 1.0}  # by pin
 BOUND = (
     "a quarter of it plays the programs of the five best plans, a tenth bounds groups of shapes, and the rest prices "
     "the shapes that these leave in question; it is spread over hundreds of functions in plain Python, of which none "
     "takes more than a fifteenth"
 )
-BATCH, SEQUENCE, NODES = 1536, 2048, 2048
+NODES = 2048
 # GPT-3 175B (Brown et al. 2005.14165, Table 2.1), without dropout, with the vocabulary padded to 51,200.
-MODEL = {
+_GPT3 = {
     "model_type": "gpt2",
     "vocab_size": 51200,
     "n_embd": 12288,
@@ -37,20 +38,52 @@ MODEL = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN3 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+# Name, model, cluster, batch, sequence, pin, goal in seconds.
+SEARCHES = (
+    ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "", 0.5),
+    ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "columns<=4", 1.0),
+    ("Mixtral 8x7B", _MIXTRAL, "dgx-h100", 4096, 4096, "", 2.0),
+    ("Qwen3-30B-A3B", _QWEN3, "dgx-h100", 4096, 4096, "", 2.0),
+)
 
 
 def main() -> int:
-    """Print the seconds and the numbers of both searches; with --check, return 1 when one misses its goal."""
+    """Print the seconds and the numbers of every search; with --check, return 1 when one misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     options_for_claims(parser)
     options = parser.parse_args()
     claims = []
-    for pin, goal_s in GOALS_S.items():
+    for number, (model, _, _, _, _, pin, goal_s) in enumerate(SEARCHES):
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            rounds = [pool.apply(search_s, (pin,)) for _ in range(options.rounds)]
+            rounds = [pool.apply(search_s, (number,)) for _ in range(options.rounds)]
         found, seconds = rounds[0][1], [each for each, _ in rounds]
-        name = f"search of all axes{f', {pin}' if pin else ''}, GPT-3 on 16,384 devices, fastest of {options.rounds}"
+        name = f"search of all axes{f', {pin}' if pin else ''}, {model} on 16,384 devices, fastest of {options.rounds}"
         print(
             f"{name}: {found.num_roots} shapes and micro-batches in groups, {found.num_opened} with a bound of their "
             f"own, {found.num_played} pipelines played, {found.num_evaluated} plans simulated, "
@@ -61,10 +94,11 @@ def main() -> int:
     return judge(claims, options)
 
 
-def search_s(pin: str) -> tuple[float, Found]:
-    """(processor seconds, result) of one search."""
-    cluster = load_cluster("dgx-a100").resized(NODES)
-    task = Task(model=parse_model(MODEL), cluster=cluster, batch=BATCH, sequence=SEQUENCE)
+def search_s(number: int) -> tuple[float, Found]:
+    """(Processor seconds, result) of one of the searches."""
+    _, model, preset, batch, sequence, pin, _ = SEARCHES[number]
+    cluster = load_cluster(preset).resized(NODES)
+    task = Task(model=parse_model(model), cluster=cluster, batch=batch, sequence=sequence)
     space = Space(task=task, pins=parse_pins([pin] if pin else [], cluster, []))
     before = time.process_time()
     found, _ = find(space)
