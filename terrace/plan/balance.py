@@ -46,6 +46,11 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
             f"balance.{counting[0]} has no effect with gate = 'expert_choice', whose experts have equal loads: leave "
             "it out"
         )
+    if balance.bias and any(config.route == "even" for config in mixtures):
+        raise ModelError(
+            f"balance.bias = {balance.bias} has no effect with route = 'even', which looks at no score: leave one of "
+            "them out"
+        )
     if balance.capacity and any(config.route == "even" for config in mixtures):
         raise ModelError("balance.capacity drops choices, and route = 'even' measures with all: leave one of them out")
     wanted = [f"balance.{name} = {getattr(balance, name)}" for name in counting]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from terrace.cluster.cluster import Cluster
+from terrace.plan.dims import has_routers
 from terrace.runtime.engine import Engine
 from terrace.runtime.step_sums import StepResult
 from terrace.train.job import RunJob
-from terrace.train.loads import LoadsFile
+from terrace.train.loads import LoadsFile, cut_other_stages
 from terrace.train.prediction import utilisation_of
 
 
@@ -23,7 +24,12 @@ class Gauges:
         self._engine, self._used = engine, utilisation_of(job.run, cluster, engine.device.type)
         program, stage = engine.program, engine.program.stage.index
         writes = bool(engine.load.layers) and program.mesh.at_stage(0, stage) == engine.rank
-        self._loads = LoadsFile(job.folder, stage, first_step, job.run.train.steps) if writes else None
+        train = job.run.train
+        if engine.rank == 0 and has_routers(program.blocks):
+            cut_other_stages(job.folder, program.stage.num_stages, first_step)
+        self._loads = None
+        if writes:
+            self._loads = LoadsFile(job.folder, stage, first_step, train.steps, train.checkpoint_every)
         self._before: dict[str, int] = {}
         self._sent()
 

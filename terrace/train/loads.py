@@ -7,6 +7,8 @@ layers of its own.
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,36 +31,50 @@ class LoadsOfSteps:
 
 
 class LoadsFile:
-    """Writes the file of one stage, in `NUM_PARTS` lines or fewer; a resume drops the lines of repeated steps.
+    """Writes the file of one stage: `NUM_PARTS` lines, and one for each save, `save_every` steps apart (0: none).
 
-    Raises `TrainingError` when it cannot be written.
+    A resume drops the lines of repeated steps. Raises `TrainingError` when the file cannot be written.
     """
 
-    def __init__(self, folder: Path, stage: int, first_step: int, num_steps: int) -> None:
+    def __init__(self, folder: Path, stage: int, first_step: int, num_steps: int, save_every: int = 0) -> None:
         self._path = folder / _name(stage)
-        self._first, self._num_steps, self._every = first_step + 1, num_steps, math.ceil(num_steps / NUM_PARTS)
+        self._first, self._num_steps = first_step + 1, num_steps
+        self._every, self._save_every = math.ceil(num_steps / NUM_PARTS), save_every or num_steps
         self._sums: dict[str, list[int]] = {}
-        lines = [each for each in _read(self._path) if each.last <= first_step]
-        self._attempt("".join(map(_line, lines)), fresh=True)
+        _cut(self._path, first_step)
 
     def add(self, step: int, loads: Loads) -> None:
         """The loads of a step, counted from 1."""
         for layer, counts in zip(loads.layers, loads.counts, strict=True):
             before = self._sums.get(layer, [0] * len(counts))
             self._sums[layer] = [a + b for a, b in zip(before, counts, strict=True)]
-        if step % self._every == 0 or step == self._num_steps:
-            self._attempt(_line(LoadsOfSteps(first=self._first, last=step, counts=self._sums)))
+        # A save ends a part, so that a resume from it has all steps before it.
+        if step % self._every == 0 or step % self._save_every == 0 or step == self._num_steps:
+            with _writing(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(_line(LoadsOfSteps(first=self._first, last=step, counts=self._sums)))
             self._first, self._sums = step + 1, {}
 
-    def _attempt(self, text: str, *, fresh: bool = False) -> None:
-        try:
-            if fresh:
-                write_atomic(self._path, text)
-                return
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise TrainingError(f"cannot write {self._path}: {error.strerror}; make room there") from error
+
+def cut_other_stages(folder: Path, num_stages: int, first_step: int) -> None:
+    """Drop repeated steps from the files of stages that a resumed run no longer has. Raises `TrainingError`."""
+    for path in folder.glob("loads-*.jsonl"):
+        number = path.stem.removeprefix("loads-")
+        if number.isdecimal() and int(number) >= num_stages:
+            _cut(path, first_step)
+
+
+def _cut(path: Path, first_step: int) -> None:
+    lines = [each for each in _read(path) if each.last <= first_step]
+    with _writing(path):
+        write_atomic(path, "".join(map(_line, lines)))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(f"cannot write {path}: {error.strerror}; make room there") from error
 
 
 def read_loads(folder: Path) -> list[LoadsOfSteps]:

@@ -288,6 +288,15 @@ def test_what_goes_by_whole_sequences(
             check_balance(BalanceConfig(**balance), Mesh.of(cluster, plan), plan, block_specs(dense))
 
 
+def test_a_bias_moves_no_even_route() -> None:
+    cluster = cluster_of(2)
+    plan, config = preset("zero3", cluster), parse_model(MIXTRAL | {"route": "even"})
+    assert config.experts is not None
+    blocks = block_specs(replace(config, experts=replace(config.experts, biased=True)))
+    with pytest.raises(ModelError, match=r"balance.bias = 0.1 has no effect with route = 'even'"):
+        check_balance(BalanceConfig(bias=0.1), Mesh.of(cluster, plan), plan, blocks)
+
+
 def test_even_routing_needs_a_token_for_each_expert() -> None:
     cluster = cluster_of(2)
     plan = replace(preset("zero3", cluster), experts={"package": {"expert": 2}})

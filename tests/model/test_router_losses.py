@@ -31,6 +31,12 @@ def test_the_sequence_loss_by_hand() -> None:
     assert float(sequence_loss(scores, experts, torch.tensor([0, 0, 2]), 3)) == pytest.approx(first + second)
 
 
+def test_sigmoids_that_underflow_have_a_sequence_loss() -> None:
+    scores = torch.full((3, 4), -200.0).sigmoid()
+    found = sequence_loss(scores, torch.tensor([[0], [1], [2]]), torch.zeros(3, dtype=torch.int64), 1)
+    assert float(found) == 0.0
+
+
 def test_even_choices_have_the_least_sequence_loss() -> None:
     """alpha a token where choices and scores are even (2412.19437, below equation 20)."""
     experts = torch.tensor([[0], [1], [2], [3]])

@@ -6,13 +6,13 @@ from terrace.program.loads import Loads
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.report.loads import heat_maps, load_words
 from terrace.report.run_page import RunView, run_page
-from terrace.train.loads import NUM_PARTS, LoadsFile, LoadsOfSteps, read_loads
+from terrace.train.loads import NUM_PARTS, LoadsFile, LoadsOfSteps, cut_other_stages, read_loads
 
 STEPS = 2 * NUM_PARTS + 10  # of which every third is written
 
 
-def write(folder: Path, stage: int, layer: str, first: int = 0, last: int = STEPS) -> None:
-    file = LoadsFile(folder, stage, first, STEPS)
+def write(folder: Path, stage: int, layer: str, first: int = 0, last: int = STEPS, save_every: int = 0) -> None:
+    file = LoadsFile(folder, stage, first, STEPS, save_every)
     for step in range(first + 1, last + 1):
         file.add(step, Loads(layers=(layer,), counts=((step, 1),)))
 
@@ -36,6 +36,21 @@ def test_a_resume_repeats_no_step_and_damage_costs_its_line(tmp_path: Path) -> N
     path = tmp_path / "loads.jsonl"
     path.write_text(path.read_text().replace('"first": 4', '"first": 5') + '{"torn')
     assert [part.first for part in read_loads(tmp_path)[:3]] == [1, 7, 11]
+
+
+def test_a_resume_from_a_save_has_all_steps_before_it(tmp_path: Path) -> None:
+    write(tmp_path, 0, "layers.0", last=25, save_every=10)
+    write(tmp_path, 0, "layers.0", first=20, save_every=10)
+    assert sum(part.counts["layers.0"][0] for part in read_loads(tmp_path)) == STEPS * (STEPS + 1) // 2
+
+
+def test_a_resume_on_fewer_stages_drops_their_repeated_steps(tmp_path: Path) -> None:
+    for stage in range(3):
+        write(tmp_path, stage, f"layers.{stage}", last=15)
+    write(tmp_path, 0, "layers.1", first=9)
+    cut_other_stages(tmp_path, 1, 9)
+    assert all(part.last <= 9 or part.counts.keys() == {"layers.1"} for part in read_loads(tmp_path))
+    assert read_loads(tmp_path)[2].counts.keys() == {"layers.0", "layers.1", "layers.2"}
 
 
 def test_heat_maps() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrace.model.experts.gates import TINY
+
 
 def sequence_loss(scores: Tensor, experts: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
     """The sum over sequences of S sum_i f_i P_i (2412.19437, equations 17-20, times S), a scalar.
@@ -21,7 +23,7 @@ def sequence_loss(scores: Tensor, experts: Tensor, sequences: Tensor, num_sequen
     choices = torch.bincount(cells, minlength=num_sequences * num_experts).view(num_sequences, num_experts)
     lengths = torch.bincount(sequences, minlength=num_sequences).clamp(min=1)
     loads = choices.to(scores.dtype) * num_experts / (per_token * lengths.unsqueeze(-1))  # f, (B, E)
-    shares = scores / scores.sum(-1, keepdim=True)
+    shares = scores / (scores.sum(-1, keepdim=True) + TINY)  # sigmoids may all underflow
     return (loads.index_select(0, sequences) * shares).sum()
 
 

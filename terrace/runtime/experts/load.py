@@ -63,15 +63,17 @@ class Load:
             yield
             return
         tally.is_open = True
-        yield
-        tally.is_open = False
+        try:
+            yield
+        finally:
+            tally.is_open = False
 
     def add_up(self, collectives: Collectives, transfer: Transfer) -> None:
         """Sum up over the ranks of the stage; on its lane."""
         self._sums = collectives.sum_counts(transfer, self._numbers)
 
     def settle(self) -> None:
-        """After the CLIP of a step that is not given up. Raises `ProgramError` on every rank where rows were lost."""
+        """After the CLIP of a step that is not given up. Raises `ProgramError` on the stage where rows were lost."""
         if not self._blocks:
             return
         counts, rows = self._rows(self._sums).tensor_split([-len(OF_ROWS)], dim=1)

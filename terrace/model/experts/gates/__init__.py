@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TINY = 1e-20  # in sums that scores are divided by, where all scores may underflow to zero
+
 
 class Choice(NamedTuple):
     """Which experts each token passes, and how much each result counts."""

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.experts.gates import Choice, best
-
-_TINY = 1e-20  # in the sum that weights are divided by, which may underflow to zero
+from terrace.model.experts.gates import TINY, Choice, best
 
 
 def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice:
@@ -27,5 +25,5 @@ def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice
     experts = best(ranked, config.per_token)
     weights = scores.gather(-1, experts)
     if config.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     return Choice(experts, weights if config.scale == 1.0 else weights * config.scale, scores)
