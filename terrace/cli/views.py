@@ -18,7 +18,7 @@ from terrace.program.schedules.orders import Orders
 from terrace.program.stages import plan_orders
 from terrace.program.text import program_text
 from terrace.report.advice import advice_words, timeline_text
-from terrace.report.inside import ASSIGNED, attention_table, inside_table
+from terrace.report.inside import ASSIGNED, attention_table, experts_table, inside_table
 from terrace.report.page import page_html
 from terrace.report.stage_tables import (
     order_text,
@@ -187,7 +187,7 @@ def show_bytes(view: StepView) -> None:
 
 
 def show_inside(view: StepView) -> None:
-    """Messages of tensor and context ranks inside the blocks."""
+    """Messages inside the blocks."""
     program = view.programs[view.stage]
     if program.tensor.degree > 1:
         view.console.print(inside_table(program))
@@ -197,6 +197,8 @@ def show_inside(view: StepView) -> None:
             print(f"{ASSIGNED}\n")
         else:
             view.console.print(attention_table(program))
+    if program.expert_transfers:
+        view.console.print(experts_table(program))
 
 
 def show_time(view: StepView) -> None:

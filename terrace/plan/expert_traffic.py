@@ -16,7 +16,8 @@ Where experts choose, each unit has none of them with the likelihood (1 - k/E)^(
 A row has H elements in the format of its class and tier, coded by itself. To the experts it also has k weights, in fp32
 at least, and k numbers of experts, or E of each where experts choose; gradients of weights come back with the gradients
 of tokens. These are never coded.
-Before a dispatch the ranks gather a table: of each, the number of its tokens for every prefix of units, in 4 bytes.
+Before a dispatch the ranks gather a table: of each, the number of its tokens for every piece of them and every prefix
+of units, in 4 bytes.
 
 On the way to the experts a row is coded once for neighbouring tiers of one format, a rank's own too, and decoded where
 the format ends. On the way back every tier codes what leaves the rank, and sums what arrives in fp32 at least.
@@ -58,6 +59,8 @@ class ExpertTraffic:
     expert: tuple[int, ...]
     rows: tuple[int, ...]
     is_even: bool = False  # whether choices are those of terrace.model.experts.even, so that bytes are exact
+    chunks: tuple[int, int] = (1, 1)  # of tokens, in a forward and in a backward
+    shares: bool = False  # whether every token also passes a shared expert
 
     @staticmethod
     def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic | None":
@@ -87,6 +90,9 @@ class ExpertTraffic:
             expert=of_experts.group("expert"),
             rows=of_experts.group("rows"),
             is_even=experts.route == "even",
+            chunks=(plan.expert_chunks.get("forward", 1), plan.expert_chunks.get("backward", 1)),
+            # A shared expert cut by tensor rows has messages of its own, which come after those of the others.
+            shares=experts.shared_size > 0 and tensor.degree == 1,
         )
 
     @property
@@ -98,6 +104,11 @@ class ExpertTraffic:
     def num_rows(self) -> int:
         """Ranks that every expert is cut over."""
         return math.prod(self.rows)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of tokens that experts pass: a chunk, of a forward as of a backward, is one or several."""
+        return max(self.chunks)
 
     def units_of(self, num_units: int) -> float:
         """How many of `num_units` equal units the choices of a token fall on, on average: D(q)."""
@@ -114,7 +125,7 @@ class ExpertTraffic:
             return tuple(self._table(message.copies))
         row_bytes = self.wire(message).message_bytes(self.hidden)
         row_bytes += uncoded_bytes(message, self.num_choices, self.weight_bytes)
-        return ((message.tier, round(self._sent(message.tier, message.copies) * row_bytes)),)
+        return ((message.tier, round(self._part(message) * self._sent(message.tier, message.copies) * row_bytes)),)
 
     def wire(self, message: ExpertMessage) -> WireFormat:
         """The format of a row."""
@@ -129,12 +140,16 @@ class ExpertTraffic:
         if message.message_class is MessageClass.COMBINE:
             # As many rows come as go; what comes is added to sums that are read and written.
             wide = self.hidden * self.weight_bytes
-            return self._sent(tier, copies) * (wide + coded + coded + 2 * wide)
+            return self._part(message) * self._sent(tier, copies) * (wide + coded + coded + 2 * wide)
         at = self.way.index((tier, copies))
         before, after = ([self.dispatch[each] for each, _ in hops] for hops in (self.way[:at], self.way[at + 1 :]))
         encoded = 0.0 if before and before[-1] == wire else self._held(self.way[:at])
         decoded = 0.0 if after and after[0] == wire else self._held(self.way[: at + 1])
-        return (encoded + decoded) * (held + coded)
+        return self._part(message) * (encoded + decoded) * (held + coded)
+
+    def _part(self, message: ExpertMessage) -> float:
+        start, stop = spans_of(self.tokens, self.chunks[message.backward])[message.chunk]
+        return (stop - start) / self.tokens if self.tokens else 0.0
 
     def degree(self, message: ExpertMessage) -> int:
         """Ranks among which a message goes on its tier."""
@@ -161,7 +176,7 @@ class ExpertTraffic:
         units = [degree for degree in reversed(self.expert) if degree > 1]
         prefixes = sum(math.prod(units[:length]) for length in range(len(units) + 1))
         # Rows gather first, and the tables of all of them go on.
-        num_bytes = prefixes * NUMBER_BYTES * (1 if copies else math.prod(self.rows))
+        num_bytes = self.pieces * prefixes * NUMBER_BYTES * (1 if copies else math.prod(self.rows))
         for tier, degree in enumerate(self.rows if copies else self.expert):
             if degree > 1:
                 yield tier, (degree - 1) * num_bytes
@@ -180,3 +195,8 @@ def uncoded_bytes(message: ExpertMessage, num_choices: int, weight_bytes: int) -
     if message.message_class is MessageClass.DISPATCH and not message.backward:
         return num_choices * (weight_bytes + NUMBER_BYTES)
     return num_choices * weight_bytes if message.message_class is MessageClass.COMBINE and message.backward else 0
+
+
+def spans_of(tokens: int, number: int) -> list[tuple[int, int]]:
+    """First and last token, exclusive, of each of `number` parts of `tokens`; of more parts some are empty."""
+    return [(tokens * part // number, tokens * (part + 1) // number) for part in range(number)]

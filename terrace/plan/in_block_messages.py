@@ -33,13 +33,14 @@ class ExpertMessage(NamedTuple):
     """A message on the way to experts or back, whose size a batch gives.
 
     Rows go over one tier, to every peer if `copies`. The table of counts is gathered over all tiers up to `tier`, among
-    the ranks of the rows if `copies`.
+    the ranks of the rows if `copies`. Rows are of one chunk of the tokens.
     """
 
     message_class: MessageClass
     tier: int
     copies: bool = False
     backward: bool = False
+    chunk: int = 0
 
 
 class ContextLeg(StrEnum):

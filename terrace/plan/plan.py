@@ -7,6 +7,7 @@ from typing import Literal
 from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
+EXPERT_CHUNKS = ("forward", "backward")  # of `Plan.expert_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
@@ -32,6 +33,8 @@ class Plan:
     # The same ranks once more, for experts: tier -> axis -> degree. Along rows every expert is cut, along expert ranks
     # hold different ones; the ranks left over hold the same. Empty: experts are as all other parameters.
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # Chunks in which tokens go to their experts, each while another is multiplied: forward, backward -> number; 1
+    expert_chunks: Mapping[str, int] = field(default_factory=dict)
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute

@@ -12,12 +12,13 @@ from terrace.plan.context import attention_heads, is_context_parallel, num_ring_
 from terrace.plan.dims import is_layer
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import EXPERT_AXES, ORDER, Mesh, tier_degrees
-from terrace.plan.plan import AXES, FACTORS, Plan
+from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
 from terrace.plan.routes import crossed_tiers
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, ROUTES, MessageClass, parse_format
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
+MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
@@ -265,6 +266,27 @@ def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             )
 
 
+def _check_chunks(plan: Plan) -> None:
+    for name, number in plan.expert_chunks.items():
+        if name not in EXPERT_CHUNKS:
+            raise PlanError(f"expert_chunks.{name} is no pass of a block{did_you_mean(name, EXPERT_CHUNKS)}")
+        if not 1 <= number <= MOST_CHUNKS:
+            raise PlanError(f"expert_chunks.{name} = {number}: tokens travel in 1 to {MOST_CHUNKS} chunks")
+    if not plan.expert_chunks:
+        return
+    if not plan.experts:
+        raise PlanError(
+            "expert_chunks has no effect: every rank has all experts; leave it out, or spread them with the table "
+            "experts"
+        )
+    forward, backward = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
+    if max(forward, backward) % min(forward, backward):
+        raise PlanError(
+            f"expert_chunks has {forward} chunks in the forward and {backward} in the backward: a chunk of one is a "
+            "number of chunks of the other, so one number must divide the other"
+        )
+
+
 def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     if Mesh.of(cluster, plan).total("tensor") > 1:
         raise PlanError(
@@ -301,6 +323,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             f"tensor_chunks = {plan.tensor_chunks} has no effect: it cuts the messages of sequence parallelism over "
             "tensor rows; leave it out, or set sequence_parallel = true and give the tensor axis rows"
         )
+    _check_chunks(plan)
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
     if Mesh.of(cluster, plan).total("pipeline") == 1:

@@ -1,4 +1,4 @@
-"""Messages of tensor and context ranks inside the blocks: tables for the terminal."""
+"""Messages of tensor and context ranks, and of experts, inside the blocks: tables for the terminal."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -6,13 +6,15 @@ from itertools import groupby
 from rich.table import Table
 
 from terrace.plan.context_traffic import AttentionBytes
-from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
+from terrace.plan.expert_traffic import ExpertTraffic
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage, ExpertMessage, TensorMessage
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program.attention import attention_steps
-from terrace.program.block_program.steps import Compute, Send, Steps, moments_of
+from terrace.program.block_program.steps import Await, Compute, ComputeKind, Send, Steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds
-from terrace.simulate.inside import InBlockPrices
+from terrace.simulate.inside import InBlockPrices, block_prices
 
 _Alike = tuple[tuple[TensorMessage, Compute | None, int], ...]
 _WORDS = {
@@ -54,6 +56,54 @@ def inside_table(program: Program) -> Table:
             )
     return table
 
+
+def experts_table(program: Program) -> Table:
+    """The steps of a layer's experts on one micro-batch: computing, and messages with mean bytes and seconds."""
+    headings = ("block", "", "step", "a rank sends", "takes")
+    table = new_table("experts on several ranks, for every micro-batch", headings, left=headings[:-1])
+    # Blocks with equal steps share rows.
+    alike: dict[tuple[ExpertTraffic, bool], list[int]] = {}
+    for index in range(len(program.blocks)):
+        traffic = program.experts(index)
+        if traffic is not None:
+            alike.setdefault((traffic, program.recomputes(index)), []).append(index)
+    for first, *others in alike.values():
+        name = program.blocks[first].name + (f" (x {len(others) + 1})" if others else "")
+        prices = block_prices(program, first)
+        for op in (Op.FORWARD, Op.BACKWARD):
+            table.add_section()
+            for words in _expert_rows(program, prices, first, program.block_program(first).expert_steps(op)):
+                table.add_row(name, op.value.lower(), *words)
+                name = ""
+    return table
+
+
+def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Steps) -> Iterator[tuple[str, str, str]]:
+    last = ""
+    for step in steps:
+        if isinstance(step, Compute):
+            last = step.kind.value if step.kind in _WHOLE else f"{step.kind.value}, {step.number + 1}"
+            yield last, "", ""
+            continue
+        (message,) = step.send.messages if isinstance(step, Await) else step.messages
+        assert isinstance(message, ExpertMessage), "the steps are of experts"
+        words = message.message_class.value
+        words += "" if message.message_class is MessageClass.ROUTE else f" {message.chunk + 1}"
+        if isinstance(step, Await):
+            # The hops of a chunk are waited for together.
+            if last != f"wait for {words}":
+                last = f"wait for {words}"
+                yield last, "", ""
+            continue
+        last = words
+        yield (
+            words,
+            _tiers_words(program, program.message_inside(message, block).sends),
+            seconds(prices.seconds(message)),
+        )
+
+
+_WHOLE = (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS)  # of all tokens at once
 
 ASSIGNED = (
     'balance = "cost": what a rank sends, computes and keeps in attention depends on the documents of a batch.\n'
@@ -110,7 +160,7 @@ def _add_moments(
     for (waited, rows), group in groupby(
         moments.items(), key=lambda moment: (isinstance(moment[0], ContextLeg), tuple(moment[1]))
     ):
-        rounds = [moment.ring_step for moment, _ in group if isinstance(moment, Compute)]
+        rounds = [moment.number for moment, _ in group if isinstance(moment, Compute)]
         during = "waited for"
         if not waited:
             during = f"rounds {rounds[0]} to {rounds[-1]}, each" if len(rounds) > 1 else f"round {rounds[0]}"

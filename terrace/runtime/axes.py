@@ -58,7 +58,7 @@ def _context(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlock
 def _experts(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
     if not comm.program.expert_transfers:
         return None, blocks, objective
-    held = [blocks[index] for index in comm.program.stage.held]
+    held = {index: blocks[index] for index in comm.program.stage.held}
     origin = Origin("experts", comm.device, comm.meter)
     return ExpertAxis(in_block, comm.program, comm.rank, comm.collectives, held, origin), blocks, objective
 

@@ -58,10 +58,16 @@ class InBlockComm:
         if self.recording is not None:
             self.recording.append(Await(flight.send))
 
-    def computes(self, kind: ComputeKind, ring_step: int = 0) -> None:
+    def computes(self, kind: ComputeKind, number: int = 0) -> None:
         """Record a piece of computing behind which messages may hide."""
         if self.recording is not None:
-            self.recording.append(Compute(kind, ring_step))
+            self.recording.append(Compute(kind, number))
+
+    def fill(self, number: int) -> None:
+        """Compute the weight gradients of experts held back so far, unless the other half of a backward does."""
+        if self.weights.current is not None and self.weights.current.fills:
+            self.computes(ComputeKind.EXPERT_WEIGHTS, number)
+            self.weights.current.run()
 
     def compute_weight_gradients(self) -> None:
         """Compute the weight gradients that are held back, while a message travels."""

@@ -38,11 +38,12 @@ class WeightQueue:
 
     Without `hold` a record is run when it is added: nothing is kept, and dy is still in the cache. With it,
     records wait for `run` and hold their dy and x, which must not change until then. Any thread may add, as
-    autograd does on CUDA, but not while another runs the queue.
+    autograd does on CUDA, but not while another runs the queue. With `fills` they may run while messages of experts
+    travel; without, they are of the other half of a backward.
     """
 
-    def __init__(self, sinks: Mapping[int, Sink], hold: bool) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: Mapping[int, Sink], hold: bool, fills: bool = False) -> None:
+        self._sinks, self.fills = sinks, fills
         self._hold = hold
         self._records: deque[Record] = deque()
 
@@ -102,8 +103,8 @@ class WeightGradients:
                 assert isinstance(parameter, Matrix)
                 parameter.gradients = self
 
-    def queue(self, hold: bool) -> WeightQueue:
-        return WeightQueue(self._sinks, hold)
+    def queue(self, hold: bool, fills: bool = False) -> WeightQueue:
+        return WeightQueue(self._sinks, hold, fills)
 
     def recorded_in(self, queue: WeightQueue) -> "_Recorded":
         """Record in `queue` the weight gradients of the backward that the body of a `with` runs."""

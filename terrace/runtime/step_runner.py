@@ -214,10 +214,10 @@ class StepRunner:
 
     def _backward(self, now: Instruction) -> None:
         # Weight gradients run as they come up and hold nothing, unless they can overlap a message inside the block.
-        self._backward_input(now, hold=bool(self._axes))
+        self._backward_input(now, hold=bool(self._axes), fills=True)
         self._backward_weight(now)
 
-    def _backward_input(self, now: Instruction, hold: bool = True) -> None:
+    def _backward_input(self, now: Instruction, hold: bool = True, fills: bool = False) -> None:
         # Computes the gradient of the block's input, and of parameters that are not weights of linear layers. With
         # `hold` the weight gradients wait for `_backward_weight`, and keep the output gradient and the input of each
         # layer in memory. Messages, other passes and the FREE of the block may run before that; its REDUCE must not.
@@ -225,7 +225,7 @@ class StepRunner:
         self._await_parameters(now.block)
         self._open_gradients(now.block)
         kept = self._kept.pop((now.block, now.micro))
-        queue = self._due[now.block, now.micro] = self._weights.queue(hold)
+        queue = self._due[now.block, now.micro] = self._weights.queue(hold, fills)
         if now.block == self._last and self._chunked is not None:
             with self._weights.recorded_in(queue):
                 self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels)

@@ -29,8 +29,9 @@ from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program.block_program.steps import Compute
 from terrace.program.instruction import Instruction, Op
-from terrace.simulate.experts import ExpertSeconds, pass_steps, priced_experts, shared_out
+from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
@@ -145,8 +146,9 @@ class Costs:
         own = self.experts[block] if self.experts else ExpertSeconds()
         found = list(pass_steps(steps, op, category, block, own, self._priced(block)))
         # What comes before the messages in a forward comes after them in a backward.
-        first_s = self.forward_s[block] - own.forward_s if op is Op.FORWARD or self.program.recomputes(block) else 0.0
-        last_s = max(0.0, seconds - first_s - sum(own.of(step, op) for step in steps))
+        within_s = [own.of(step) for step in steps if isinstance(step, Compute) and step.kind in FORWARD]
+        first_s = max(0.0, self.forward_s[block] - sum(within_s)) if within_s else 0.0
+        last_s = max(0.0, seconds - first_s - sum(map(own.of, steps)))
         first, last = (PassStep(Doing.COMPUTE, Event(op, block, each, -1, category)) for each in (first_s, last_s))
         return (first, *found, last) if op is not Op.FORWARD else (first, *found)
 
@@ -211,8 +213,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
             trained, own_work = _trained_part(block), work_in(work, block, device.backend)
             traffic = program.experts(index)
             if traffic is not None:
-                experts, longer = priced_experts(device, own_work, traffic, accumulate)
-                experts = experts._replace(weight_s=experts.weight_s * trained)
+                experts, longer = priced_experts(device, own_work, traffic, accumulate, trained)
                 seconds = seconds.longer(*longer)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
             weight_s = seconds.weight_s * trained

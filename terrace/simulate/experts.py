@@ -9,44 +9,59 @@ routing a rank multiplies T k w rows, for T tokens of k experts and every expert
 inner size I/w. Router, gate and attention come before the messages in a forward, after them in a backward.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from terrace.cluster.cluster import Device
+from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
-from terrace.plan.expert_traffic import ExpertTraffic
+from terrace.plan.expert_traffic import ExpertTraffic, spans_of
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Send, Steps
 from terrace.program.instruction import Op
 from terrace.simulate.inside import InBlockPrices
-from terrace.simulate.mixture import Seconds, passed_seconds
+from terrace.simulate.mixture import Seconds, passed_seconds, shared_seconds
 from terrace.simulate.rank import Doing, Event, PassStep
 from terrace.simulate.work import Work
 
+FORWARD = (ComputeKind.EXPERTS, ComputeKind.SHARED)  # the computing of a forward, in a recomputed backward too
+
 
 class ExpertSeconds(NamedTuple):
-    """Seconds of a block's experts on one micro-batch, between dispatch and combine."""
+    """Seconds of a block's experts on one micro-batch: of a forward, of input gradients and of weight gradients.
 
-    forward_s: float = 0.0
-    input_s: float = 0.0
-    weight_s: float = 0.0
+    `passed` is what stands between dispatch and combine, in `pieces` in a forward and a backward, in `chunks` of weight
+    gradients. `shared` is the shared expert.
+    """
 
-    def of(self, step: BlockStep, op: Op) -> float:
-        """Seconds of a step of a pass; weight gradients may have a pass of their own."""
+    passed: Seconds = (0.0, 0.0, 0.0)
+    shared: Seconds = (0.0, 0.0, 0.0)
+    pieces: int = 1
+    chunks: int = 1
+
+    def of(self, step: BlockStep) -> float:
+        """Seconds of a step of a pass."""
         if not isinstance(step, Compute):
             return 0.0
-        if step.kind is ComputeKind.EXPERTS:
-            return self.forward_s
-        return self.input_s + (0.0 if op is Op.BACKWARD_INPUT else self.weight_s)
+        if step.kind is ComputeKind.EXPERT_WEIGHTS:
+            # What the shared expert holds back is computed with the first chunk.
+            return self.passed[2] / self.chunks + (0.0 if step.number else self.shared[2])
+        return {
+            ComputeKind.EXPERTS: self.passed[0] / self.pieces,
+            ComputeKind.EXPERT_GRADIENTS: self.passed[1] / self.pieces,
+            ComputeKind.SHARED: self.shared[0],
+            ComputeKind.SHARED_GRADIENTS: self.shared[1],
+        }[step.kind]
 
 
 def priced_experts(
-    device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool
+    device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool, trained: float
 ) -> tuple[ExpertSeconds, Seconds]:
     """Seconds of a layer's experts from a rank's `work`, and how much longer a pass is than with all experts here.
 
-    `accumulate` as in terrace.simulate.layers.
+    `accumulate` as in terrace.simulate.layers; `trained` is the part of weight gradients that are computed.
     """
     experts = work.model.experts
     assert experts is not None, "a layer without experts sends nothing to them"
@@ -55,18 +70,39 @@ def priced_experts(
         num_experts=experts.num_experts // traffic.num_units,
         intermediate_size=-(-experts.intermediate_size // traffic.num_rows),
     )
-    here = passed_seconds(device, work, held, work.routed * traffic.num_rows, accumulate)
+    # Later pieces add their weight gradients to those of the first.
+    sizes = Counter(stop - start for start, stop in spans_of(work.routed * traffic.num_rows, traffic.pieces))
+    accumulates = accumulate or traffic.pieces > 1
+    parts = [(times, passed_seconds(device, work, held, size, accumulates)) for size, times in sizes.items()]
+    here = [sum(times * seconds[part] for times, seconds in parts) for part in range(3)]
     alone = passed_seconds(device, work, experts, work.routed, accumulate)
-    return ExpertSeconds(*here), (here[0] - alone[0], here[1] - alone[1], here[2] - alone[2])
+    shared = shared_seconds(device, work, experts, accumulate) if traffic.shares else (0.0, 0.0, 0.0)
+    own = ExpertSeconds(
+        (here[0], here[1], here[2] * trained),
+        (shared[0], shared[1], shared[2] * trained),
+        traffic.pieces,
+        traffic.chunks[True],
+    )
+    return own, (here[0] - alone[0], here[1] - alone[1], here[2] - alone[2])
 
 
 def shared_out(
     block: BlockSpec, traffic: ExpertTraffic, flops: float, forward_s: float, weight_s: float
 ) -> ExpertSeconds:
     """The experts' part of the seconds of a block that has `flops` in a forward, by their share in it."""
+    assert isinstance(block, DecoderBlock), "only these have experts"
+    assert block.config.experts is not None, "and this one has"
+    shared_size = block.config.experts.shared_size * block.config.hidden_size * (3 if block.config.gated_mlp else 2)
     active = sum(param.numel for param in block.params if param.is_stack) * traffic.per_token / traffic.num_experts
-    share = min(1.0, 2 * traffic.tokens * active / flops)
-    return ExpertSeconds(share * forward_s, share * forward_s, share * weight_s)
+    passed, shared = (min(0.5, 2 * traffic.tokens * size / flops) for size in (active, shared_size))
+    if not shared_size:
+        passed = min(1.0, 2 * traffic.tokens * active / flops)
+    return ExpertSeconds(
+        (passed * forward_s, passed * forward_s, passed * weight_s),
+        (shared * forward_s, shared * forward_s, shared * weight_s),
+        traffic.pieces,
+        traffic.chunks[True],
+    )
 
 
 def pass_steps(
@@ -77,13 +113,12 @@ def pass_steps(
     before: BlockStep | None = None
     for step in steps:
         if isinstance(step, Compute):
-            yield PassStep(Doing.COMPUTE, Event(op, block, own.of(step, op), -1, category))
+            yield PassStep(Doing.COMPUTE, Event(op, block, own.of(step), -1, category))
         elif isinstance(step, Send):
             (message,) = step.messages
             assert isinstance(message, ExpertMessage), "the steps are of experts"
             name, (seconds, penalty) = message.message_class.value, prices.price(message)
-            assert not isinstance(before, Send) or before.messages[0].message_class == message.message_class
-            # The rows of one tier arrive before they go over the next.
+            # Rows of a chunk arrive over one tier before they go over the next.
             follows = len(sent) - 1 if isinstance(before, Send) else -1
             lane = Event(op, block, seconds, message.tier, f"wait {name}", penalty=penalty, message=name)
             yield PassStep(Doing.SEND, lane, follows)

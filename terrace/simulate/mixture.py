@@ -56,6 +56,21 @@ def passed_seconds(device: Device, work: Work, experts: ExpertsConfig, tokens: i
     return _with_products(device, work, passes_s, products, accumulate)
 
 
+def shared_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
+    """Seconds of the shared expert of every token, an MLP, and of its gate."""
+    hidden, inner, tokens = work.model.hidden_size, experts.shared_size, work.stream_tokens
+    if not inner:
+        return 0.0, 0.0, 0.0
+    gated = work.model.gated_mlp
+    outputs = 2 * inner if gated else inner
+    products = [(work.compute, 1, tokens, hidden, outputs), (work.compute, 1, tokens, inner, hidden)]
+    if experts.shared_gate:
+        products.append((work.compute, 1, tokens, hidden, 1))
+    size = FORMATS[work.compute].element_bytes * inner * tokens
+    forward_s, backward_s = (memory_s(device, each * size) for each in ((3, 5) if gated else (2, 3)))
+    return _with_products(device, work, (forward_s, backward_s), products, accumulate)
+
+
 def _with_products(
     device: Device,
     work: Work,

@@ -237,7 +237,7 @@ def test_messages_are_in_order_and_say_behind_which_round_they_travel() -> None:
 
     def told(steps: Steps) -> list[tuple[str, int, int | None]]:
         sends = [step for step in steps if isinstance(step, Send)]
-        rounds = [None if each.behind is None else each.behind.ring_step for each in sends]
+        rounds = [None if each.behind is None else each.behind.number for each in sends]
         messages = [message for message in messages_of(steps) if isinstance(message, ContextMessage)]
         return [(each.leg.value, each.tier, number) for each, number in zip(messages, rounds, strict=True)]
 

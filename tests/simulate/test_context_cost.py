@@ -99,7 +99,7 @@ def by_hand(program: Program, steps: Steps, first_s: float, later_s: float) -> f
         seconds = send_s(cluster, tier, num_bytes)
         covered_s = 0.0
         if send.behind is not None:
-            room_s = left_s.setdefault(send.behind, later_s if send.behind.ring_step else first_s)
+            room_s = left_s.setdefault(send.behind, later_s if send.behind.number else first_s)
             covered_s = min(seconds, room_s)
             left_s[send.behind] -= covered_s
         waited_s += seconds - covered_s + tier_penalty(cluster, tier) * covered_s

@@ -86,15 +86,17 @@ class Stack(nn.Module):
         return grouped_linear(x, self.weight, order.counts)
 
 
-# (module, tokens (T, H), their choice) -> weighted sums of the experts' results, (T, H)
-Spread = Callable[["Mixture", Tensor, Choice], Tensor]
+# (module, tokens (T, H), their choice, all tokens) -> weighted sums of the experts' results, (T, H), and results of the
+# shared expert for all tokens if `shares_waits`
+Spread = Callable[["Mixture", Tensor, Choice, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class Mixture(nn.Module):
     """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H).
 
-    With `spread`, experts are on several ranks: it brings tokens to them and back, and calls `pass_through` there. A
-    `tally` is told of choices and rows.
+    With `spread`, experts are on several ranks: it brings tokens to them and back, and calls `pass_through` there; with
+    `shares_waits` it also calls `pass_shared`, while messages travel. A `tally` is told of choices and
+    rows.
     """
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
@@ -103,6 +105,7 @@ class Mixture(nn.Module):
         assert experts is not None, "a layer without experts is no mixture"
         self.spread: Spread | None = None
         self.tally: Tally | None = None
+        self.shares_waits = False
         self.activation = ACTIVATIONS[config.activation]
         self.router = Router(config, **where)
         self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
@@ -123,10 +126,13 @@ class Mixture(nn.Module):
             output = torch.stack([self.routed(row) for row in x])
         else:
             output = self.routed(x.flatten(0, -2)).view_as(x)
-        if self.shared is None:
-            return output
+        return output if self.shared is None or self.shares_waits else output + self.pass_shared(x)
+
+    def pass_shared(self, x: Tensor) -> Tensor:
+        """The results of the shared expert."""
+        assert self.shared is not None, "the layer has a shared expert"
         shared: Tensor = self.shared(x)
-        return output + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+        return shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared
 
     def routed(self, tokens: Tensor) -> Tensor:
         """Tokens (T, H) through the experts that the gate chooses, (T, H); zero for those that take no part.
@@ -139,19 +145,18 @@ class Mixture(nn.Module):
             # Only experts that choose ask which tokens are of one sequence.
             asks, row = self.router.config.looks_ahead, torch.Size((1, len(tokens)))
             passage = Passage.of_rows(row, tokens.device) if asks else Passage(None, None)
-        if passage.kept is None:
-            return self._passed(tokens, passage)
-        passed = self._passed(tokens.index_select(0, passage.kept), passage)
-        return torch.zeros_like(tokens).index_copy(0, passage.kept, passed)
-
-    def _passed(self, tokens: Tensor, passage: Passage) -> Tensor:
-        choice = self.router(tokens, passage)
+        kept = passage.kept
+        taking = tokens if kept is None else tokens.index_select(0, kept)
+        choice, shared = self.router(taking, passage), None
         if self.tally is not None:
             self.tally.choose(choice.experts)
         if self.spread is not None:
-            return self.spread(self, tokens, choice)
-        passed: Tensor = (self.pass_through if self.joined is None else self.joined)(tokens, choice)
-        return passed
+            passed, shared = self.spread(self, taking, choice, tokens)
+        else:
+            passed = (self.pass_through if self.joined is None else self.joined)(taking, choice)
+        if kept is not None:
+            passed = torch.zeros_like(tokens).index_copy(0, kept, passed)
+        return passed if shared is None else passed + shared
 
     def pass_through(self, tokens: Tensor, choice: Choice) -> Tensor:
         """The weighted sum (T, H) of the results of this module's experts for tokens (T, H)."""

@@ -1,6 +1,6 @@
 """The steps of a block: computing, and the messages among ranks that run the same block, in the order of issue.
 
-    Compute(kind, ring_step)  a piece of computing behind which messages may hide
+    Compute(kind, number)     a piece of computing behind which messages may hide
     Send(messages, behind)    put on the lane of messages inside blocks, one after the other; messages of experts go on
                               the lane of the outermost tier that they cross, like messages between blocks
     Await(send)               computing stops until the messages of `send` are there
@@ -35,15 +35,21 @@ class ComputeKind(StrEnum):
     ROUND_GRADIENTS = "gradients of a round"
     EXPERTS = "experts"
     EXPERT_GRADIENTS = "gradients of experts"
+    EXPERT_WEIGHTS = "gradients of experts' weights"
+    SHARED = "shared expert"
+    SHARED_GRADIENTS = "gradients of the shared expert"
 
     __hash__ = str.__hash__  # fast: a search looks pieces up by the thousand
 
 
 class Compute(NamedTuple):
-    """A piece of computing; a round has the number of its ring step."""
+    """A piece of computing; `number` is the ring step of a round, or the piece of tokens that experts pass.
+
+    Gradients of experts' weights have the number of a chunk.
+    """
 
     kind: ComputeKind
-    ring_step: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,19 @@ class BlockProgram:
             return ()
         if op is Op.FORWARD:
             return forward
+        # Half a backward leaves the gradients of experts' weights to the other half. Other weight gradients inside a
+        # block are computed while its messages travel, so the first half has all their steps.
+        if op is Op.BACKWARD_INPUT and self.experts[0]:
+            backward = tuple(each for each in backward if not _weighs(each))
         return forward + backward if self.recomputed else backward
 
     @cached_property
     def _moments(self) -> "dict[Op, tuple[Moment, ...]]":
         return {}
+
+
+def _weighs(step: BlockStep) -> bool:
+    return isinstance(step, Compute) and step.kind is ComputeKind.EXPERT_WEIGHTS
 
 
 def messages_of(steps: Iterable[BlockStep]) -> Iterator[InBlockMessage]:
@@ -138,7 +152,7 @@ def moments_of(steps: Steps) -> tuple[Moment, ...]:
     order: dict[object, tuple[tuple[InBlockMessage, int], ...]] = {}
     for (message_class, behind), counts in beside.items():
         # Later rounds take equally long, so they share a number.
-        alike = behind if behind is None else Compute(behind.kind, min(behind.ring_step, 1))
+        alike = behind if behind is None else Compute(behind.kind, min(behind.number, 1))
         key = message_class, alike, frozenset(counts.items())
         order.setdefault(key, tuple(counts.items()))
         times[key] += 1

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -13,22 +13,23 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
-from terrace.plan.expert_traffic import uncoded_bytes
+from terrace.plan.expert_traffic import spans_of, uncoded_bytes
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.layout import Layout
 from terrace.plan.wire import MessageClass, WireFormat
-from terrace.program.block_program.steps import ComputeKind
+from terrace.program.block_program.steps import Await, BlockStep, Send, Steps
 from terrace.program.message import Transfer
 from terrace.program.program import Program
+from terrace.runtime.experts.crossing import Crossing
 from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
-from terrace.runtime.experts.way import Way, back, toward
+from terrace.runtime.experts.way import Way
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
 
 
 class ExpertAxis(InBlockAxis):
-    """Puts itself into the mixtures of a rank's blocks."""
+    """Puts itself into the mixtures of a rank's blocks, `blocks` by number."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class ExpertAxis(InBlockAxis):
         program: Program,
         rank: int,
         collectives: Collectives,
-        blocks: Iterable[nn.Module],
+        blocks: Mapping[int, nn.Module],
         origin: Origin,
     ) -> None:
         self.in_block, self._rank, self._collectives, self._origin = in_block, rank, collectives, origin
@@ -46,12 +47,16 @@ class ExpertAxis(InBlockAxis):
         self._degrees = [_taken(line.degrees, tiers) for line, tiers in zip(self._lines, self._tiers, strict=True)]
         places = [line.coordinates(rank) for line in self._lines]
         self._places = [_taken(place, tiers) for place, tiers in zip(places, self._tiers, strict=True)]
-        self._newest = MessageClass.ROUTE
         self._declared = Counter[tuple[MessageClass, str]]()
-        self._mixtures = [module for block in blocks for module in block.modules() if isinstance(module, Mixture)]
-        for mixture in self._mixtures:
-            mixture.spread = self._spread
-        self._num_choices = max((mixture.router.config.num_choices for mixture in self._mixtures), default=0)
+        self._programs: dict[Mixture, tuple[tuple[Steps, Steps], int]] = {}  # steps behind the table, pieces of tokens
+        for index, block in blocks.items():
+            traffic, (forward, backward) = program.experts(index), program.block_program(index).experts
+            for mixture in (module for module in block.modules() if isinstance(module, Mixture)):
+                assert traffic is not None, "a block with a mixture sends to its experts"
+                steps = tuple(filter(_moves_rows, forward)), backward
+                self._programs[mixture] = steps, traffic.pieces
+                mixture.spread, mixture.shares_waits = self._spread, traffic.shares
+        self._num_choices = max((mixture.router.config.num_choices for mixture in self._programs), default=0)
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
@@ -60,32 +65,27 @@ class ExpertAxis(InBlockAxis):
 
     def remove(self) -> None:
         """Leave each mixture the experts that it holds."""
-        for mixture in self._mixtures:
-            mixture.spread = None
+        for mixture in self._programs:
+            mixture.spread, mixture.shares_waits = None, False
 
-    def _spread(self, mixture: Mixture, tokens: Tensor, choice: Choice) -> Tensor:
-        num_experts = mixture.router.config.num_experts
-        way = Way(self._hops(choice.experts, num_experts), self._units(num_experts), self)
-        rows, weights, experts = toward(tokens, choice.weights, choice.experts, way)
+    def _spread(
+        self, mixture: Mixture, tokens: Tensor, choice: Choice, all_tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        num_experts, (steps, pieces) = mixture.router.config.num_experts, self._programs[mixture]
+        ways, size = self._ways(choice.experts, num_experts, pieces), num_experts // math.prod(self._degrees[0])
+        first = _index(self._places[0], self._degrees[0]) * size
         if mixture.tally is not None:
-            mixture.tally.move(sum(hop.sent for hop in way.hops), sum(hop.returned for hop in way.hops))
-        held = num_experts // math.prod(self._degrees[0])
-        experts = experts - _index(self._places[0], self._degrees[0]) * held
-        here = Choice(experts.masked_fill((experts < 0) | (experts >= held), -1), weights, is_whole=False)
-        return back(mixture.pass_through(rows, here), way)
+            hops = [hop for way in ways for hop in way.hops]
+            mixture.tally.move(sum(hop.sent for hop in hops), sum(hop.returned for hop in hops))
+        crossing = Crossing(self, mixture, steps, ways, (first, first + size))
+        passed, shared = crossing.through(tokens, choice, all_tokens)
+        return passed, shared if mixture.shares_waits else None
 
-    def _units(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The experts of each unit of every hop, by peer; the units outside are this rank's."""
-        degrees, first, found = self._degrees[0], 0, list[tuple[tuple[int, int], ...]]()
-        for units, degree, place in zip(accumulate(degrees, mul), degrees, self._places[0], strict=True):
-            size = num_experts // units
-            found.append(tuple((first + unit * size, first + (unit + 1) * size) for unit in range(degree)))
-            first += place * size
-        return (*found, *[()] * len(self._degrees[1]))
-
-    def _hops(self, experts: Tensor, num_experts: int) -> tuple[HopRows, ...]:
-        """The route of choices (T, k), after every rank has learnt the counts of all."""
-        numbers = count_prefixes(experts, num_experts, self._degrees[0]).int()
+    def _ways(self, experts: Tensor, num_experts: int, pieces: int) -> list[Way]:
+        """The routes of choices (T, k), piece by piece, after every rank has learnt the counts of all."""
+        spans, degrees = spans_of(len(experts), pieces), self._degrees[0]
+        each = [count_prefixes(experts[start:stop], num_experts, degrees) for start, stop in spans]
+        numbers = torch.cat(each).int()
         table, num_bytes = numbers, numbers.nbytes
         for line in (self._rows, self._experts):
             if line.degree == 1:
@@ -97,8 +97,19 @@ class ExpertAxis(InBlockAxis):
                 num_bytes *= hop.degree
             table = self._gathered(transfer, table)
         # The one read of a layer: from here on, all sizes are known on the host.
-        tiers, degrees, places = self._tiers, self._degrees, self._places
-        return route_of(table.view(-1, len(numbers)).cpu().long(), tiers, degrees, places)
+        counts = table.view(-1, pieces, len(each[0])).cpu().long()
+        units = self._units(num_experts)
+        routes = (route_of(counts[:, piece], self._tiers, self._degrees, self._places) for piece in range(pieces))
+        return [Way(stop - start, hops, units) for (start, stop), hops in zip(spans, routes, strict=True)]
+
+    def _units(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The experts of each unit of every hop, by peer; the units outside are this rank's."""
+        degrees, first, found = self._degrees[0], 0, list[tuple[tuple[int, int], ...]]()
+        for units, degree, place in zip(accumulate(degrees, mul), degrees, self._places[0], strict=True):
+            size = num_experts // units
+            found.append(tuple((first + unit * size, first + (unit + 1) * size) for unit in range(degree)))
+            first += place * size
+        return (*found, *[()] * len(self._degrees[1]))
 
     def _gathered(self, transfer: Transfer, table: Tensor) -> Tensor:
         found = list[Tensor]()
@@ -110,6 +121,18 @@ class ExpertAxis(InBlockAxis):
             ranks = [peer for rank in ranks for peer in line.peers(rank, hop.tier)]
         self.in_block.wait(flight, tuple(sorted(ranks)))
         return found[0]
+
+    def declare(self, message: ExpertMessage, ways: Sequence[Way]) -> None:
+        """Count the bytes of a message of some pieces as declared, from their routes alone."""
+        line, over = self._line(message), self._over(message)[1]
+        hops = (_hop_of(way, message) for way in ways)
+        rows = sum(hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned for hop in hops)
+        row_bytes = over.part_bytes + uncoded_bytes(message, self._num_choices, number_bytes(self._collectives.plan))
+        self._declared[message.message_class, line.tiers[message.tier]] += rows * row_bytes
+
+    def peers(self, message: ExpertMessage) -> tuple[int, ...]:
+        """The ranks of a message over one tier."""
+        return self._line(message).peers(self._rank, message.tier)
 
     def wire(self, message: ExpertMessage) -> WireFormat:
         """The format in which the rows of a message cross its tier."""
@@ -123,24 +146,10 @@ class ExpertAxis(InBlockAxis):
         """Rows (n, H) of their codes (n, bytes)."""
         return self._collectives.read_rows(self._over(message)[1], coded, dtype)
 
-    def exchange(
-        self, message: ExpertMessage, hop: HopRows, sent: Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> Tensor:
-        """Bytes received from the peers of a hop for `sent` (n, bytes)."""
-        line, (transfer, over) = self._line(message), self._over(message)
-        rows = hop.sent if message.message_class is MessageClass.DISPATCH else hop.returned
-        row_bytes = over.part_bytes + uncoded_bytes(message, self._num_choices, number_bytes(self._collectives.plan))
-        self._declared[message.message_class, line.tiers[hop.tier]] += rows * row_bytes
+    def exchange(self, message: ExpertMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Bytes received from the peers of a hop for `sent` (n, bytes), on the lane that calls this."""
         received = sent.new_empty(sum(receives), sent.shape[1])
-        # Products stand between the last hop there and the first one back.
-        if message.message_class is MessageClass.COMBINE and self._newest is MessageClass.DISPATCH:
-            self.in_block.computes(ComputeKind.EXPERT_GRADIENTS if message.backward else ComputeKind.EXPERTS)
-        self._newest = message.message_class
-        flight = self.in_block.submit(
-            lambda: self._collectives.exchange_rows(transfer, over, sent, sends, received, receives),
-            message,
-        )
-        self.in_block.wait(flight, line.peers(self._rank, hop.tier))
+        self._collectives.exchange_rows(*self._over(message), sent, sends, received, receives)
         return received
 
     def _line(self, message: ExpertMessage) -> Layout:
@@ -150,6 +159,16 @@ class ExpertAxis(InBlockAxis):
         transfer = self._transfers[message.message_class, self._line(message).axes, message.tier]
         (hop,) = transfer.gathering
         return transfer, hop
+
+
+def _moves_rows(step: BlockStep) -> bool:
+    """Whether a step is behind the table of counts."""
+    send = step.send if isinstance(step, Await) else step
+    return not (isinstance(send, Send) and send.messages[0].message_class is MessageClass.ROUTE)
+
+
+def _hop_of(way: Way, message: ExpertMessage) -> HopRows:
+    return next(hop for hop in way.hops if (hop.tier, hop.copies) == (message.tier, message.copies))
 
 
 def _taken(values: Sequence[int], tiers: Sequence[int]) -> list[int]:

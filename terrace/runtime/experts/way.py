@@ -1,22 +1,27 @@
-"""The way of a micro-batch's tokens to their experts and back, over the hops of a route, as autograd functions.
+"""Rows of a chunk of tokens on their way to experts and back, one hop after the other.
 
-    toward   a row goes to every unit of a tier that has one of its experts; its gradients come back and are summed
-    back     results of a row come back and are summed; their gradient goes the same way as the rows did
+    there   a row goes to every unit of a tier that has one of its experts
+    back    what comes of a row goes where the row came from, and is summed there
 
-Rows arrive in the order of the peers, and results are added up in that order, in fp32 at least: no sum depends on when
-a message comes.
+In a forward tokens go there and results come back; in a backward gradients of results go there, and gradients of tokens
+come back. Rows arrive in the order of the peers, and are added up in that order, in fp32 at least: no sum depends on
+when a message comes.
 
 A row is coded by itself in the format of its class and tier, so its rounding depends on no other row. Toward experts it
 is coded once for neighbouring hops of one format, which pass the codes on; a rank's own rows are rounded too, so
 that an expert sees the same row anywhere. Back from them the rows that leave a rank are coded anew at each hop, and its
 own enter the sum as they are. Weights, their gradients and choices are never coded.
 
+A chunk is one or several *pieces* of the tokens, neighbours in a micro-batch: a chunk of a forward may be several of a
+backward, or the other way round. Rows lie piece after piece, and in a message piece after piece for each peer.
+
 Shape legend: T tokens, N rows that arrive at a rank, H hidden, k experts of a token, E experts.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,137 +43,157 @@ class Carrier(Protocol):
     def read(self, message: ExpertMessage, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows (n, H) of their codes (n, bytes)."""
 
-    def exchange(
-        self, message: ExpertMessage, hop: HopRows, sent: Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> Tensor:
+    def exchange(self, message: ExpertMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Bytes received for `sent` (n, bytes), both in the order of the peers, with numbers of rows for each."""
 
 
 @dataclass
 class Way:
-    """The route of one micro-batch through one layer, and, once the tokens have gone it, which rows went where.
+    """The route of one piece of a micro-batch through one layer, and, once its tokens have gone it, which rows went
+    where.
 
     `units` is the experts (first, last + 1) of the units of each hop, by peer; none where every row goes to every peer.
     """
 
+    tokens: int
     hops: tuple[HopRows, ...]
     units: tuple[tuple[tuple[int, int], ...], ...]
-    carrier: Carrier
     rows: list[tuple[Tensor, ...]] = field(default_factory=list)  # by hop, the rows that each peer got
-    held: list[int] = field(default_factory=list)  # by hop, how many rows there were
+
+    def held(self, number: int) -> int:
+        """Rows on the rank before hop `number`; after the last, those that arrive."""
+        return sum(self.hops[number - 1].receives) if number else self.tokens
 
 
-def toward(tokens: Tensor, weights: Tensor, experts: Tensor, way: Way) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (T, H), weights (T, k) and choices (T, k) to the rows (N, H), (N, k), (N, k) that arrive here."""
-    rows, of_rows, choices = _Toward.apply(tokens, weights, experts.int(), way)  # type: ignore[no-untyped-call]
-    return rows, of_rows, choices.long()
+class Chunk:
+    """Rows of some pieces, there or on their way; every hop is one message, whose work runs on its lane.
 
+    `parts` (n, ...) are elements (H), then in a forward weights (k) and choices (k), or in a backward on the way back
+    gradients of weights.
+    """
 
-def back(rows: Tensor, way: Way) -> Tensor:
-    """Results of rows (N, H), summed over ranks where each token came from: (T, H)."""
-    result: Tensor = _Back.apply(rows, way)  # type: ignore[no-untyped-call]
-    return result
+    def __init__(self, carrier: Carrier, ways: Sequence[Way], parts: Sequence[Tensor]) -> None:
+        self.parts, self._carrier, self._ways = tuple(parts), carrier, ways
+        self._dtypes = [part.dtype for part in parts]
+        self._last: ExpertMessage | None = None  # of the codes that the elements are in
+        self._passed: list[tuple[Tensor, ...]] = []
 
+    def turn(self, parts: Sequence[Tensor]) -> None:
+        """Take what became of the rows that arrived, to be brought back."""
+        self.parts, self._dtypes = tuple(parts), [part.dtype for part in parts]
 
-class _Toward(torch.autograd.Function):
+    def go(self, message: ExpertMessage) -> None:
+        """The hop of a message; on CUDA what its work has read stays until `arrived`."""
+        self._passed.append(self.parts)
+        number = next(
+            number
+            for number, hop in enumerate(self._ways[0].hops)
+            if (hop.tier, hop.copies) == (message.tier, message.copies)
+        )
+        (self._there if message.message_class is MessageClass.DISPATCH else self._back)(number, message)
+
+    def arrived(self) -> None:
+        """Drop what messages have read: the computation has waited for them."""
+        self._passed.clear()
+
+    def pieces(self) -> list[list[Tensor]]:
+        """The rows that have arrived, of each piece."""
+        sizes = [way.held(len(way.hops)) for way in self._ways]
+        return [list(each) for each in zip(*(part.split(sizes) for part in self.parts), strict=True)]
+
+    def _there(self, number: int, message: ExpertMessage) -> None:
+        rows, *others = self.parts
+        last, hops = self._last, self._hops(number)
+        if last is None or self._carrier.wire(last) != self._carrier.wire(message):
+            held = rows if last is None else self._carrier.read(last, rows, self._dtypes[0])
+            rows = self._carrier.code(message, held)
+        if not message.backward:
+            choices = others[1].split([way.held(number) for way in self._ways])
+            for way, experts, hop in zip(self._ways, choices, hops, strict=True):
+                way.rows.append(_wanted(experts, hop, way.units[number]))
+        parts = (rows, *others)
+        packed, index = _packed(parts), self._index(number)
+        own = hops[0].position
+        sent = packed.index_select(0, torch.cat([each for peer, each in enumerate(index) if peer != own]))
+        counts = self._counts([hop.sends for hop in hops], own), self._counts([hop.receives for hop in hops], own)
+        received = self._carrier.exchange(message, sent, *counts)
+        arrived = self._by_peer(received, packed.index_select(0, index[own]), [hop.receives for hop in hops], own)
+        rows, *others = _unpacked(torch.cat([each for piece in zip(*arrived, strict=True) for each in piece]), parts)
+        self._last = message
+        if number == len(self._ways[0].hops) - 1:
+            rows, self._last = self._carrier.read(message, rows, self._dtypes[0]), None
+        self.parts = (rows, *others)
+
+    def _back(self, number: int, message: ExpertMessage) -> None:
+        hops, index = self._hops(number), self._index(number)
+        own = hops[0].position
+        # Piece after piece, the rows of each peer.
+        sizes = [size for hop in hops for size in hop.receives]
+        slices = [part.split(sizes) for part in self.parts]
+        num_peers = len(hops[0].sends)
+
+        def of(part: Sequence[Tensor], peer: int) -> list[Tensor]:
+            return list(part[peer::num_peers])
+
+        leaving, *others = (
+            torch.cat([each for peer in range(num_peers) if peer != own for each in of(part, peer)]) for part in slices
+        )
+        like = self._carrier.code(message, leaving), *others
+        counts = self._counts([hop.receives for hop in hops], own), self._counts([hop.sends for hop in hops], own)
+        received = self._carrier.exchange(message, _packed(like), *counts)
+        coded, *others = _unpacked(received, like)
+        arrived = self._carrier.read(message, coded, _wide(self.parts[0].dtype)), *others
+        held, found = sum(way.held(number) for way in self._ways), []
+        starts = [0, *accumulate(counts[1])]
+        for there, here in zip(arrived, slices, strict=True):
+            total = there.new_zeros(held, there.shape[1], dtype=_wide(here[0].dtype))
+            for peer, rows in enumerate(index):
+                values = torch.cat(of(here, peer)) if peer == own else there[starts[peer] : starts[peer + 1]]
+                # A peer got a row once, so no two additions meet.
+                total.index_add_(0, rows, values.to(total.dtype))
+            found.append(total)
+        if number == 0:
+            found = [part.to(dtype) for part, dtype in zip(found, self._dtypes, strict=True)]
+        self.parts = tuple(found)
+
+    def _hops(self, number: int) -> list[HopRows]:
+        return [way.hops[number] for way in self._ways]
+
+    def _index(self, number: int) -> list[Tensor]:
+        """By peer, its rows among all of the chunk before a hop."""
+        if len(self._ways) == 1:
+            return list(self._ways[0].rows[number])
+        starts = [0, *accumulate(way.held(number) for way in self._ways)]
+        moved = ([rows + start for rows in way.rows[number]] for way, start in zip(self._ways, starts, strict=False))
+        return [torch.cat(each) for each in zip(*moved, strict=True)]
+
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, experts: Tensor, way: Way) -> tuple[Tensor, ...]:
-        ctx.way = way
-        parts = _sent(way, (tokens, weights, experts), backward=False)
-        ctx.mark_non_differentiable(parts[2])
-        # A way without hops hands its inputs on, which a function may not return.
-        return parts if way.hops else tuple(part.clone() for part in parts)
+    def _counts(numbers: Sequence[Sequence[int]], own: int) -> list[int]:
+        return [0 if peer == own else sum(each) for peer, each in enumerate(zip(*numbers, strict=True))]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, rows: Tensor, weights: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None]:
-        tokens, of_tokens = _returned(ctx.way, (rows, weights), backward=True)
-        return tokens, of_tokens, None, None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
-        ctx.way = way
-        (result,) = _returned(way, (rows,), backward=False)
-        return result if way.hops else result.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sent(ctx.way, (gradient,), backward=True)[0], None
+    def _by_peer(
+        received: Tensor, own_rows: Tensor, numbers: Sequence[Sequence[int]], own: int
+    ) -> list[tuple[Tensor, ...]]:
+        """By peer, the rows of each piece."""
+        found, start = [], 0
+        for peer, sizes in enumerate(zip(*numbers, strict=True)):
+            if peer == own:
+                found.append(own_rows.split(list(sizes)))
+            else:
+                found.append(received[start : start + sum(sizes)].split(list(sizes)))
+                start += sum(sizes)
+        return found
 
 
 def _wanted(experts: Tensor, hop: HopRows, units: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
     """The rows of `experts` (n, k) that each peer gets."""
     if hop.copies:
-        return ((experts >= 0).any(1).nonzero().squeeze(1),) * len(hop.sends)
-    found = []
-    for first, last in units:
-        has = ((experts >= first) & (experts < last)).any(1)
-        found.append(has.nonzero().squeeze(1))
+        found = [(experts >= 0).any(1).nonzero().squeeze(1)] * len(hop.sends)
+    else:
+        found = [((experts >= first) & (experts < last)).any(1).nonzero().squeeze(1) for first, last in units]
+    assert tuple(map(len, found)) == hop.sends, "a route counts the rows that are sent"
     return tuple(found)
-
-
-def _sent(way: Way, parts: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, ...]:
-    """Parts of the rows that arrive, from `parts` (n, ...) of those held: elements, then weights and choices."""
-    rows, *others = parts
-    dtype, last = rows.dtype, None
-    for number, (hop, units) in enumerate(zip(way.hops, way.units, strict=True)):
-        message = ExpertMessage(MessageClass.DISPATCH, hop.tier, hop.copies, backward)
-        if last is None or way.carrier.wire(last) != way.carrier.wire(message):
-            held = rows if last is None else way.carrier.read(last, rows, dtype)
-            rows = way.carrier.code(message, held)
-        last = message
-        if not backward:
-            way.held.append(len(rows))
-            way.rows.append(_wanted(others[1], hop, units))
-        rows, *others = _over(way, number, message, (rows, *others))
-    return (rows if last is None else way.carrier.read(last, rows, dtype), *others)
-
-
-def _over(way: Way, number: int, message: ExpertMessage, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`parts` (n, ...) of the rows held, of which each peer gets its own, as the parts of the rows that arrive."""
-    hop, rows = way.hops[number], way.rows[number]
-    assert tuple(map(len, rows)) == hop.sends, "a route counts the rows that are sent"
-    packed = _packed(parts)
-    others = [each for peer, each in enumerate(rows) if peer != hop.position]
-    sends, receives = _without_own(hop, hop.sends), _without_own(hop, hop.receives)
-    sent = packed.index_select(0, torch.cat(others))
-    received = way.carrier.exchange(message, hop, sent, sends, receives)
-    own = packed.index_select(0, rows[hop.position])
-    before = sum(receives[: hop.position])
-    return _unpacked(torch.cat([received[:before], own, received[before:]]), parts)
-
-
-def _returned(way: Way, parts: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, ...]:
-    """`parts` of the rows that arrived, back to where they came from and summed there, hop by hop."""
-    dtypes = [part.dtype for part in parts]
-    for hop, rows, held in reversed(list(zip(way.hops, way.rows, way.held, strict=True))):
-        message = ExpertMessage(MessageClass.COMBINE, hop.tier, hop.copies, backward)
-        first = sum(hop.receives[: hop.position])
-        last = first + hop.receives[hop.position]
-        sends, receives = _without_own(hop, hop.receives), _without_own(hop, hop.sends)
-        leaving, *others = (torch.cat([part[:first], part[last:]]) for part in parts)
-        like = way.carrier.code(message, leaving), *others
-        received = way.carrier.exchange(message, hop, _packed(like), sends, receives)
-        coded, *others = _unpacked(received, like)
-        arrived = way.carrier.read(message, coded, _wide(parts[0].dtype)), *others
-        starts = [sum(receives[:peer]) for peer in range(len(rows) + 1)]
-        found = []
-        for there, here in zip(arrived, (part[first:last] for part in parts), strict=True):
-            total = here.new_zeros(held, here.shape[1], dtype=_wide(here.dtype))
-            for peer, index in enumerate(rows):
-                values = here if peer == hop.position else there[starts[peer] : starts[peer + 1]]
-                # A peer got a row once, so no two additions meet.
-                total.index_add_(0, index, values.to(total.dtype))
-            found.append(total)
-        parts = found
-    return tuple(part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
-
-
-def _without_own(hop: HopRows, numbers: Sequence[int]) -> list[int]:
-    return [0 if peer == hop.position else number for peer, number in enumerate(numbers)]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,209 @@
+"""Tokens through a layer's experts on several ranks: one function, whose halves play the block's own program.
+
+Each half takes the steps of the program (terrace.program.block_program.experts) in their order. A `Send` puts a hop of
+a chunk on the lane of its tier, where rows are packed, exchanged and summed; hops of a chunk follow one another.
+Meanwhile the rank computes: experts on the rows of a chunk that has arrived, the shared expert, weight gradients.
+
+What is computed in a forward is differentiated in the backward by graphs of its own, one for each piece and one for the
+shared expert, so that each runs when its step comes. Their weight gradients are recorded as those of any layer.
+
+Shape legend: T tokens, N rows that arrive at a rank, H hidden, k experts of a token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from terrace.model.experts.gates import Choice
+from terrace.model.experts.mixture import Mixture
+from terrace.plan.expert_traffic import spans_of
+from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.wire import MessageClass
+from terrace.program.block_program.steps import Await, ComputeKind, Send, Steps
+from terrace.runtime.experts.way import Carrier, Chunk, Way
+from terrace.runtime.in_block_comm import InBlockComm, InFlight
+
+_SHARED = -1  # among the numbers of pieces
+
+
+@dataclass
+class _Graph:
+    """A piece of computing to be differentiated: leaves, and what came of them."""
+
+    leaves: tuple[Tensor, ...]
+    output: Tensor
+
+    def differentiate(self, gradient: Tensor) -> list[Tensor]:
+        """Gradients of the leaves; those of weights go where weights' gradients go."""
+        torch.autograd.backward(self.output, gradient)
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
+
+
+class Rank(Carrier, Protocol):
+    """What a crossing needs of its rank."""
+
+    in_block: InBlockComm
+
+    def declare(self, message: ExpertMessage, ways: Sequence[Way]) -> None:
+        """Count the bytes of a message as declared."""
+
+    def peers(self, message: ExpertMessage) -> tuple[int, ...]:
+        """The ranks of a message, this one included."""
+
+
+class Crossing:
+    """One micro-batch's tokens through one layer.
+
+    `ways` are the routes of its pieces, `steps` the forward and the backward of the program, `held` the first and the
+    last expert, exclusive, of this rank.
+    """
+
+    def __init__(
+        self, rank: Rank, mixture: Mixture, steps: tuple[Steps, Steps], ways: Sequence[Way], held: tuple[int, int]
+    ) -> None:
+        self._rank, self._mixture, self._steps, self._ways, self._held = rank, mixture, steps, ways, held
+        self._graphs: dict[int, _Graph] = {}  # of each piece, and of the shared expert
+        self._shared: list[Tensor] = []  # its result, then the gradient of its tokens
+
+    def through(self, tokens: Tensor, choice: Choice, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums (T, H) of the results of tokens (T, H), and what the shared expert makes of x, empty without one."""
+        parts = tokens, choice.weights, choice.experts.int(), x
+        if not torch.is_grad_enabled():
+            return self.forward(*parts, trains=False)
+        # The results have gradients wherever some parameter has.
+        trains = any(parameter.requires_grad for parameter in self._mixture.parameters())
+        anchor = tokens.new_empty(0).requires_grad_(trains)
+        results: tuple[Tensor, Tensor] = _Through.apply(*parts, anchor, self)  # type: ignore[no-untyped-call]
+        return results
+
+    def forward(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, x: Tensor, *, trains: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The forward half; `trains`: its graphs are kept for `backward`."""
+
+        def pass_piece(number: int, rows: Tensor, of_rows: Tensor, choices: Tensor) -> list[Tensor]:
+            first, last = self._held
+            here = choices.long() - first
+            here = here.masked_fill((here < 0) | (here >= last - first), -1)
+
+            def compute(rows: Tensor, of_rows: Tensor) -> Tensor:
+                return self._mixture.pass_through(rows, Choice(here, of_rows, is_whole=False))
+
+            return [self._computed(number, compute, (rows, of_rows), trains)]
+
+        def pass_shared() -> None:
+            self._shared.append(self._computed(_SHARED, self._mixture.pass_shared, (x,), trains))
+
+        (found,) = self._play(0, (tokens, weights, experts), pass_piece, pass_shared)
+        return found, self._shared.pop() if self._shared else x.new_empty(0)
+
+    def backward(self, gradient: Tensor, of_shared: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of tokens (T, H), weights (T, k) and x from the gradients of both results."""
+
+        def differentiate(number: int, rows: Tensor) -> list[Tensor]:
+            return self._graphs.pop(number).differentiate(rows)
+
+        def differentiate_shared() -> None:
+            self._shared += self._graphs.pop(_SHARED).differentiate(of_shared)
+
+        tokens, weights = self._play(1, (gradient,), differentiate, differentiate_shared)
+        return tokens, weights, self._shared.pop() if self._shared else None
+
+    def _computed(self, number: int, compute: Callable[..., Tensor], inputs: Sequence[Tensor], trains: bool) -> Tensor:
+        leaves = tuple(each.detach().requires_grad_(trains) for each in inputs)
+        with torch.set_grad_enabled(trains):
+            output = compute(*leaves)
+        if trains:
+            self._graphs[number] = _Graph(leaves, output)
+        return output.detach()
+
+    def _play(
+        self,
+        half: int,
+        parts: Sequence[Tensor],
+        compute: Callable[..., list[Tensor]],
+        compute_shared: Callable[[], None],
+    ) -> list[Tensor]:
+        """Play the steps of a half on `parts` (T, ...); the parts that came back, (T, ...)."""
+        rank, steps = self._rank, self._steps[half]
+        chunks = self._chunks(steps, parts)
+        each = len(self._ways) // len(chunks)
+        done: dict[int, list[list[Tensor]]] = {}  # by chunk, what became of its pieces
+        flights: dict[Send, InFlight] = {}
+        last: ExpertMessage | None = None
+        for step in steps:
+            if isinstance(step, Send):
+                (message,) = step.messages
+                assert isinstance(message, ExpertMessage), "the steps are of experts"
+                chunk, is_back = chunks[message.chunk], message.message_class is MessageClass.COMBINE
+                if is_back and message.chunk in done:
+                    chunk.turn([torch.cat(part) for part in zip(*done.pop(message.chunk), strict=True)])
+                follows = _follows(last, message)
+                before = flights[Send((last,))] if follows and last is not None else None
+                rank.declare(message, self._ways[each * message.chunk : each * (message.chunk + 1)])
+                flights[step] = rank.in_block.submit(_hop(chunk, message, before), message)
+                last = message
+            elif isinstance(step, Await):
+                (message,) = step.send.messages
+                assert isinstance(message, ExpertMessage), "the steps are of experts"
+                rank.in_block.wait(flights.pop(step.send), rank.peers(message))
+                last = None
+            elif step.kind is ComputeKind.EXPERT_WEIGHTS:
+                rank.in_block.fill(step.number)
+            else:
+                rank.in_block.computes(step.kind, step.number)
+                if step.kind in (ComputeKind.SHARED, ComputeKind.SHARED_GRADIENTS):
+                    compute_shared()
+                else:
+                    number, place = divmod(step.number, each)
+                    chunk = chunks[number]
+                    chunk.arrived()
+                    done.setdefault(number, []).append(compute(step.number, *chunk.pieces()[place]))
+                last = None
+        return [torch.cat(part) for part in zip(*(chunk.parts for chunk in chunks), strict=True)]
+
+    def _chunks(self, steps: Steps, parts: Sequence[Tensor]) -> list[Chunk]:
+        sent = (message for step in steps if isinstance(step, Send) for message in step.messages)
+        number = 1 + max(message.chunk for message in sent if isinstance(message, ExpertMessage))
+        each = len(self._ways) // number
+        return [
+            Chunk(
+                self._rank,
+                self._ways[each * chunk : each * (chunk + 1)],
+                [part[start:stop] for part in parts],
+            )
+            for chunk, (start, stop) in enumerate(spans_of(len(parts[0]), number))
+        ]
+
+
+def _follows(last: ExpertMessage | None, message: ExpertMessage) -> bool:
+    """Whether a message is the next hop of the rows of the last."""
+    return last is not None and (last.message_class, last.chunk) == (message.message_class, message.chunk)
+
+
+def _hop(chunk: Chunk, message: ExpertMessage, before: InFlight | None) -> Callable[[], None]:
+    def work() -> None:
+        # On its lane: over the tier before, the rows must have arrived.
+        if before is not None:
+            before.ticket.wait()
+        chunk.go(message)
+
+    return work
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weights: Tensor, experts: Tensor, x: Tensor, anchor: Tensor, crossing: Crossing
+    ) -> tuple[Tensor, Tensor]:
+        ctx.crossing = crossing
+        return crossing.forward(tokens, weights, experts, x, trains=True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, of_shared: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weights, x = ctx.crossing.backward(gradient, of_shared)
+        return tokens, weights, None, x, None, None
