@@ -120,6 +120,29 @@ def test_the_rounding_of_rows_is_measured(pool: LocalPool) -> None:
     assert 0.001 < first["combine"] < 0.01
 
 
+# Chunks of a forward and of a backward; 64 are more than a rank has tokens.
+CHUNKS = ["2 2", "1 4", "4 2", *nightly("4 4", "2 1", "64 64")]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_tokens_in_chunks(pool: LocalPool, chunks: str) -> None:
+    cluster, number = cluster_of(2), dict(zip(("forward", "backward"), map(int, chunks.split()), strict=True))
+    models = ("mixture, shared expert", "one of many experts")
+    plan = spread(cluster, "zero3", {"package": {"expert": 2}}, expert_chunks=number)
+    check(pool, cluster, [Case(plan, num_micros=2, model=model) for model in models])
+
+
+@pytest.mark.parametrize("name", ["rows inside", *nightly("everywhere", "rows twice")])
+def test_chunks_over_several_tiers(pool: LocalPool, name: str) -> None:
+    """And in halves of backwards, whose weight gradients wait for the other half; and in blocks that run twice."""
+    cluster, number = cluster_of(2, 2, 2), {"forward": 2, "backward": 4}
+    cases = [Case(spread(cluster, "three-level", EIGHT[name], expert_chunks=number), num_micros=2, model="experts")]
+    for other in ("zbv", "recomputed"):
+        plan = exact("three-level", cluster, **BESIDE[other], expert_chunks=number)
+        cases.append(Case(plan, num_micros=4, model="deep experts"))
+    check(pool, cluster, cases)
+
+
 def test_faults_are_noticed(pool: LocalPool) -> None:
     """A row that is lost, a token that is counted for another expert, a bias that stays."""
     cluster = cluster_of(2)
