@@ -19,6 +19,7 @@ from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.expert_traffic import ExpertTraffic, spans_of
 from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Send, Steps
 from terrace.program.instruction import Op
 from terrace.simulate.inside import InBlockPrices
@@ -110,7 +111,7 @@ def pass_steps(
 ) -> Iterator[PassStep]:
     """The steps of a pass as they are played."""
     sent: list[Send] = []
-    before: BlockStep | None = None
+    newest: dict[tuple[MessageClass, bool, int], int] = {}  # of each chunk, its last hop so far
     for step in steps:
         if isinstance(step, Compute):
             yield PassStep(Doing.COMPUTE, Event(op, block, own.of(step), -1, category))
@@ -119,14 +120,14 @@ def pass_steps(
             assert isinstance(message, ExpertMessage), "the steps are of experts"
             name, (seconds, penalty) = message.message_class.value, prices.price(message)
             # Rows of a chunk arrive over one tier before they go over the next.
-            follows = len(sent) - 1 if isinstance(before, Send) else -1
+            chunk = message.message_class, message.backward, message.chunk
+            follows, newest[chunk] = newest.get(chunk, -1), len(sent)
             lane = Event(op, block, seconds, message.tier, f"wait {name}", penalty=penalty, message=name)
             yield PassStep(Doing.SEND, lane, follows)
             sent.append(step)
         else:
             name = step.send.messages[0].message_class.value
             yield PassStep(Doing.WAIT, Event(op, block, 0.0, -1, f"wait {name}"), sent.index(step.send))
-        before = step
 
 
 def alone_s(steps: tuple[PassStep, ...]) -> float:

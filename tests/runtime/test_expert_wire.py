@@ -15,8 +15,8 @@ from terrace.comm import codecs
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat, parse_format
-from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
-from terrace.runtime.experts.way import Way, back, toward
+from terrace.runtime.experts.route import count_prefixes, route_of
+from terrace.runtime.experts.way import Chunk, Way
 
 Place = tuple[int, ...]
 HIDDEN, NUM_EXPERTS, PER_TOKEN, BLOCK = 40, 8, 2, 16  # the last block of a row is short
@@ -64,9 +64,7 @@ class ThreadCarrier:
         codecs.decode(coded, wire, rows)
         return rows
 
-    def exchange(
-        self, message: ExpertMessage, hop: HopRows, sent: Tensor, sends: Sequence[int], receives: Sequence[int]
-    ) -> Tensor:
+    def exchange(self, message: ExpertMessage, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         level = len(self.place) - 1 - message.tier
         peers = [(*self.place[:level], unit, *self.place[level + 1 :]) for unit in range(len(sends))]
         self.sent[message.tier] = self.sent.get(message.tier, 0) + sent.nbytes
@@ -102,6 +100,13 @@ def factor(place: Place) -> float:
     return 1.0 + sum(place)
 
 
+def gone(chunk: Chunk, tiers: Sequence[int], message_class: MessageClass, *, backward: bool) -> tuple[Tensor, ...]:
+    """The parts of a chunk after a message over each of `tiers`."""
+    for tier in tiers:
+        chunk.go(ExpertMessage(message_class, tier, backward=backward))
+    return chunk.parts
+
+
 def passed(wide: Place, wires: Sequence[str], num_tokens: int = 12) -> dict[Place, Passed]:
     """All ranks of the degrees `wide`, the outermost tier first; `wires` by tier, the innermost first."""
     places: list[Place] = list(product(*map(range, wide)))
@@ -118,14 +123,18 @@ def passed(wide: Place, wires: Sequence[str], num_tokens: int = 12) -> dict[Plac
             size //= degree
             units.append(tuple((first + unit * size, first + (unit + 1) * size) for unit in range(degree)))
             first += here * size
-        way = Way(route_of(table, (tiers, []), (wide, ()), (place, ())), tuple(units), carrier)
-        tokens, choices = cut[place][0].clone().requires_grad_(), cut[place][1]
+        way = Way(num_tokens, route_of(table, (tiers, []), (wide, ()), (place, ())), tuple(units))
+        tokens, choices = cut[place]
         numbers = torch.arange(num_tokens).float() + 100 * (1 + places.index(place))
-        rows, weights, _ = toward(tokens, numbers.unsqueeze(1).expand(-1, PER_TOKEN), choices, way)
-        result = back(rows * factor(place), way)
-        torch.autograd.backward(result, cut[place][0].flip(1).contiguous())
-        assert tokens.grad is not None
-        found[place] = Passed(rows.detach(), weights[:, 0].detach(), result.detach(), tokens.grad, carrier)
+        there = Chunk(carrier, [way], (tokens, numbers.unsqueeze(1).expand(-1, PER_TOKEN), choices))
+        rows, weights, _ = gone(there, tiers, MessageClass.DISPATCH, backward=False)
+        there.turn([rows * factor(place)])
+        (result,) = gone(there, tiers[::-1], MessageClass.COMBINE, backward=False)
+        back = Chunk(carrier, [way], [tokens.flip(1).contiguous()])
+        (gradients,) = gone(back, tiers, MessageClass.DISPATCH, backward=True)
+        back.turn([gradients * factor(place), torch.zeros(len(rows), PER_TOKEN)])
+        gradient, _ = gone(back, tiers[::-1], MessageClass.COMBINE, backward=True)
+        found[place] = Passed(rows, weights[:, 0], result, gradient, carrier)
 
     threads = [Thread(target=rank, args=(place,)) for place in places]
     for thread in threads:

@@ -1,27 +1,35 @@
 """Messages of experts on the lanes of tiers: they share each link with messages between blocks."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.cluster import Cluster, Kernels, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs
+from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.plan.wire import OF_EXPERTS
-from terrace.program.instruction import PASSES
+from terrace.plan.wire import FORMATS, OF_EXPERTS, MessageClass
+from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.steps import InBlockMessage
+from terrace.program.instruction import PASSES, Op
 from terrace.program.program import Program
+from terrace.report.inside import experts_table
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.cost import Costs
 from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.events import simulate
+from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps
 from terrace.simulate.footprint import work_of
-from terrace.simulate.inside import block_prices
-from terrace.simulate.rank import Doing
+from terrace.simulate.inside import InBlockPrices, block_prices
+from terrace.simulate.rank import Doing, PassStep
 from terrace.simulate.recording import record
 from terrace.simulate.step import Step, predict_step
 from tests.support.mixtures import PLAIN, mixture
@@ -136,4 +144,92 @@ def test_a_pass_alone_takes_its_computing_and_its_messages() -> None:
     assert [step.event.seconds for step in steps if step.does is Doing.SEND] == sent_s
     computed_s = sum(step.event.seconds for step in steps if step.does is Doing.COMPUTE)
     assert computed_s == pytest.approx(costs.forward_s[layer.block])
-    assert 0 < costs.experts[layer.block].forward_s < costs.forward_s[layer.block]
+    assert 0 < costs.experts[layer.block].passed[0] < costs.forward_s[layer.block]
+
+
+CHUNKS = [{}, {"forward": 2, "backward": 2}, {"forward": 1, "backward": 4}, {"forward": 4, "backward": 2}]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_chunks_send_the_same_rows(chunks: dict[str, int]) -> None:
+    """As many bytes on every tier, but for one table for each piece, and all computing of one chunk."""
+    sent: list[Counter[tuple[str, int]]] = []
+    for each in ({}, chunks):
+        program, _ = played(step_of(cluster_of(), "ddp", expert_chunks=each))
+        number = Counter[tuple[str, int]]()
+        for instruction, times in program.counts.items():
+            for message in program.messages_inside(instruction):
+                pieces = max(each.values(), default=1) if message.message_class == "route" else 1
+                for tier, num_bytes in message.sends:
+                    number[message.message_class, tier] += times * num_bytes // pieces
+        sent.append(number)
+    assert sent[0].keys() == sent[1].keys()
+    assert all(sent[1][key] == pytest.approx(num_bytes, rel=1e-3) for key, num_bytes in sent[0].items())
+
+
+def test_two_chunks_by_hand() -> None:
+    """One tier, D to the experts, P products, C back: chunk 2 goes there during P of chunk 1, C of chunk 1 during P."""
+    for there_s, products_s, back_s in ((1.0, 4.0, 1.0), (4.0, 1.0, 3.0), (2.0, 2.0, 2.0)):
+        halves = [each / 2 for each in (there_s, products_s, back_s)]
+        there, products, back = halves
+        # The link carries both dispatches, then both combines; a combine follows its products.
+        first = there + products
+        second = max(first, 2 * there) + products
+        link = max(2 * there, first) + back
+        wanted = max(link, second) + back
+        assert alone_s(hand_made(halves)) == pytest.approx(wanted)
+
+
+def hand_made(halves: Sequence[float]) -> tuple[PassStep, ...]:
+    traffic = ExpertTraffic(
+        tokens=8,
+        num_experts=2,
+        per_token=1,
+        hidden=1,
+        item_bytes=4,
+        weight_bytes=4,
+        dispatch=(FORMATS["fp32"],),
+        combine=(FORMATS["fp32"],),
+        expert=(2,),
+        rows=(1,),
+        chunks=(2, 1),
+    )
+    there, products, back = halves
+    seconds = {MessageClass.ROUTE: 0.0, MessageClass.DISPATCH: there, MessageClass.COMBINE: back}
+
+    class Prices(InBlockPrices):
+        def price(self, message: InBlockMessage) -> tuple[float, float]:
+            return seconds[message.message_class], 0.0
+
+    own = ExpertSeconds(passed=(2 * products, 0.0, 0.0), pieces=2)
+    steps = expert_steps(traffic)[0]
+    return tuple(pass_steps(steps, Op.FORWARD, "forward", 0, own, Prices(cluster_of(), None, None, experts=traffic)))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+def test_chunks_hide_messages_behind_products(backend: Backend) -> None:
+    """Where small kernels and small messages take no longer, and a link takes as long as the experts."""
+    cluster = cluster_of(backend, rate=2e11)
+    device = replace(cluster.device, kernels=Kernels(), memory_bandwidth_bytes_per_s=1e18)
+    tiers = tuple(replace(tier, latency_s=0.0) for tier in cluster.tiers)
+    cluster = replace(cluster, device=device, tiers=tiers)
+    steps_s = [
+        predict_step(step_of(cluster, "ddp", expert_chunks={"forward": chunks, "backward": chunks})).step_s
+        for chunks in (1, 2, 4)
+    ]
+    assert steps_s[0] > steps_s[1] > steps_s[2]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_chunks_are_listed_in_their_order(chunks: dict[str, int]) -> None:
+    program, _ = played(step_of(cluster_of(), "ddp", expert_chunks=chunks))
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(experts_table(program))
+    text = console.export_text()
+    forward = chunks.get("forward", 1)
+    rows = [line for line in text.splitlines() if "dispatch" in line or "experts," in line]
+    first = [line for line in rows[: 3 * forward + 3] if f"dispatch {min(2, forward)}" in line]
+    assert first, text
+    if forward > 1:
+        position = {word: text.index(word) for word in ("dispatch 2", "experts, 1", "combine 1", "wait for dispatch 2")}
+        assert list(position) == sorted(position, key=position.__getitem__)

@@ -105,7 +105,7 @@ class Strike:
         if world.rank != victim:
             return
         if how in ("computing", "dispatching"):
-            owner, name = (StepRunner, "_forward") if how == "computing" else (ExpertAxis, "_exchange")
+            owner, name = (StepRunner, "_forward") if how == "computing" else (ExpertAxis, "declare")
             go_on = getattr(owner, name)
 
             def slow(*arguments: object) -> object:

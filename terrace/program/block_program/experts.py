@@ -3,15 +3,17 @@
 Tokens travel in chunks, each over the tiers on its way one after the other. With f chunks in a forward and b in a
 backward, of pieces of tokens 1 .. max(f, b), of which a chunk has one or several:
 
-    forward    gather the table of counts                                                       waited for
-               rows of chunk 1 to the experts                                                   behind the shared expert
-               for every chunk: await its rows; send those of the next; products of its pieces; results back
+    forward    gather the table of counts, and wait for it
+               send rows of chunk 1 to the experts, and rows of later chunks over the outer tiers
+               the shared expert
+               for every chunk: await its rows; send the next, over each tier; products of its pieces; results back
                await all results
-    backward   gradients of results of chunk 1 to the experts                                   behind the shared expert
-               for every chunk: await them; send the next chunk's; products that give gradients of rows;
-               gradients of tokens back; products that give gradients of weights, while messages travel
+    backward   send gradients of results in the same way; gradients of the shared expert
+               for every chunk: await them; send the next; products that give gradients of rows; gradients of tokens
+               back; products that give gradients of weights, while messages travel
                await all gradients of tokens
 
+With m tiers on the way, chunk c + 1 is on the innermost while chunk c is multiplied, and chunk c + m on the outermost.
 Half a backward leaves the gradients of weights to the other half. Attention comes before the steps of a forward, and
 after the steps of a backward. Each message takes the lane of its tier (terrace.program.resolve).
 """
@@ -26,7 +28,7 @@ from terrace.program.block_program.steps import Await, BlockStep, Compute, Compu
 
 def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
     """Steps of a forward and of a backward of a layer's experts."""
-    tables = []
+    tables: list[BlockStep] = []
     for line, copies in ((traffic.rows, True), (traffic.expert, False)):
         tiers = [tier for tier, degree in enumerate(line) if degree > 1]
         if tiers:
@@ -36,7 +38,7 @@ def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
 
 
 def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
-    number = traffic.chunks[backward]
+    number, num_hops = traffic.chunks[backward], len(traffic.way)
     each = traffic.pieces // number
     kind = ComputeKind.EXPERT_GRADIENTS if backward else ComputeKind.EXPERTS
     there, back = [], []
@@ -44,12 +46,21 @@ def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
         there.append([Send((ExpertMessage(MessageClass.DISPATCH, *hop, backward, chunk),)) for hop in traffic.way])
         combine = (ExpertMessage(MessageClass.COMBINE, *hop, backward, chunk) for hop in reversed(traffic.way))
         back.append([Send((message,)) for message in combine])
-    yield from there[0]
+
+    def due(done: int) -> Iterator[BlockStep]:
+        # A hop goes out a round behind the hop before it: else it would wait on its lane, before what is ready to go back.
+        for hop in range(num_hops):
+            chunk = done + num_hops - hop
+            if 0 <= chunk < number:
+                yield there[chunk][hop]
+
+    for round_ in range(-num_hops, 0):
+        yield from due(round_)
     if traffic.shares:
         yield Compute(ComputeKind.SHARED_GRADIENTS if backward else ComputeKind.SHARED)
     for chunk in range(number):
         yield from map(Await, there[chunk])
-        yield from there[chunk + 1] if chunk + 1 < number else ()
+        yield from due(chunk)
         for piece in range(each * chunk, each * (chunk + 1)):
             yield Compute(kind, piece)
         yield from back[chunk]

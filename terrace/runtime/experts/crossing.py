@@ -133,7 +133,7 @@ class Crossing:
         each = len(self._ways) // len(chunks)
         done: dict[int, list[list[Tensor]]] = {}  # by chunk, what became of its pieces
         flights: dict[Send, InFlight] = {}
-        last: ExpertMessage | None = None
+        newest: dict[tuple[MessageClass, int], InFlight] = {}  # of each chunk, its last hop so far
         for step in steps:
             if isinstance(step, Send):
                 (message,) = step.messages
@@ -141,16 +141,13 @@ class Crossing:
                 chunk, is_back = chunks[message.chunk], message.message_class is MessageClass.COMBINE
                 if is_back and message.chunk in done:
                     chunk.turn([torch.cat(part) for part in zip(*done.pop(message.chunk), strict=True)])
-                follows = _follows(last, message)
-                before = flights[Send((last,))] if follows and last is not None else None
+                key = message.message_class, message.chunk
                 rank.declare(message, self._ways[each * message.chunk : each * (message.chunk + 1)])
-                flights[step] = rank.in_block.submit(_hop(chunk, message, before), message)
-                last = message
+                newest[key] = flights[step] = rank.in_block.submit(_hop(chunk, message, newest.get(key)), message)
             elif isinstance(step, Await):
                 (message,) = step.send.messages
                 assert isinstance(message, ExpertMessage), "the steps are of experts"
                 rank.in_block.wait(flights.pop(step.send), rank.peers(message))
-                last = None
             elif step.kind is ComputeKind.EXPERT_WEIGHTS:
                 rank.in_block.fill(step.number)
             else:
@@ -162,7 +159,6 @@ class Crossing:
                     chunk = chunks[number]
                     chunk.arrived()
                     done.setdefault(number, []).append(compute(step.number, *chunk.pieces()[place]))
-                last = None
         return [torch.cat(part) for part in zip(*(chunk.parts for chunk in chunks), strict=True)]
 
     def _chunks(self, steps: Steps, parts: Sequence[Tensor]) -> list[Chunk]:
@@ -177,11 +173,6 @@ class Crossing:
             )
             for chunk, (start, stop) in enumerate(spans_of(len(parts[0]), number))
         ]
-
-
-def _follows(last: ExpertMessage | None, message: ExpertMessage) -> bool:
-    """Whether a message is the next hop of the rows of the last."""
-    return last is not None and (last.message_class, last.chunk) == (message.message_class, message.chunk)
 
 
 def _hop(chunk: Chunk, message: ExpertMessage, before: InFlight | None) -> Callable[[], None]:

@@ -99,7 +99,7 @@ class Chunk:
     def pieces(self) -> list[list[Tensor]]:
         """The rows that have arrived, of each piece."""
         sizes = [way.held(len(way.hops)) for way in self._ways]
-        return [list(each) for each in zip(*(part.split(sizes) for part in self.parts), strict=True)]
+        return [list(each) for each in zip(*(torch.split(part, sizes) for part in self.parts), strict=True)]
 
     def _there(self, number: int, message: ExpertMessage) -> None:
         rows, *others = self.parts
@@ -108,7 +108,7 @@ class Chunk:
             held = rows if last is None else self._carrier.read(last, rows, self._dtypes[0])
             rows = self._carrier.code(message, held)
         if not message.backward:
-            choices = others[1].split([way.held(number) for way in self._ways])
+            choices = torch.split(others[1], [way.held(number) for way in self._ways])
             for way, experts, hop in zip(self._ways, choices, hops, strict=True):
                 way.rows.append(_wanted(experts, hop, way.units[number]))
         parts = (rows, *others)
@@ -129,7 +129,7 @@ class Chunk:
         own = hops[0].position
         # Piece after piece, the rows of each peer.
         sizes = [size for hop in hops for size in hop.receives]
-        slices = [part.split(sizes) for part in self.parts]
+        slices = [torch.split(part, sizes) for part in self.parts]
         num_peers = len(hops[0].sends)
 
         def of(part: Sequence[Tensor], peer: int) -> list[Tensor]:
@@ -179,9 +179,9 @@ class Chunk:
         found, start = [], 0
         for peer, sizes in enumerate(zip(*numbers, strict=True)):
             if peer == own:
-                found.append(own_rows.split(list(sizes)))
+                found.append(torch.split(own_rows, list(sizes)))
             else:
-                found.append(received[start : start + sum(sizes)].split(list(sizes)))
+                found.append(torch.split(received[start : start + sum(sizes)], list(sizes)))
                 start += sum(sizes)
         return found
 
