@@ -48,7 +48,7 @@ def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
         back.append([Send((message,)) for message in combine])
 
     def due(done: int) -> Iterator[BlockStep]:
-        # A hop goes out a round behind the hop before it: else it would wait on its lane, before what is ready to go back.
+        # A hop goes out a round behind the hop before: else it would wait on its lane, before what is ready to go back.
         for hop in range(num_hops):
             chunk = done + num_hops - hop
             if 0 <= chunk < number:
