@@ -197,6 +197,26 @@ def test_formats_of_rows(message: str, tier: str, wire: str, said: str | None) -
         validate(CLUSTER, plan, [BLOCK])
 
 
+@pytest.mark.parametrize(
+    ("experts", "chunks", "said"),
+    [
+        ({}, {"forward": 2}, "expert_chunks has no effect: every rank has all experts"),
+        ({"package": {"expert": 2}}, {"forward": 0}, "expert_chunks.forward = 0: tokens travel in 1 to 64 chunks"),
+        ({"package": {"expert": 2}}, {"backwards": 2}, "expert_chunks.backwards is no pass of a block"),
+        ({"package": {"expert": 2}}, {"forward": 2, "backward": 3}, "so one number must divide the other"),
+        ({"package": {"expert": 2}}, {"forward": 6, "backward": 3}, None),
+        ({"package": {"expert": 2}}, {"backward": 64}, None),
+    ],
+)
+def test_chunks_of_tokens(experts: dict[str, dict[str, int]], chunks: dict[str, int], said: str | None) -> None:
+    plan = replace(plan_of("system", experts), expert_chunks=chunks)
+    if said is None:
+        validate(CLUSTER, plan, [BLOCK])
+        return
+    with pytest.raises(PlanError, match=said):
+        validate(CLUSTER, plan, [BLOCK])
+
+
 def test_what_experts_cannot_be_combined_with() -> None:
     dense = BlockSpec(name="dense", params=BLOCK.params[:1])
     with pytest.raises(PlanError, match="no layer of this model has experts"):
