@@ -124,6 +124,7 @@ def test_chunks_compute_what_one_rank_computes(
         tokens=num_tokens,
         num_experts=config.num_experts,
         per_token=config.per_token,
+        num_choices=config.per_token,
         hidden=HIDDEN,
         item_bytes=8,
         weight_bytes=8,

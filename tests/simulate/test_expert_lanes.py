@@ -185,6 +185,7 @@ def hand_made(halves: Sequence[float]) -> tuple[PassStep, ...]:
         tokens=8,
         num_experts=2,
         per_token=1,
+        num_choices=1,
         hidden=1,
         item_bytes=4,
         weight_bytes=4,
