@@ -123,7 +123,7 @@ def test_even_routing_sends_what_is_predicted(pool: LocalPool) -> None:
     split = exact("zero3", cluster, mapping={"package": {"tensor": 2}}, experts=tables[0], micro_batch=8)
     wire = {"dispatch": {"package": "fp8", "node": "fp8"}, "combine": {"node": "int8:16"}}
     plans += [split, replace(split, wire=wire, sequence_parallel=False)]
-    plans.append(replace(plans[0], expert_chunks={"forward": 2}))
+    plans.append(replace(plans[0], expert_chunks={"forward": 3}))
     cases = [Case(plan, num_micros=2, model="experts, even") for plan in plans]
     for of_rank in pool.run(cluster.world_size, sent_of_experts, cluster, cases):
         for predicted, declared, sent in of_rank:
