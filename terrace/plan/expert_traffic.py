@@ -127,7 +127,7 @@ class ExpertTraffic:
             return tuple(self._table(message.copies))
         row_bytes = self.wire(message).message_bytes(self.hidden)
         row_bytes += uncoded_bytes(message, self.num_choices, self.weight_bytes)
-        return ((message.tier, round(self._part(message) * self._sent(message.tier, message.copies) * row_bytes)),)
+        return ((message.tier, round(self._sent(message) * row_bytes)),)
 
     def wire(self, message: ExpertMessage) -> WireFormat:
         """The format of a row."""
@@ -137,21 +137,17 @@ class ExpertTraffic:
         """Bytes of memory that coding and decoding in a block format reads and writes for a message; 0 for a dtype."""
         if message.message_class is MessageClass.ROUTE or not self.wire(message).block:
             return 0.0
-        wire, tier, copies = self.wire(message), message.tier, message.copies
+        wire, tokens = self.wire(message), self._tokens(message)
         held, coded = self.hidden * self.item_bytes, wire.message_bytes(self.hidden)
         if message.message_class is MessageClass.COMBINE:
             # As many rows come as go; what comes is added to sums that are read and written.
             wide = self.hidden * self.weight_bytes
-            return self._part(message) * self._sent(tier, copies) * (wide + coded + coded + 2 * wide)
-        at = self.way.index((tier, copies))
+            return self._sent(message) * (wide + coded + coded + 2 * wide)
+        at = self.way.index((message.tier, message.copies))
         before, after = ([self.dispatch[each] for each, _ in hops] for hops in (self.way[:at], self.way[at + 1 :]))
-        encoded = 0.0 if before and before[-1] == wire else self._held(self.way[:at])
-        decoded = 0.0 if after and after[0] == wire else self._held(self.way[: at + 1])
-        return self._part(message) * (encoded + decoded) * (held + coded)
-
-    def _part(self, message: ExpertMessage) -> float:
-        start, stop = spans_of(self.tokens, self.chunks[message.backward])[message.chunk]
-        return (stop - start) / self.tokens if self.tokens else 0.0
+        encoded = 0.0 if before and before[-1] == wire else self._held(self.way[:at], tokens)
+        decoded = 0.0 if after and after[0] == wire else self._held(self.way[: at + 1], tokens)
+        return (encoded + decoded) * (held + coded)
 
     def degree(self, message: ExpertMessage) -> int:
         """Ranks among which a message goes on its tier."""
@@ -163,16 +159,25 @@ class ExpertTraffic:
         lines = ((self.expert, False), (self.rows, True))
         return tuple((tier, copies) for line, copies in lines for tier in reversed(range(len(line))) if line[tier] > 1)
 
-    def _sent(self, tier: int, copies: bool) -> float:
-        at = self.way.index((tier, copies))
-        if copies:
-            return self._held(self.way[:at]) * (self.rows[tier] - 1)
-        return self._held(self.way[: at + 1]) * (1 - 1 / self.expert[tier])
+    def _tokens(self, message: ExpertMessage) -> tuple[int, int]:
+        """First and last token, exclusive, of a message's chunk."""
+        return spans_of(self.tokens, self.chunks[message.backward])[message.chunk]
 
-    def _held(self, way: Sequence[tuple[int, bool]]) -> float:
-        """Rows on a rank after these hops."""
+    def _sent(self, message: ExpertMessage) -> float:
+        tier, tokens = message.tier, self._tokens(message)
+        at = self.way.index((tier, message.copies))
+        if message.copies:
+            return self._held(self.way[:at], tokens) * (self.rows[tier] - 1)
+        return self._held(self.way[: at + 1], tokens) * (1 - 1 / self.expert[tier])
+
+    def _held(self, way: Sequence[tuple[int, bool]], tokens: tuple[int, int]) -> float:
+        """Rows on a rank after these hops, of some of the tokens of each rank."""
         units = math.prod(self.expert[tier] for tier, copies in way if not copies)
-        return self.tokens * self.units_of(units) * math.prod(self.rows[tier] for tier, copies in way if copies)
+        copied, (start, stop) = math.prod(self.rows[tier] for tier, copies in way if copies), tokens
+        if self.is_even:
+            before, rows = (rows_to_units(each, self.num_experts, self.per_token, units) for each in (start, stop))
+            return (rows - before) * copied
+        return (stop - start) * self.units_of(units) * copied
 
     def _table(self, copies: bool) -> Iterator[tuple[int, int]]:
         units = [degree for degree in reversed(self.expert) if degree > 1]
