@@ -1,9 +1,9 @@
 """Chunks of tokens on their way to experts, predicted and executed: 2 x 2 x 2 ranks on paced links.
 
-Experts are on different ranks over the two outer tiers, so that a token's row crosses both. Messages are held to the rates
-of the links, and experts to seconds that a rank sleeps in proportion to its rows: what is measured is how the runtime
-overlaps messages and computing, whatever the machine. The prediction plays the same program with the same seconds.
-Degrees take turns step by step; the median over steps is reported.
+Experts are on different ranks over the two outer tiers, so that a token's row crosses both. Messages are held to the
+rates of the links, and experts to seconds that a rank sleeps in proportion to its rows: what is measured is how the
+runtime overlaps messages and computing, whatever the machine. The prediction plays the same program with the same
+seconds. Degrees take turns step by step; the median over steps is reported.
 """
 
 import statistics
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.common import ADAMW, alternate, bench_parser, engine_of, over_ranks, real_blocks
-from terrace.cluster.cluster import Cluster, Device, Tier
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.presets import load_cluster
 from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
@@ -63,7 +64,7 @@ class Job:
 
     @property
     def cluster(self) -> Cluster:
-        device = Device(name="sleeping", memory_bytes=1e9, peak_flops_per_s={"fp32": 1e9}, backend="cpu")
+        device = load_cluster("local").device
         tiers = (("package", 100.0), ("node", 2.0), ("system", 1.0))
         return Cluster(
             name="paced",
@@ -109,7 +110,7 @@ def sleeping(mixture: Mixture, job: Job) -> None:
         found: Tensor = _Sleeps.apply(rows, share * job.forward_s, share * job.backward_s)  # type: ignore[no-untyped-call]
         return pass_through(found, *rest)
 
-    mixture.pass_through = slow  # type: ignore[method-assign]
+    mixture.pass_through = slow  # type: ignore[method-assign, assignment]
 
 
 def predicted_s(program: Program, job: Job, chunks: int) -> float:
