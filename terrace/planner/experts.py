@@ -43,9 +43,10 @@ class Experts:
             if traffic is None:
                 return _NOTHING
             prices = InBlockPrices(self.task.cluster, None, None, experts=traffic)
-            steps = zip((Op.FORWARD, Op.BACKWARD), expert_steps(traffic), strict=True)
-            played = [alone_s(tuple(pass_steps(each, op, "", kind, own, prices))) for op, each in steps]
-            forward_s, backward_s = played[0] - own.forward_s, played[1] - own.input_s - own.weight_s
+            forward_s, backward_s = (
+                alone_s(tuple(pass_steps(steps, op, "", kind, own, prices))) - sum(map(own.of, steps))
+                for op, steps in zip((Op.FORWARD, Op.BACKWARD), expert_steps(traffic), strict=True)
+            )
             found = self._waits[key] = forward_s, backward_s, forward_s
         return found
 

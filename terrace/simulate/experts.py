@@ -58,7 +58,7 @@ class ExpertSeconds(NamedTuple):
 
 
 def priced_experts(
-    device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool, trained: float
+    device: Device, work: Work, traffic: ExpertTraffic, accumulate: bool, trained: float = 1.0
 ) -> tuple[ExpertSeconds, Seconds]:
     """Seconds of a layer's experts from a rank's `work`, and how much longer a pass is than with all experts here.
 
