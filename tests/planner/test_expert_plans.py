@@ -53,7 +53,7 @@ def test_pins_of_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "alternative"), [(MIXTRAL, "node expert 4, system expert 2"), (QWEN3_30B, "system expert 4")]
+    ("model", "alternative"), [(MIXTRAL, "node expert 4, system expert 2"), (QWEN3_30B, "system expert 8")]
 )
 def test_experts_stay_inside_the_node(model: ModelConfig, alternative: str) -> None:
     """On eight nodes of eight, and what the next tier would cost is told."""
