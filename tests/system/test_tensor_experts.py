@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from terrace.launch.start import LocalPool
+from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -37,6 +38,17 @@ def test_two_rows_hold_all_experts(pool: LocalPool) -> None:
             placement = ("ddp", "zero3")[index % 2]
             made = plan((2,), placement, {"package": {"tensor": 2}}, {}, splits, recompute=again)
             cases.append(Case(made, num_micros=2, model=model))
+    check(pool, cluster_of(2), cases)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_counts_are_of_all_rows(pool: LocalPool, splits: bool) -> None:
+    """A bias that moves by the loads of experts sees the tokens of every row once."""
+    moved = BalanceConfig(bias=0.05)
+    cases = [
+        Case(plan((2,), "zero3", {"package": {"tensor": 2}}, table, splits), 2, "experts in groups", balance=moved)
+        for table in ({}, {"package": {"expert": 2}})
+    ]
     check(pool, cluster_of(2), cases)
 
 
