@@ -4,7 +4,6 @@ A verdict is a predicted step or an objection: a broken rule of plans, or missin
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from terrace.base.errors import ClusterError, PlanError
@@ -18,7 +17,7 @@ from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, expert_forms, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Candidate, Placement, Task, num_micros
+from terrace.planner.task import Candidate, Placement, Task, expert_words, num_micros
 from terrace.planner.verdicts import Verdict, lack
 from terrace.program.schedules.registry import takes_unit
 
@@ -142,9 +141,3 @@ def _one_tier_out(mesh: Mesh) -> list[Mesh]:
     moved = math.gcd(expert[inner], free)
     expert[inner], expert[inner + 1] = expert[inner] // moved, expert[inner + 1] * moved
     return [Mesh(mesh.degrees).with_experts(expert, rows)]
-
-
-def expert_words(table: Mapping[str, Mapping[str, int]]) -> str:
-    """The table `experts` of a plan in a line."""
-    tiers = (f"{tier} {' x '.join(f'{axis} {degree}' for axis, degree in row.items())}" for tier, row in table.items())
-    return ", ".join(tiers) or "none"

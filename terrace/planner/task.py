@@ -192,3 +192,9 @@ def _formats(task: Task, mesh: Mesh) -> Wire:
 def schedule_text(schedule: str, chunks: int) -> str:
     """A schedule as named in a plan: with the chunks per stage if there are several."""
     return f"{schedule}:{chunks}" if chunks > 1 else schedule
+
+
+def expert_words(table: Mapping[str, Mapping[str, int]]) -> str:
+    """The table `experts` of a plan in a line."""
+    tiers = (f"{tier} {' x '.join(f'{axis} {degree}' for axis, degree in row.items())}" for tier, row in table.items())
+    return ", ".join(tiers) or "none"

@@ -11,6 +11,7 @@ from terrace.planner.pins import parse_pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, expert_forms, meshes
 from terrace.planner.task import Task, plan_of
+from terrace.report.plans import plan_words
 from tests.support.exhaustive import check_search
 from tests.support.mixtures import MIXTRAL, QWEN3_30B
 from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
@@ -46,6 +47,7 @@ def test_pins_of_experts() -> None:
     pins = parse_pins(["expert=4", "expert_rows=1"], task.cluster, ())
     found, _ = find(Space(task=task, axes=("data",), pins=pins), count=1)
     assert plan_of(task, found.best[0].candidate).experts == {"node": {"expert": 4}}
+    assert plan_words(task, found.best[0].candidate).endswith("experts node expert 4")
     with pytest.raises(PlanError, match="expert_row"):
         parse_pins(["expert_row=1"], task.cluster, ())
     dense = Space(task=small_task(CLUSTERS["dgx 4x2"], model=SMALL), pins=pins)
