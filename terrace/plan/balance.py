@@ -1,5 +1,6 @@
 """Checks of the section [balance] of a run, and of the gates of its model, against the plan."""
 
+import math
 from collections.abc import Sequence
 
 from terrace.base.errors import ModelError, PlanError
@@ -50,6 +51,13 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
         raise ModelError(
             f"balance.bias = {balance.bias} has no effect with route = 'even', which looks at no score: leave one of "
             "them out"
+        )
+    # An expert gets a token at most once, so S choices of a sequence of S are all it can get.
+    least = max((each.num_experts / each.per_token for each in mixtures), default=math.inf)
+    if balance.capacity >= least:
+        raise ModelError(
+            f"balance.capacity = {balance.capacity} has no effect: an expert may then take every token of a sequence; "
+            f"use a factor below {least:g}, the experts over those that a token passes, or leave it out"
         )
     if balance.capacity and any(config.route == "even" for config in mixtures):
         raise ModelError("balance.capacity drops choices, and route = 'even' measures with all: leave one of them out")

@@ -271,6 +271,7 @@ def test_a_temperature_begins_above_zero() -> None:
         ({"capacity": 1.5}, "softmax", {"node": {"context": 2}}, "balance.capacity = 1.5 goes by the tokens of whole"),
         ({}, "expert_choice", {"node": {"context": 2}}, "gate = 'expert_choice' goes by the tokens of whole sequences"),
         ({"capacity": 1.5}, "expert_choice", {}, "balance.capacity has no effect with gate = 'expert_choice'"),
+        ({"capacity": 4.0}, "softmax", {}, "balance.capacity = 4.0 has no effect: an expert may then take every token"),
         ({"z": 0.1}, "noisy", {"node": {"context": 2}}, ""),
     ],
 )

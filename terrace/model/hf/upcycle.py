@@ -41,7 +41,9 @@ class Upcycling:
             raise ModelError(f"--per-token {self.per_token} must be at most --experts {self.num_copies}")
         # With equal rows every token would pass the same copies, and the others would never be trained.
         if not 0 < self.noise < 1e30:
-            raise ModelError(f"--noise {self.noise} must be positive: it is by their rows that copies get other tokens")
+            raise ModelError(
+                f"--noise {self.noise} must be positive and below 1e30: by these rows the copies get different tokens"
+            )
         if not 0 <= self.seed < 2**63:
             raise ModelError(f"--seed {self.seed} must be at least 0 and below 2^63")
 
