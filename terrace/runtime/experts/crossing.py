@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
@@ -31,15 +32,30 @@ _SHARED = -1  # among the numbers of pieces
 
 @dataclass
 class _Graph:
-    """A piece of computing to be differentiated: leaves, and what came of them."""
+    """A piece of computing to be differentiated: where its result was made, and where gradients of its inputs come."""
 
-    leaves: tuple[Tensor, ...]
-    output: Tensor
+    edge: GradientEdge
+    gradients: list[Tensor]
 
     def differentiate(self, gradient: Tensor) -> list[Tensor]:
-        """Gradients of the leaves; those of weights go where weights' gradients go."""
-        torch.autograd.backward(self.output, gradient)
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
+        """Gradients of the inputs; those of weights go where weights' gradients go."""
+        torch.autograd.backward(self.edge, gradient)
+        return self.gradients
+
+
+class _Enter(torch.autograd.Function):
+    # Hands inputs on; their gradients go into a list. Leaves would keep the inputs alive until the backward.
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        return tuple(each.view_as(each) for each in inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.gradients.extend(gradients)
+        return (None, None, *(None for _ in gradients))
 
 
 class Rank(Carrier, Protocol):
@@ -113,11 +129,16 @@ class Crossing:
         return tokens, weights, self._shared.pop() if self._shared else None
 
     def _computed(self, number: int, compute: Callable[..., Tensor], inputs: Sequence[Tensor], trains: bool) -> Tensor:
-        leaves = tuple(each.detach().requires_grad_(trains) for each in inputs)
-        with torch.set_grad_enabled(trains):
-            output = compute(*leaves)
-        if trains:
-            self._graphs[number] = _Graph(leaves, output)
+        inputs = [each.detach() for each in inputs]
+        if not trains:
+            with torch.no_grad():
+                return compute(*inputs)
+        gradients: list[Tensor] = []
+        with torch.enable_grad():
+            anchor = inputs[0].new_empty(0).requires_grad_()
+            output = compute(*_Enter.apply(anchor, gradients, *inputs))  # type: ignore[no-untyped-call]
+        # The graph, not the result, which may be freed once it has been sent.
+        self._graphs[number] = _Graph(get_gradient_edge(output), gradients)
         return output.detach()
 
     def _play(
