@@ -1,4 +1,4 @@
-"""What a run asks of the routers of a model besides choosing well: the section [balance]. Pure: needs no torch.
+"""Losses, capacity and bias that keep the loads of experts even: the section [balance] of a run. Pure: needs no torch.
 
 Losses of a router are sums over tokens that are added to the loss for its gradient alone; both are divided by the same
 number of labels. Layers add up. With s the scores of a token for E experts and z their logits:

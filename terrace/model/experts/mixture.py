@@ -24,7 +24,7 @@ from terrace.model.experts.products import Order, collect, grouped_linear, sprea
 from terrace.model.experts.tally import Tally
 from terrace.model.layers import ACTIVATIONS, MLP
 
-# Gates by which a token chooses; what is particular to noisy and cosine are their logits.
+# Gates by which a token chooses; noisy and cosine differ from softmax in their logits alone.
 GATES = {"softmax": softmax.choose, "sigmoid": sigmoid.choose, "noisy": softmax.choose, "cosine": softmax.choose}
 
 

@@ -96,7 +96,7 @@ class ExpertAxis(InBlockAxis):
                 self._declared[MessageClass.ROUTE, line.tiers[hop.tier]] += (hop.degree - 1) * num_bytes
                 num_bytes *= hop.degree
             table = self._gathered(transfer, table)
-        # The one read of a layer: from here on, all sizes are known on the host.
+        # On CUDA the host waits: from here on, it knows the sizes of all messages.
         counts = table.view(-1, pieces, len(each[0])).cpu().long()
         units = self._units(num_experts)
         routes = (route_of(counts[:, piece], self._tiers, self._degrees, self._places) for piece in range(pieces))

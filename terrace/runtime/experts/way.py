@@ -189,11 +189,19 @@ class Chunk:
 def _wanted(experts: Tensor, hop: HopRows, units: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
     """The rows of `experts` (n, k) that each peer gets."""
     if hop.copies:
-        found = [(experts >= 0).any(1).nonzero().squeeze(1)] * len(hop.sends)
-    else:
-        found = [((experts >= first) & (experts < last)).any(1).nonzero().squeeze(1) for first, last in units]
-    assert tuple(map(len, found)) == hop.sends, "a route counts the rows that are sent"
-    return tuple(found)
+        return (_places((experts >= 0).any(1), hop.sends[0]),) * len(hop.sends)
+    wanted = [((experts >= first) & (experts < last)).any(1) for first, last in units]
+    return tuple(map(_places, wanted, hop.sends))
+
+
+def _places(wanted: Tensor, number: int) -> Tensor:
+    """Indexes of the `number` true elements of `wanted` (n)."""
+    if wanted.is_cuda:
+        # The route has counted them: the host, which may be issuing messages on a lane, need not wait for the device.
+        return torch.nonzero_static(wanted, size=number).squeeze(1)
+    found = wanted.nonzero().squeeze(1)
+    assert len(found) == number, "a route counts the rows that are sent"
+    return found
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
