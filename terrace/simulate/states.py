@@ -229,17 +229,20 @@ def orthogonal_numels(stage: StageBlocks, flats: Flats) -> tuple[int, ...]:
 def gradient_numels(stage: StageBlocks, again: bool) -> tuple[int, ...]:
     """The most gradients that are whole at once in the backward of a block of each kind.
 
-    These are its own, the gradient of the block before it in the backward, which is still being reduced, and the
-    gradients of blocks that it, or a later block, borrowed from. With `again` another micro-batch came before, and its
-    last block's gradient may still be in flight at the first backward.
+    These are its own, the gradient of the block before it in the backward that has any, which is still being reduced,
+    and the gradients of blocks that it, or a later block, borrowed from. With `again` another micro-batch came before,
+    and its last gradient may still be in flight at the first backward.
     """
     sizes = [stage.sizes[kind] for kind in stage.order]
     most = [0] * len(stage.sizes)
+    # The last gradient that the micro-batch before reduced is of the first block with one.
+    befores, before = [0] * len(sizes), next(filter(None, sizes), 0) if again else 0
+    for block in reversed(range(len(sizes))):
+        befores[block] = before
+        before = sizes[block] or before
     for block, kind in enumerate(stage.order):
-        # The last block that the micro-batch before reduced is the first of the stage.
-        before = sizes[block + 1] if block + 1 < len(sizes) else sizes[0] if again else 0
         lenders = {lender for borrower, lender in stage.lent if lender < block <= borrower}
-        most[kind] = max(most[kind], sizes[block] + before + sum(sizes[lender] for lender in lenders))
+        most[kind] = max(most[kind], sizes[block] + befores[block] + sum(sizes[lender] for lender in lenders))
     return tuple(most)
 
 

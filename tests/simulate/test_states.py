@@ -101,6 +101,18 @@ def test_what_is_read_often_stays() -> None:
             assert found == model_state_bytes(cluster, chosen, two_lookups, num_micros), (prefetch, num_micros)
 
 
+def test_a_block_without_gradients_does_not_hide_the_one_in_flight() -> None:
+    """Below a frozen head that borrows from the look-ups, their gradient of the micro-batch before is in flight."""
+    cluster = cluster_of(2)
+    tied = replace(LLAMA, num_layers=1, tied_embeddings=True)
+    for patterns in (["*norm*"], ["layers.0.*"], ["layers.*", "*norm*"]):
+        blocks = freeze(block_specs(tied), patterns)
+        for num_micros in (1, 2, 3):
+            plan = replace(preset("zero3", cluster), grads="package")
+            found = closed_form(plan, (2,), blocks, num_micros)
+            assert found == model_state_bytes(cluster, plan, blocks, num_micros), (patterns, num_micros)
+
+
 def test_presets_too() -> None:
     for name in PRESETS:
         cluster = cluster_of(2, 2, 2)
