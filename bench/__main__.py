@@ -50,7 +50,7 @@ RUNS = (
     Run("fsdp-1024", "against_fsdp --hidden 1024 --rounds 6"),
     Run("tensor-512", "against_tensor --rounds 6"),
     Run("tensor-1024", "against_tensor --hidden 1024 --intermediate 2816 --ranks 4 --rounds 5"),
-    Run("pipelining-512", "against_pipelining --hidden 512 --layers 8 --sequence 256 --micros 8 --ranks 4 --rounds 5"),
+    Run("pipelining-512", "against_pipelining --hidden 512 --layers 8 --sequence 256 --micros 8 --ranks 4 --rounds 4"),
     Run(
         "pipelining-1024",
         "against_pipelining --hidden 1024 --layers 6 --micros 8 --ranks 4 --rounds 3 --only 1f1b zbv zero3",
@@ -59,7 +59,7 @@ RUNS = (
     Run("context", "context --only one-rank"),
     Run("codecs", "codecs"),
     Run("experts", "experts"),
-    Run("checkpoint", "checkpoint --rounds 5"),
+    Run("checkpoint", "checkpoint --rounds 3"),
     Run("peer-copies", "peer_copies"),
     Run("assign", "assign --gpus 8 128"),
     Run("feeding", "feeding"),

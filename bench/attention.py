@@ -41,6 +41,7 @@ TARGET = 1.03
 HEADER = ("tokens", "dtype", "case", "pairs", "plain ms", "pairs ms", "ratio (quartiles)", "difference", "target")
 CASES = ("causal", "packed", "chunks")
 NUM_CHUNKS = 8
+_BOUND = "short documents share a pair under a mask, whose kernel multiplies queries with unseen keys, too"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -123,7 +124,7 @@ def measure(case: str, num_tokens: int, dtype: str, options: argparse.Namespace)
     plain, pairs = timings["plain"].cpu_s, timings["pairs"].cpu_s
     low, high = spread(pairs, plain)
     name = f"attention by pairs of runs, {case}, {num_tokens} tokens, {dtype}, to the whole"
-    claim = compared(name, pairs, plain, TARGET, rival=versioned("torch", "SDPA"))
+    claim = compared(name, pairs, plain, TARGET, rival=versioned("torch", "SDPA"), bound=_BOUND)
     row = [f"{num_tokens}", dtype, case, str(len(pairs_of(case, num_tokens, kind)))]
     row += [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (plain, pairs)]
     row += [f"{ratio(pairs, plain):.3f} ({low:.3f}, {high:.3f})", f"{difference:.1e}"]
