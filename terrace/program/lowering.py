@@ -28,6 +28,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
+from terrace.plan.expert_counts import experts_of
 from terrace.plan.flats import FlatParamSpec, orthogonalised
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
@@ -166,7 +167,12 @@ def _facts(frame: Program) -> tuple[_Fact, ...]:
         )
 
     facts = zip(frame.of_flats(of_flats), frame.blocks, strict=True)
-    return tuple([(*of_block, block.num_trainable > 0, block.borrows) for of_block, block in facts])
+    return tuple(
+        [
+            (*of_block, block.num_trainable > 0, block.borrows, experts_of(block) is not None)
+            for of_block, block in facts
+        ]
+    )
 
 
 @lru_cache(maxsize=8)

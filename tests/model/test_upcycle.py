@@ -52,7 +52,7 @@ def test_copies_get_different_tokens_and_their_parts_the_same() -> None:
     config, upcycled = upcycling.config_of(dense), upcycling.values(dense, our_values(dense))
     router = Router(config)
     router.weight.data = upcycled("layers.0", "mlp.router.weight")
-    copies = router(torch.randn(50, dense.hidden_size)).experts.view(50, 2, 3) // 3
+    copies = router(torch.randn(50, dense.hidden_size), None).experts.view(50, 2, 3) // 3
     assert (copies == copies[:, :, :1]).all()
     assert set(copies.flatten().tolist()) == {0, 1, 2, 3}
     other = replace(upcycling, seed=1).values(dense, our_values(dense))

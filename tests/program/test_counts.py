@@ -32,6 +32,16 @@ def counts(program: Program) -> dict[str, int]:
     return {tier: size for (message, tier), size in program.sent_bytes.items() if message is MessageClass.COUNTS}
 
 
+def test_instructions_are_not_those_of_a_dense_model_of_the_same_layers() -> None:
+    """Programs that depend on the same facts share their instructions."""
+    dense = replace(mixture(layers=5, dense_layers=(0,)), experts=None)
+    for blocks, has_count in ((block_specs(dense), False), (BLOCKS, True), (block_specs(dense), False)):
+        cluster = cluster_of(2)
+        program = build(cluster, preset("zero3", cluster), blocks, 2, 16)
+        assert (COUNT in program.instructions) == has_count
+        verify(program, 0)
+
+
 @pytest.mark.parametrize("name", ["zero3", "ddp", "three-level"])
 def test_bytes_by_hand(name: str) -> None:
     """48 numbers of 8 bytes, which 12 ranks divide: 24 on the first tier, 8 on the second, 4 on the third; there and

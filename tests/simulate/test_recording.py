@@ -87,7 +87,8 @@ def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
 def test_the_fast_play_keeps_the_plain_rules(case: tuple[Program, Costs]) -> None:
     program, costs = case
     predicted = simulate(program, costs)
-    assert predicted.time_s == slow_time_s(program, costs)
+    # Waits are added up in another order.
+    assert predicted.time_s == pytest.approx(slow_time_s(program, costs), rel=1e-12, abs=1e-18)
     assert predicted.sent_bytes == step_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
     assert record(program, costs).report == predicted
 

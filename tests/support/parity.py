@@ -294,8 +294,8 @@ def serial_bf16(model_name: str, batch: int) -> Outcome:
 
 
 def deviation(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]:
-    """The largest absolute difference of any rank from the reference, by quantity; of loads, which are equal or not."""
-    worst = {"loss": 0.0, "norm": 0.0, "parameters": 0.0, "loads": 0.0}
+    """The largest absolute difference of any rank from the reference, by quantity; of loads, if any, infinite or 0."""
+    worst = {"loss": 0.0, "norm": 0.0, "parameters": 0.0} | ({"loads": 0.0} if reference.loads else {})
     for outcome in outcomes:
         compared = outcome.loads.items() if reference.loads else ()
         if any(counts != reference.loads[layer] for layer, counts in compared):

@@ -214,6 +214,7 @@ def test_a_fault_shows(pool: LocalPool) -> None:
     cases = [case(plan, KINDS[1], sabotage=fault) for fault in ("wrong_position", "dropped_pair")]
     for one, outcomes in zip(cases, run(pool, cluster, cases), strict=True):
         distance = deviation(outcomes, reference(cluster, one))
+        distance.pop("loads", None)  # it may choose the same experts
         assert min(distance.values()) > 1e-4, distance
         assert not any(outcome.complaint for outcome in outcomes)
 

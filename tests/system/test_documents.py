@@ -242,4 +242,5 @@ def test_the_comparison_sees_a_mask_that_is_left_away(pool: LocalPool) -> None:
     one, cluster = CASES[(2,)][1], cluster_of(2)
     (outcomes,) = run(pool, cluster, [replace(one, batches=unmasked_rows)], train_packed)
     found = deviation(outcomes, reference(cluster, one))
+    found.pop("loads", None)  # it may choose the same experts
     assert min(found.values()) > 1e-4, found

@@ -19,7 +19,10 @@ SEQUENCE, BATCH = 128, 4
 
 @pytest.mark.timeout(120)
 def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool) -> None:
-    """Within 2 % of what autograd saves; both peaks at most 12 % above the measured ones and never below."""
+    """Within 2 % of what autograd saves; both peaks at most 12 % above the measured ones, and at most 6 % below them.
+
+    What lanes still hold at a peak depends on their timing.
+    """
     cluster = cluster_of(2)
     plans = [
         replace(preset("ddp", cluster), experts={"package": degrees}, micro_batch=BATCH)
@@ -30,5 +33,7 @@ def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool) -> None:
         predicted = block_activation_bytes(work_of(cluster, plan, MODEL, SEQUENCE, "cpu"), Computes.RESIDUAL, "cpu")
         for held in (results[index] for results in by_rank):
             assert sum(predicted.saved.values()) == pytest.approx(held.saved, rel=0.02)
-            assert held.forward_peak <= predicted.forward_peak_bytes <= 1.12 * held.forward_peak
-            assert held.backward_peak <= predicted.backward_peak_bytes <= 1.12 * held.backward_peak
+            assert held.forward_peak <= 1.06 * predicted.forward_peak_bytes
+            assert predicted.forward_peak_bytes <= 1.12 * held.forward_peak
+            assert held.backward_peak <= 1.06 * predicted.backward_peak_bytes
+            assert predicted.backward_peak_bytes <= 1.12 * held.backward_peak
