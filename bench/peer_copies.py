@@ -37,6 +37,7 @@ from terrace.simulate.peer_copies import find_partners
 HOSTS = ("first", "second")
 _LIMIT_S = 600.0
 GOAL = 1.1
+_BOUND = "the file is in the page cache, which costs no more to read than another process's memory"
 Row = tuple[float, int, int]  # seconds, bytes from disk, bytes between machines
 
 
@@ -136,7 +137,7 @@ def main() -> int:
     contestants = restarts_s["memory"], restarts_s["disk"]
     claims = [
         measured("read from disk for a restart from memory", [float(read)], 0.0, unit="bytes"),
-        compared("a restart from another machine's memory, to one from disk", *contestants, GOAL),
+        compared("a restart from another machine's memory, to one from disk", *contestants, GOAL, bound=_BOUND),
     ]
     return judge(claims, options)
 
