@@ -71,7 +71,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", ["stages", "zbv", "recomputed", *nightly("interleaved", "ring", "ulysses")])
 @pytest.mark.parametrize("placement", ["three-level", *nightly("zero1", "zero3")])
 def test_beside_other_axes(pool: LocalPool, name: str, placement: str) -> None:
     """Attention is spread in one way and experts in another; neither limits the other."""
@@ -132,7 +132,7 @@ def test_tokens_in_chunks(pool: LocalPool, chunks: str) -> None:
     check(pool, cluster, [Case(plan, num_micros=2, model=model) for model in models])
 
 
-@pytest.mark.parametrize("name", ["rows inside", *nightly("everywhere", "rows twice")])
+@pytest.mark.parametrize("name", nightly("rows inside", "everywhere", "rows twice"))
 def test_chunks_over_several_tiers(pool: LocalPool, name: str) -> None:
     """And in halves of backwards, whose weight gradients wait for the other half; and in blocks that run twice."""
     cluster, number = cluster_of(2, 2, 2), {"forward": 2, "backward": 4}
