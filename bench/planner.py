@@ -13,6 +13,7 @@ import sys
 import time
 
 from bench.claims import judge, measured, options_for_claims
+from bench.models import MIXTRAL
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
 from terrace.planner.pins import parse_pins
@@ -38,17 +39,6 @@ _GPT3 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-_MIXTRAL = {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
 _QWEN3 = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
@@ -67,7 +57,7 @@ _QWEN3 = {
 SEARCHES = (
     ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "", 0.5),
     ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "columns<=4", 1.0),
-    ("Mixtral 8x7B", _MIXTRAL, "dgx-h100", 4096, 4096, "", 2.0),
+    ("Mixtral 8x7B", MIXTRAL, "dgx-h100", 4096, 4096, "", 2.0),
     ("Qwen3-30B-A3B", _QWEN3, "dgx-h100", 4096, 4096, "", 2.0),
 )
 

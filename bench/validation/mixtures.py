@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from bench.models import MIXTRAL
 from bench.validation.rows import Row, Table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
@@ -56,20 +57,7 @@ class _Published:
 
 def _mixtral() -> _Published:
     cluster = load_cluster("dgx-h100").resized(8)
-    model = parse_model(
-        {
-            "model_type": "mixtral",
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 14336,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 32768,
-        }
-    )
+    model = parse_model(MIXTRAL)
     plan = replace(
         preset("zero1", cluster),
         mapping={"node": {"data": 8}, "system": {"data": 2, "pipeline": 4}},

@@ -16,11 +16,11 @@ Where experts choose, each unit has none of them with the likelihood (1 - k/E)^(
 A row has H elements in the format of its class and tier, coded by itself. To the experts it also has k weights, in fp32
 at least, and k numbers of experts, or E of each where experts choose; gradients of weights come back with the gradients
 of tokens. These are never coded.
-Before a dispatch the ranks gather a table: of each, the number of its tokens for every piece of them and every prefix
-of units, in 4 bytes.
+Before a dispatch the ranks gather a table: for each rank, piece of its tokens and prefix of units, the number of tokens
+that go there, in 4 bytes.
 
 On the way to the experts a row is coded once for neighbouring tiers of one format, a rank's own too, and decoded where
-the format ends. On the way back every tier codes what leaves the rank, and sums what arrives in fp32 at least.
+the format ends. On the way back rows are coded anew on every tier, and arriving rows are summed in fp32 at least.
 """
 
 import math
@@ -109,7 +109,7 @@ class ExpertTraffic:
 
     @property
     def pieces(self) -> int:
-        """Pieces of tokens that experts pass: a chunk, of a forward as of a backward, is one or several."""
+        """Pieces that a micro-batch's tokens are cut into; a chunk of a forward or a backward is one or several."""
         return max(self.chunks)
 
     def units_of(self, num_units: int) -> float:
@@ -140,7 +140,7 @@ class ExpertTraffic:
         wire, tokens = self.wire(message), self._tokens(message)
         held, coded = self.hidden * self.item_bytes, wire.message_bytes(self.hidden)
         if message.message_class is MessageClass.COMBINE:
-            # As many rows come as go; what comes is added to sums that are read and written.
+            # As many rows arrive as leave; arriving rows are added to sums, which are read and written.
             wide = self.hidden * self.weight_bytes
             return self._sent(message) * (wide + coded + coded + 2 * wide)
         at = self.way.index((message.tier, message.copies))
@@ -198,7 +198,7 @@ def mean_units(num_experts: int, per_token: int, num_units: int) -> float:
 
 
 def uncoded_bytes(message: ExpertMessage, num_choices: int, weight_bytes: int) -> int:
-    """Bytes of a row beside its elements: weights and numbers of experts on the way to them, and what comes back."""
+    """Bytes of a row besides its elements: weights and numbers of experts, and in a backward gradients of weights."""
     if message.message_class is MessageClass.DISPATCH and not message.backward:
         return num_choices * (weight_bytes + NUMBER_BYTES)
     return num_choices * weight_bytes if message.message_class is MessageClass.COMBINE and message.backward else 0

@@ -94,6 +94,12 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
             cut, degree = (), 1  # every rank holds all of them
         if units % degree and name not in _PADDED:
             fix = max(d for d in range(1, degree) if units % d == 0)
+            if param.is_stack:
+                counted = "experts" if name == "experts" else "elements of an expert's inner size"
+                raise PlanError(
+                    f"the degrees of {words} in the table experts multiply to {degree}, which does not divide the "
+                    f"{units} {counted} of {block}: make them multiply to a divisor of {units}, such as {fix}"
+                )
             raise PlanError(
                 f"{block}.{param.name} has {units} {name}, which {words} = {degree} do not divide: "
                 f"use {fix}, or another number of {name}"

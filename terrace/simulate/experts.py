@@ -1,10 +1,10 @@
 """Passes of blocks whose experts are on several ranks: computing and messages one after the other, as they run.
 
-Messages of experts take the lanes of tiers, where REDUCE, SYNC and GATHER are too: what they wait for, and what waits
-for them, depends on the rest of the step. So such a pass is played step by step (`Rank.run_steps`), along the steps of
-the block's own program (terrace.program.block_program.experts).
+Messages of experts share the lanes of tiers with REDUCE, SYNC and GATHER, so their waits depend on the whole step. Such
+a pass is played step by step (`Rank.run_steps`), along the steps of the block's own program
+(terrace.program.block_program.experts).
 
-The experts' computing is what stands between dispatch and combine: rows in order, products, weights, sums. Under even
+Between dispatch and combine a rank sorts rows, multiplies, weighs and sums them: the experts' computing. Under even
 routing a rank multiplies T k w rows, for T tokens of k experts and every expert cut over w rows, with E/e experts of
 inner size I/w. Router, gate and attention come before the messages in a forward, after them in a backward.
 """
@@ -33,8 +33,8 @@ FORWARD = (ComputeKind.EXPERTS, ComputeKind.SHARED)  # the computing of a forwar
 class ExpertSeconds(NamedTuple):
     """Seconds of a block's experts on one micro-batch: of a forward, of input gradients and of weight gradients.
 
-    `passed` is what stands between dispatch and combine, in `pieces` in a forward and a backward, in `chunks` of weight
-    gradients. `shared` is the shared expert.
+    `passed` is the computing between dispatch and combine, cut into `pieces` in a forward and a backward; its weight
+    gradients are cut into `chunks`. `shared` is the shared expert.
     """
 
     passed: Seconds = (0.0, 0.0, 0.0)
@@ -47,7 +47,7 @@ class ExpertSeconds(NamedTuple):
         if not isinstance(step, Compute):
             return 0.0
         if step.kind is ComputeKind.EXPERT_WEIGHTS:
-            # What the shared expert holds back is computed with the first chunk.
+            # Weight gradients of the shared expert are computed with the first chunk.
             return self.passed[2] / self.chunks + (0.0 if step.number else self.shared[2])
         return {
             ComputeKind.EXPERTS: self.passed[0] / self.pieces,

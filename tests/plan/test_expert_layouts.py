@@ -159,9 +159,12 @@ def test_boxes_of_the_first_holders_are_every_element_once(name: str) -> None:
         ({"node": {"expert": 3, "rows": 3}}, "experts.node multiply to 9"),
         (
             {"package": {"expert": 2}, "system": {"expert": 2}},
-            "moe.experts has 6 experts, which expert = 4 do not divide",
+            "expert in the table experts multiply to 4, which does not divide the 6 experts of moe",
         ),
-        ({"node": {"rows": 3}}, "moe.experts has 4 expert_intermediate, which rows = 3 do not divide"),
+        (
+            {"node": {"rows": 3}},
+            "multiply to 3, which does not divide the 4 elements of an expert's inner size of moe",
+        ),
     ],
 )
 def test_tables_that_fit_nothing(experts: dict[str, dict[str, int]], said: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
-from terrace.plan.expert_traffic import ExpertTraffic, spans_of
+from terrace.plan.expert_traffic import spans_of
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 from terrace.program.block_program.experts import expert_steps
@@ -23,6 +23,7 @@ from terrace.runtime.experts.crossing import Crossing
 from terrace.runtime.experts.route import count_prefixes, route_of
 from terrace.runtime.experts.way import Way
 from terrace.runtime.in_block_comm import InBlockComm
+from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import GROUPED, PLAIN, mixture
 
 Place = tuple[int, ...]
@@ -120,16 +121,11 @@ def test_chunks_compute_what_one_rank_computes(
     places = list(product(*map(range, (*wide, *rows))))
     tokens = {place: 0 if "without" in kind and not any(place) else num_tokens - sum(place) % 2 for place in places}
     experts = {place: choices_of(kind, place, tokens[place], config.num_experts, config.per_token) for place in places}
-    traffic = ExpertTraffic(
-        tokens=num_tokens,
-        num_experts=config.num_experts,
-        per_token=config.per_token,
-        num_choices=config.per_token,
-        hidden=HIDDEN,
-        item_bytes=8,
-        weight_bytes=8,
-        dispatch=(FP64,) * 3,
-        combine=(FP64,) * 3,
+    traffic = traffic_of(
+        num_tokens,
+        (config.per_token, config.num_experts),
+        HIDDEN,
+        "fp64",
         expert=wide[::-1],
         rows=rows[::-1],
         chunks=chunks,

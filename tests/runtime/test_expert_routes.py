@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import MessageClass
 from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
+from tests.support.expert_traffic import traffic_of
 
 Place = tuple[int, ...]
 
@@ -109,19 +109,7 @@ def test_the_formula_is_the_average(wide: Place, rows: Place) -> None:
     choices = dict(zip(places, drawn(len(places), tokens, num_experts, per_token), strict=True))
     found = list(routes(choices, num_experts, wide, rows).values())
     # Tiers count from the inside: rows on the innermost here, in the plan's order.
-    traffic = ExpertTraffic(
-        tokens=tokens,
-        num_experts=num_experts,
-        per_token=per_token,
-        num_choices=per_token,
-        hidden=hidden,
-        item_bytes=4,
-        weight_bytes=4,
-        dispatch=(FORMATS["fp32"],) * 2,
-        combine=(FORMATS["fp32"],) * 2,
-        expert=wide[::-1],
-        rows=rows[::-1],
-    )
+    traffic = traffic_of(tokens, (per_token, num_experts), hidden, expert=wide[::-1], rows=rows[::-1])
     for number, (tier, copies) in enumerate(traffic.way):
         mean = sum(hops[number].sent for hops in found) / len(found)
         ((at, num_bytes),) = traffic.sends(ExpertMessage(MessageClass.DISPATCH, tier, copies, backward=True))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from terrace.comm import codecs
-from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat, parse_format
 from terrace.runtime.experts.route import count_prefixes, route_of
 from terrace.runtime.experts.way import Chunk, Way
+from tests.support.expert_traffic import traffic_of
 
 Place = tuple[int, ...]
 HIDDEN, NUM_EXPERTS, PER_TOKEN, BLOCK = 40, 8, 2, 16  # the last block of a row is short
@@ -202,19 +202,8 @@ WIRES = [("fp32", "fp32"), ("fp32", "fp8"), ("int8:16", "bf16"), ("fp8", "fp8")]
 @pytest.mark.parametrize("wires", WIRES)
 def test_bytes_are_rows_times_the_bytes_of_a_row(wires: tuple[str, str]) -> None:
     formats = tuple(map(parse_format, wires))
-    traffic = ExpertTraffic(
-        tokens=1000,
-        num_experts=NUM_EXPERTS,
-        per_token=PER_TOKEN,
-        num_choices=PER_TOKEN,
-        hidden=HIDDEN,
-        item_bytes=4,
-        weight_bytes=4,
-        dispatch=formats,
-        combine=formats[::-1],
-        expert=(2, 2),
-        rows=(1, 1),
-    )
+    choices = PER_TOKEN, NUM_EXPERTS
+    traffic = traffic_of(1000, choices, HIDDEN, dispatch=formats, combine=formats[::-1], expert=(2, 2))
     exact = replace(traffic, dispatch=(FORMATS["fp32"],) * 2, combine=(FORMATS["fp32"],) * 2)
     # A scale of two bytes for each block, then the codes, in whole 16 bytes.
     row = {"fp32": 160, "bf16": 80, "fp8": 48, "int8:16": 48}

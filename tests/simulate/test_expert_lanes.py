@@ -13,10 +13,9 @@ from rich.console import Console
 from terrace.cluster.cluster import Cluster, Kernels, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs
-from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.plan.wire import FORMATS, OF_EXPERTS, MessageClass
+from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.block_program.experts import expert_steps
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import PASSES, Op
@@ -32,6 +31,7 @@ from terrace.simulate.inside import InBlockPrices, block_prices
 from terrace.simulate.rank import Doing, PassStep
 from terrace.simulate.recording import record
 from terrace.simulate.step import Step, predict_step
+from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import PLAIN, mixture
 
 MODEL = mixture(replace(PLAIN, num_experts=16))
@@ -181,20 +181,7 @@ def test_two_chunks_by_hand() -> None:
 
 
 def hand_made(halves: Sequence[float]) -> tuple[PassStep, ...]:
-    traffic = ExpertTraffic(
-        tokens=8,
-        num_experts=2,
-        per_token=1,
-        num_choices=1,
-        hidden=1,
-        item_bytes=4,
-        weight_bytes=4,
-        dispatch=(FORMATS["fp32"],),
-        combine=(FORMATS["fp32"],),
-        expert=(2,),
-        rows=(1,),
-        chunks=(2, 1),
-    )
+    traffic = traffic_of(8, (1, 2), 1, expert=(2,), chunks=(2, 1))
     there, products, back = halves
     seconds = {MessageClass.ROUTE: 0.0, MessageClass.DISPATCH: there, MessageClass.COMBINE: back}
 

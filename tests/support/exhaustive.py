@@ -22,8 +22,11 @@ def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> lis
     return ranked(found)
 
 
-def check_search(task: Task, axes: tuple[str, ...]) -> None:
-    """The search finds the same candidates in the same order, also where memory rules some of the best out."""
+def check_search(task: Task, axes: tuple[str, ...]) -> list[Estimate]:
+    """The search finds the same candidates in the same order, also where memory rules some of the best out.
+
+    Every candidate, best first.
+    """
     space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
     everything = exhaustive(space, evaluator, math.inf)
     needs = sorted(each.needed_bytes for each in everything)
@@ -36,3 +39,4 @@ def check_search(task: Task, axes: tuple[str, ...]) -> None:
         assert found.proved
         tried += found.num_evaluated
     assert tried < 3 * len(everything)
+    return everything

@@ -59,7 +59,7 @@ class _Enter(torch.autograd.Function):
 
 
 class Rank(Carrier, Protocol):
-    """What a crossing needs of its rank."""
+    """A rank, as a crossing uses it."""
 
     in_block: InBlockComm
 
@@ -85,7 +85,7 @@ class Crossing:
         self._shared: list[Tensor] = []  # its result, then the gradient of its tokens
 
     def through(self, tokens: Tensor, choice: Choice, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums (T, H) of the results of tokens (T, H), and what the shared expert makes of x, empty without one."""
+        """Sums (T, H) of the results of tokens (T, H), and the shared expert's result of x, empty without one."""
         parts = tokens, choice.weights, choice.experts.int(), x
         if not torch.is_grad_enabled():
             return self.forward(*parts, trains=False)
@@ -148,11 +148,11 @@ class Crossing:
         compute: Callable[..., list[Tensor]],
         compute_shared: Callable[[], None],
     ) -> list[Tensor]:
-        """Play the steps of a half on `parts` (T, ...); the parts that came back, (T, ...)."""
+        """Play the steps of a half on `parts` (T, ...); returns the parts that came back, (T, ...)."""
         rank, steps = self._rank, self._steps[half]
         chunks = self._chunks(steps, parts)
         each = len(self._ways) // len(chunks)
-        done: dict[int, list[list[Tensor]]] = {}  # by chunk, what became of its pieces
+        done: dict[int, list[list[Tensor]]] = {}  # by chunk, the results of its pieces
         flights: dict[Send, InFlight] = {}
         newest: dict[tuple[MessageClass, int], InFlight] = {}  # of each chunk, its last hop so far
         for step in steps:

@@ -1,4 +1,4 @@
-"""The load of a stage's experts: a rank's counts of a step, their sums over ranks, and what these move.
+"""The load of a stage's experts: a rank's counts of a step, their sums over ranks, and the bias that they move.
 
 The sums are integers, so they have the same bits under every plan, and so has the bias that they move:
 

@@ -79,11 +79,11 @@ class Chunk:
         self._passed: list[tuple[Tensor, ...]] = []
 
     def turn(self, parts: Sequence[Tensor]) -> None:
-        """Take what became of the rows that arrived, to be brought back."""
+        """Take the results of the rows that arrived, to be brought back."""
         self.parts, self._dtypes = tuple(parts), [part.dtype for part in parts]
 
     def go(self, message: ExpertMessage) -> None:
-        """The hop of a message; on CUDA what its work has read stays until `arrived`."""
+        """The hop of a message; on CUDA the tensors that its work has read stay until `arrived`."""
         self._passed.append(self.parts)
         number = next(
             number
@@ -93,7 +93,7 @@ class Chunk:
         (self._there if message.message_class is MessageClass.DISPATCH else self._back)(number, message)
 
     def arrived(self) -> None:
-        """Drop what messages have read: the computation has waited for them."""
+        """Drop the tensors that messages have read: the computation has waited for them."""
         self._passed.clear()
 
     def pieces(self) -> list[list[Tensor]]:
