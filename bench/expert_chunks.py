@@ -1,20 +1,22 @@
-"""Chunks of tokens on their way to experts, predicted and executed: 2 x 2 x 2 ranks on paced links.
+"""Chunks of tokens on their way to experts, and gradients in the gaps between them: 2 x 2 x 2 ranks on paced links.
 
 Experts are on different ranks over the two outer tiers, so that a token's row crosses both. Messages are held to the
-rates of the links, and experts to seconds that a rank sleeps in proportion to its rows: what is measured is how the
-runtime overlaps messages and computing, whatever the machine. The prediction plays the same program with the same
-seconds. Degrees take turns step by step; the median over steps is reported.
+rates of the links; attention and experts take seconds that a rank sleeps, experts in proportion to its rows: what is
+measured is how the runtime overlaps messages and computing, whatever the machine. The prediction plays the same program
+with the same seconds, and sizes the parts of gradients. Contestants take turns step by step; the median over steps is
+reported. The first sends a layer's gradient in one message before the next dispatch, in one chunk.
 """
 
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.common import ADAMW, alternate, bench_parser, engine_of, over_ranks, real_blocks
 from terrace.cluster.cluster import Cluster, Tier
@@ -25,28 +27,35 @@ from terrace.launch.world import World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.mixture import Mixture
+from terrace.model.layers import Attention
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
+from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import simulate
 from terrace.simulate.experts import ExpertSeconds
+from terrace.simulate.gap_shares import Shares, any_shares, shares_to_try
 
 DEGREES = (1, 2, 4)
+Contestant = tuple[int, bool]  # chunks, and whether gradients travel in gaps
+CONTESTANTS: tuple[Contestant, ...] = tuple((chunks, in_gaps) for in_gaps in (False, True) for chunks in DEGREES)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Seconds of a layer's experts in a forward and in a backward, and bytes/s of the outermost link."""
+    """Seconds of a layer's experts and attention in a forward and in a backward, and bytes/s of the outermost link."""
 
     forward_s: float = 0.25
     backward_s: float = 0.5
+    attention_s: float = 0.1  # of a forward; twice as long in a backward
     rate: float = 5e5
     rounds: int = 3
-    layers: int = 2
+    layers: int = 3
     rows: int = 8
     sequence: int = 64
+    head_size: int = 80  # so that an all-reduce of attention's gradient takes about as long as a dispatch
 
     @property
     def model(self) -> ModelConfig:
@@ -57,6 +66,7 @@ class Job:
             "num_hidden_layers": self.layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
+            "head_dim": self.head_size,
             "intermediate_size": 64,
         }
         experts = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=32)
@@ -75,7 +85,7 @@ class Job:
             ),
         )
 
-    def plan(self, chunks: int) -> Plan:
+    def plan(self, chunks: int, shares: Shares = ()) -> Plan:
         """All else equal."""
         return replace(
             preset("ddp", self.cluster),
@@ -83,7 +93,11 @@ class Job:
             micro_batch=self.rows,
             experts={"node": {"expert": 2}, "system": {"expert": 2}},
             expert_chunks={"forward": chunks, "backward": chunks},
+            expert_gaps=shares,
         )
+
+    def program(self, chunks: int, shares: Shares = ()) -> Program:
+        return build(self.cluster, self.plan(chunks, shares), block_specs(self.model), 1, self.sequence)
 
 
 class _Sleeps(torch.autograd.Function):
@@ -99,69 +113,88 @@ class _Sleeps(torch.autograd.Function):
         return gradient, None, None
 
 
-def sleeping(mixture: Mixture, job: Job) -> None:
-    """Let the experts of a mixture take their seconds, in proportion to the rows that arrive."""
-    pass_through, tokens = mixture.pass_through, job.rows * job.sequence
-    # A rank's rows of all its tokens under even routing: each token goes to about 1.86 of four ranks.
-    whole = tokens * 4 * (1 - (6 * 5) / (8 * 7))
+def slow(module: nn.Module, job: Job) -> None:
+    """Let a mixture's experts, and attention, take their seconds; experts in proportion to the rows that arrive."""
+    if isinstance(module, Mixture):
+        tokens = job.rows * job.sequence
+        # A rank's rows of all its tokens under even routing: each token goes to about 1.86 of four ranks.
+        whole = tokens * 4 * (1 - (6 * 5) / (8 * 7))
+        inner = module.pass_through
+        module.pass_through = _sleeping(  # type: ignore[method-assign]
+            inner, lambda rows: (len(rows) / whole * job.forward_s, len(rows) / whole * job.backward_s)
+        )
+    elif isinstance(module, Attention):
+        module.forward = _sleeping(module.forward, lambda _: (job.attention_s, 2 * job.attention_s))  # type: ignore[method-assign]
 
-    def slow(rows: Tensor, *rest: Any) -> Tensor:
-        share = len(rows) / whole
-        found: Tensor = _Sleeps.apply(rows, share * job.forward_s, share * job.backward_s)  # type: ignore[no-untyped-call]
-        return pass_through(found, *rest)
 
-    mixture.pass_through = slow  # type: ignore[method-assign, assignment]
+def _sleeping(
+    function: Callable[..., Tensor], seconds_of: Callable[[Tensor], tuple[float, float]]
+) -> Callable[..., Tensor]:
+    def sleeping(rows: Tensor, *rest: Any) -> Tensor:
+        found: Tensor = _Sleeps.apply(rows, *seconds_of(rows))  # type: ignore[no-untyped-call]
+        return function(found, *rest)
+
+    return sleeping
 
 
-def predicted_s(program: Program, job: Job, chunks: int) -> float:
-    """Seconds of the step, if nothing but the experts takes time to compute."""
+def costs_of(program: Program, job: Job, chunks: int) -> Costs:
+    """Seconds where nothing but attention and experts takes time to compute."""
     layers = [program.experts(block) is not None for block in range(len(program.blocks))]
     own = ExpertSeconds((job.forward_s, job.backward_s, 0.0), pieces=chunks, chunks=chunks)
-    costs = Costs(
-        forward_s=tuple(job.forward_s * layer for layer in layers),
-        backward_s=tuple(job.backward_s * layer for layer in layers),
+    return Costs(
+        forward_s=tuple((job.forward_s + job.attention_s) * layer for layer in layers),
+        backward_s=tuple((job.backward_s + 2 * job.attention_s) * layer for layer in layers),
         update_s=(0.0,) * len(layers),
         program=program,
         weight_s=(0.0,) * len(layers),
         experts=tuple(own if layer else ExpertSeconds() for layer in layers),
     )
-    return simulate(program, costs).step_s
 
 
-def contest(world: World, job: Job) -> dict[int, tuple[float, list[float]]]:
-    """Predicted seconds and the seconds of each step, by degree."""
+def predicted_s(program: Program, job: Job, chunks: int) -> float:
+    """Seconds of the step."""
+    return simulate(program, costs_of(program, job, chunks)).step_s
+
+
+def best_shares(job: Job, chunks: int) -> Shares:
+    """The shares of a gradient in the gaps with which the predicted step is shortest."""
+    costs = costs_of(job.program(chunks, any_shares(chunks)), job, chunks)
+    return min(shares_to_try(costs), key=lambda shares: predicted_s(job.program(chunks, shares), job, chunks))
+
+
+def contest(world: World, job: Job, shares: dict[Contestant, Shares]) -> dict[Contestant, tuple[float, list[float]]]:
+    """Predicted seconds and the seconds of each step, by contestant."""
     torch.set_num_threads(1)
     pacer, steps, predicted = Pacer(job.cluster, 1.0), {}, {}
     engines = []
     generator = torch.Generator().manual_seed(world.rank)
     inputs = torch.randint(64, (job.rows, job.sequence), generator=generator)
     batch = Batch(inputs, inputs.roll(-1, 1))
-    for chunks in DEGREES:
+    for contestant in CONTESTANTS:
+        chunks, _ = contestant
         blocks = real_blocks(job.model)
         engine = engine_of(
             blocks,
             job.cluster,
-            job.plan(chunks),
+            job.plan(chunks, shares[contestant]),
             1,
             rank=world.rank,
             declared=block_specs(job.model),
             sequence=job.sequence,
             pacer=pacer,
         )
-        for block in blocks:
-            for module in block.modules():
-                if isinstance(module, Mixture):
-                    sleeping(module, job)
-        predicted[chunks] = predicted_s(engine.program, job, chunks)
+        for module in (module for block in blocks for module in block.modules()):
+            slow(module, job)
+        predicted[contestant] = predicted_s(engine.program, job, chunks)
 
         def step(number: int, engine: Any = engine) -> float:
             loss: float = engine.step([batch], ADAMW.lr).loss
             return loss
 
-        steps[str(chunks)] = step
+        steps[str(contestant)] = step
         engines.append(engine)
     timings = alternate(steps, job.rounds, warmup=1, before=dist.barrier)
-    found = {chunks: (predicted[chunks], over_ranks(timings[str(chunks)]).wall_s) for chunks in DEGREES}
+    found = {each: (predicted[each], over_ranks(timings[str(each)]).wall_s) for each in CONTESTANTS}
     for engine in engines:
         engine.check_bytes()
         engine.close()
@@ -170,19 +203,19 @@ def contest(world: World, job: Job) -> dict[int, tuple[float, list[float]]]:
 
 def main() -> int:
     """Print a table."""
-    parser = bench_parser(
-        __doc__, **{name: getattr(Job, name) for name in ("forward_s", "backward_s", "rate", "rounds")}
-    )
-    options = parser.parse_args()
-    job = Job(**{name: getattr(options, name) for name in ("forward_s", "backward_s", "rate", "rounds")})
+    names = ("forward_s", "backward_s", "attention_s", "rate", "rounds")
+    options = bench_parser(__doc__, **{name: getattr(Job, name) for name in names}).parse_args()
+    job = Job(**{name: getattr(options, name) for name in names})
+    shares = {(chunks, in_gaps): best_shares(job, chunks) if in_gaps else () for chunks, in_gaps in CONTESTANTS}
     with LocalPool(job.cluster.world_size) as pool:
-        found = pool.run(job.cluster.world_size, contest, job, timeout_s=600.0)[0]
-    alone = found[1]
-    print("chunks  predicted  measured  measured/predicted  gain predicted  gain measured")
-    for chunks, (predicted, measured) in found.items():
+        found = pool.run(job.cluster.world_size, contest, job, shares, timeout_s=900.0)[0]
+    alone = found[1, False]
+    print("chunks  gradients                   predicted  measured  ratio  gain predicted  gain measured")
+    for contestant, (predicted, measured) in found.items():
         median = statistics.median(measured)
+        words = ", ".join(f"{share:.3g}" for share in shares[contestant]) or "before the dispatch"
         print(
-            f"{chunks:>6}  {predicted:>8.3f}s  {median:>7.3f}s  {median / predicted:>18.2f}"
+            f"{contestant[0]:>6}  {words:<26}  {predicted:>8.3f}s  {median:>7.3f}s  {median / predicted:>5.2f}"
             f"  {alone[0] / predicted:>14.2f}  {statistics.median(alone[1]) / median:>13.2f}"
         )
     return 0

@@ -63,6 +63,7 @@ def digest(program: Program) -> str:
         "unit",
     )
     table = {name: asdict(plan)[name] for name in fields}
+    table |= {"expert_gaps": plan.expert_gaps} if plan.expert_gaps else {}  # each part has residuals of its own
     table |= {"wire": wires, "tiers": [(tier.name, tier.size) for tier in cluster.tiers]}
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()[:16]
 

@@ -183,7 +183,7 @@ def show_bytes(view: StepView) -> None:
         view.console.print(table)
     if view.programs[0].expert_transfers:
         print("route, dispatch and combine: the mean under even routing; each batch declares its own\n")
-    print(wire_words(view.run.plan))
+    print(wire_words(view.programs[0].plan))
 
 
 def show_inside(view: StepView) -> None:

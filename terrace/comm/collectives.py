@@ -90,6 +90,22 @@ class Collectives:
         if not transfer.gathering:
             return
         self._arenas[transfer.lane].begin(transfer.gather_buffers)
+        self._gather_hops(transfer, piece, origin)
+
+    def gather_columns(self, transfer: Transfer, whole: Tensor, own: Callable[[int], slice], origin: Origin) -> None:
+        """Fill `whole` (slices, columns), as they lie, from the columns of every rank on the outermost tier.
+
+        `own` gives the packed elements that are this rank's piece on a tier.
+        """
+        if not transfer.gathering:
+            return
+        arena = self._arenas[transfer.lane]
+        arena.begin(transfer.gather_buffers)
+        packed = arena.take(whole.shape, whole.dtype).copy_(whole).view(-1)
+        self._gather_hops(transfer, lambda tier: packed[own(tier)], origin)
+        whole.copy_(packed.view(whole.shape))
+
+    def _gather_hops(self, transfer: Transfer, piece: Piece, origin: Origin) -> None:
         # Consecutive hops of one block format forward the same codes, so they are encoded and decoded once.
         for run in encodings(transfer.gathering):
             if run[0].wire.block:
@@ -101,10 +117,13 @@ class Collectives:
         """This rank's piece of the sum of every rank's `source`, on the outermost tier of the reduction.
 
         The result is in the master dtype and valid until the lane's next collective; without peers on any tier between,
-        it is `source` itself in its own dtype.
+        it is `source` itself in its own dtype. Of a transfer of columns, `source` is (slices, columns), as they lie.
         """
         if transfer.reduction:
-            self._arenas[transfer.lane].begin(transfer.reduce_buffers)
+            arena = self._arenas[transfer.lane]
+            arena.begin(transfer.reduce_buffers)
+            if transfer.columns is not None:
+                source = arena.take(source.shape, source.dtype).copy_(source).view(-1)
         for hop in transfer.reduction:
             reduce_hop = self._reduce_codes if hop.wire.block else self._reduce_values
             source = reduce_hop(transfer, hop, source, origin)
@@ -200,7 +219,9 @@ class Collectives:
     def _gather_codes(self, transfer: Transfer, run: list[Hop], piece: Piece, origin: Origin) -> None:
         first, wire, arena = run[0], run[0].wire, self._arenas[transfer.lane]
         sent = arena.take([1, first.part_bytes], torch.uint8)
-        self._encode(transfer.message_class, first, "gather", piece(first.tier).view(1, -1), sent, origin)
+        self._encode(
+            transfer.message_class, first, _leg("gather", transfer), piece(first.tier).view(1, -1), sent, origin
+        )
         for hop in run:
             group = self._group(transfer, hop)
             received = arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
@@ -234,8 +255,8 @@ class Collectives:
         outgoing = arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
         incoming = arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
         # Two calls, since the rows around the own one are not contiguous; each has a residual of its own.
-        self._encode(transfer.message_class, hop, "before", rows[:own], outgoing[:own], origin)
-        self._encode(transfer.message_class, hop, "after", rows[own + 1 :], outgoing[own:], origin)
+        self._encode(transfer.message_class, hop, _leg("before", transfer), rows[:own], outgoing[:own], origin)
+        self._encode(transfer.message_class, hop, _leg("after", transfer), rows[own + 1 :], outgoing[own:], origin)
         splits = [hop.part_bytes] * hop.degree
         splits[own] = 0
         with self._sending(transfer, group, outgoing.nbytes):
@@ -268,6 +289,11 @@ class Collectives:
         scales = out[:, : SCALE_BYTES * -(-hop.numel // hop.wire.block)].view(torch.bfloat16)
         sums = sums + 0 * scales.sum(dtype=torch.float32)
         self.errors.add(key, sums)
+
+
+def _leg(name: str, transfer: Transfer) -> str:
+    # Each part of a message has residuals of its own.
+    return name if transfer.columns is None else f"{name} from {transfer.columns[0]}"
 
 
 def _sum_rows(rows: Tensor, out: Tensor) -> None:

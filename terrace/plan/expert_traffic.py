@@ -61,6 +61,7 @@ class ExpertTraffic:
     is_even: bool = False  # whether choices are those of terrace.model.experts.even, so that bytes are exact
     chunks: tuple[int, int] = (1, 1)  # of tokens, in a forward and in a backward
     shares: bool = False  # whether every token also passes a shared expert
+    has_gaps: bool = False  # whether gradients travel between the messages of a backward
 
     @staticmethod
     def of(tensor: "TensorTraffic", block: BlockSpec) -> "ExpertTraffic | None":
@@ -95,6 +96,7 @@ class ExpertTraffic:
             chunks=chunks,
             # A shared expert cut by tensor rows has messages of its own, which come after those of the others.
             shares=experts.shared_size > 0 and tensor.degree == 1,
+            has_gaps=bool(plan.expert_gaps),
         )
 
     @property

@@ -13,6 +13,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels)
     buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and
                 per lane its largest message: converted parts, received parts and sums, over all hops;
+                or its largest part that travels in a gap, packed before (terrace.plan.gaps);
                 and the largest gradient shard that comes in from the other stage of a block that two stages hold
 
 P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are its layout's.
@@ -23,12 +24,13 @@ flight takes less than the formula's.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, product
 
 from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec, block_flats, gathered_numel, orthogonalised, stage_layout
+from terrace.plan.gaps import largest_part_bytes
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.in_block_messages import Leg
 from terrace.plan.layout import Layout, message_lane
@@ -39,7 +41,7 @@ from terrace.plan.routes import block_hops
 from terrace.plan.stage import Pass, Stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, block_messages
-from terrace.plan.wire import FORMATS, ROUTES, MessageClass
+from terrace.plan.wire import FORMATS, GRADIENTS, ROUTES, MessageClass
 
 _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carries != "all")
 
@@ -149,6 +151,11 @@ def _largest_buffers(
                 reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
                 lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
                 lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))
+    # Where a part is cut depends on the size, so the largest buffer need not have the largest part.
+    sizes = {(flat.layout, flat.padded) for flat in chain(*flats) if flat.trainable} if plan.expert_gaps else set()
+    for message, (of, padded) in product(GRADIENTS, sizes):
+        lane = message_lane(layout, message)
+        lanes[lane] = max(lanes[lane], largest_part_bytes(plan, of, message, padded))
     return sum(lanes.values())
 
 

@@ -35,6 +35,9 @@ class Plan:
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     # Chunks in which tokens go to their experts, each while another is multiplied: forward, backward -> number; 1
     expert_chunks: Mapping[str, int] = field(default_factory=dict)
+    # Shares of each gradient message in the gaps between the next layer's messages of experts (terrace.plan.gaps), the
+    # first before them; "auto": found by playing the step. Empty: the whole message before them
+    expert_gaps: Literal["auto"] | tuple[float, ...] = ()
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
@@ -57,3 +60,9 @@ class Plan:
         """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""
         default = self.messages if self.messages is not None and message in OF_STATES else self.compute
         return parse_format(self.wire.get(message.value, {}).get(tier, default))
+
+    @property
+    def gap_shares(self) -> tuple[float, ...]:
+        """`expert_gaps` in numbers, as programs have them."""
+        assert not isinstance(self.expert_gaps, str), "shares are found before a program is built"
+        return self.expert_gaps

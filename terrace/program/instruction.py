@@ -82,9 +82,9 @@ SPECS: dict[Op, OpSpec] = {
     Op.BACKWARD: _PASS,
     Op.BACKWARD_INPUT: _PASS,
     Op.BACKWARD_WEIGHT: _PASS,
-    Op.REDUCE: OpSpec(("block", "micro"), MessageClass.REDUCE),
+    Op.REDUCE: OpSpec(("block", "micro", "in_gaps"), MessageClass.REDUCE),
     Op.TIE: OpSpec(("block", "peer"), MessageClass.TIE, peer="with"),
-    Op.SYNC: OpSpec(message=MessageClass.SYNC),
+    Op.SYNC: OpSpec(("block", "in_gaps"), MessageClass.SYNC),
     Op.COUNT: OpSpec((), MessageClass.COUNTS),
     Op.CLIP: OpSpec((), MessageClass.CONTROL),
     Op.ORTHOGONALISE: OpSpec(message=MessageClass.ORTHOGONALISE),
@@ -105,7 +105,7 @@ class Instruction(NamedTuple):
     `micro` is the micro-batch, `backward` tells a GATHER for a backward (and a gradient SEND or RECV)
     from one for a forward, `secondary` that a GATHER reads the secondary copy, `peer` the other stage
     of a SEND, a RECV or a TIE: of the ranks there, the one at the same place on every other axis. The `block` of a RECV
-    is the one that the sender ran.
+    is the one that the sender ran. A REDUCE or SYNC `in_gaps` leaves in parts (terrace.program.gaps).
     """
 
     op: Op
@@ -114,6 +114,7 @@ class Instruction(NamedTuple):
     backward: bool = False
     secondary: bool = False
     peer: int = -1
+    in_gaps: bool = False
 
     @property
     def message_class(self) -> MessageClass | None:
@@ -124,8 +125,10 @@ class Instruction(NamedTuple):
 
     def later(self, micros: int) -> "Instruction":
         """The same instruction of a later micro-batch; itself where it names none."""
-        op, block, micro, backward, secondary, peer = self
-        return self if micro < 0 or not micros else Instruction(op, block, micro + micros, backward, secondary, peer)
+        op, block, micro, backward, secondary, peer, gaps = self
+        if micro < 0 or not micros:
+            return self
+        return Instruction(op, block, micro + micros, backward, secondary, peer, gaps)
 
     def __str__(self) -> str:
         words = [self.op.value]
@@ -140,6 +143,8 @@ class Instruction(NamedTuple):
             words.append("for backward" if self.backward else "for forward")
             if self.secondary:
                 words.append("from the secondary copy")
+        if self.in_gaps:
+            words.append("in gaps")
         if self.peer >= 0:
             words.append(f"{SPECS[self.op].peer} stage {self.peer}")
         return " ".join(words)

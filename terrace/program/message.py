@@ -21,13 +21,15 @@ from terrace.plan.wire import MessageClass
 class Transfer:
     """The collectives of one flat buffer, or of one message inside a block, among the `ranks` that share it.
 
-    `reduce_buffers` and `gather_buffers` are the bytes of each buffer that the lane's memory must hold, in order.
+    `reduce_buffers` and `gather_buffers` are the bytes of each buffer that the lane's memory must hold, in order. Of a
+    transfer of some `columns` of the flat buffer (terrace.plan.gaps), the packed columns are the first.
     """
 
     message_class: MessageClass
     lane: int
     ranks: Layout
     flat: int = -1  # number of the flat buffer in its block
+    columns: tuple[int, int] | None = None  # the first, and the last exclusive; None: all of it
     reduction: tuple[Hop, ...] = ()
     gathering: tuple[Hop, ...] = ()
     reduce_buffers: tuple[int, ...] = ()
@@ -45,7 +47,8 @@ class Message:
 
     `tiers` are the indexes of the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index,
     bytes) of each collective or point-to-point message; empty for a RECV, since the peer sends its bytes.
-    `coding_bytes` is the memory traffic of coding and decoding block formats.
+    `coding_bytes` is the memory traffic of coding and decoding block formats. `parts` are those of a message in gaps:
+    they send what `sends` and `transfers` say of all of it.
     """
 
     message_class: MessageClass
@@ -55,6 +58,7 @@ class Message:
     transfers: tuple[Transfer, ...] = ()
     sends: tuple[tuple[int, int], ...] = ()
     coding_bytes: float = 0.0
+    parts: "tuple[Message, ...]" = ()
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
@@ -65,7 +69,7 @@ class Message:
     def arenas(self) -> dict[int, int]:
         """Bytes of message memory on each lane: those of the largest transfer, since they follow one another."""
         found: dict[int, int] = {}
-        for transfer in self.transfers:
+        for transfer in (transfer for each in self.parts or (self,) for transfer in each.transfers):
             size = max(arena_bytes(transfer.reduce_buffers), arena_bytes(transfer.gather_buffers))
             found[transfer.lane] = max(found.get(transfer.lane, 0), size)
         return found

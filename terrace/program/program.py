@@ -16,7 +16,7 @@ from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.kinds import Kinds
-from terrace.plan.layout import INSIDE, Layout
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import EXPERT, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
@@ -27,7 +27,7 @@ from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
-from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message, Transfer
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport, declared_ahead
@@ -39,6 +39,7 @@ from terrace.program.resolve import (
     expert_message,
     expert_transfers,
     line_transfer,
+    message_in_gaps,
     stage_message,
     tensor_message,
 )
@@ -246,7 +247,7 @@ class Program:
         return {}
 
     @cached_property
-    def _of_blocks(self) -> dict[tuple[MessageClass, int | None, int], Message]:
+    def _of_blocks(self) -> dict[tuple[MessageClass, int | None, int, bool], Message]:
         return {}
 
     def _resolved(self, instruction: Instruction) -> Message:
@@ -266,10 +267,11 @@ class Program:
         # The secondary copy starts a gather from its own, inner tier.
         source = self.stage_layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]
-        key = (message_class, source, self.alike[instruction.block])
+        key = (message_class, source, self.alike[instruction.block], instruction.in_gaps)
         found = self._of_blocks.get(key)
         if found is None:
-            found = self._of_blocks[key] = block_message(message_class, self.stage_layout, self.plan, flats, source)
+            found = block_message(message_class, self.stage_layout, self.plan, flats, source)
+            found = self._of_blocks[key] = message_in_gaps(found, self.plan, flats) if instruction.in_gaps else found
         return found
 
     @property
@@ -337,15 +339,6 @@ class Program:
                 messages = messages_of(self.block_program(block).steps(op))
             found = self._inside[key] = tuple(self.message_inside(message, block) for message in messages)
         return found
-
-    def meets(self, instruction: Instruction) -> list[tuple[int, Layout]]:
-        """(Tier, ranks) of the collectives that an instruction puts on the lanes of tiers, in order."""
-        messages: Iterable[Message] = ()
-        if instruction.op in COLLECTIVES:
-            messages = (self.message(instruction),)
-        elif instruction.op in PASSES and self.expert_transfers:
-            messages = (each for each in self.messages_inside(instruction) if each.lane != INSIDE)
-        return [(tier, each.ranks) for each in messages if each.ranks is not None for tier in each.tiers]
 
     def message_inside(self, message: InBlockMessage, block: int) -> Message:
         """One message inside a block, resolved."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from terrace.base.alike import once_each
 from terrace.plan.layout import Layout
+from terrace.program.gaps import Issued
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
 
@@ -21,7 +22,7 @@ class Item:
     """One collective on a tier, or one message sent or read."""
 
     instruction: Instruction
-    position: int  # in the program
+    position: int  # in the program, where it is issued: of a part in a gap, of the pass
     tier: int = -1  # of a collective
     ranks: Layout | None = None  # and those that it is among
     number: int = 0  # among the collectives of its instruction
@@ -31,6 +32,7 @@ class Item:
 def _items(program: Program) -> list[Item]:
     # In the order of a single lane.
     items: list[Item] = []
+    issued = Issued(program)
     received: dict[tuple[bool, int, int], Instruction] = {}
     for position, instruction in enumerate(program.instructions):
         if instruction.op is Op.SEND:
@@ -47,8 +49,8 @@ def _items(program: Program) -> list[Item]:
             if instruction.op is not Op.BACKWARD_WEIGHT and key in received:
                 items.append(Item(instruction, position, message=received.pop(key)))
         # A collective over several tiers meets its peers on each tier in turn, a pass in each message on a lane.
-        for number, (tier, ranks) in enumerate(program.meets(instruction)):
-            items.append(Item(instruction, position, tier, ranks, number))
+        for number, (of, tier, ranks) in enumerate(issued.at(instruction)):
+            items.append(Item(of, position, tier, ranks, number))
     return items
 
 

@@ -10,6 +10,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
 from terrace.plan.expert_counts import count_hops, num_counts
 from terrace.plan.flats import FlatParamSpec
+from terrace.plan.gaps import part_buffers, part_columns, slices_of
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
@@ -67,6 +68,27 @@ def flat_transfer(
         reduce_buffers=tuple(reduce_buffers(plan, message_class, reduction)),
         gather_buffers=tuple(gather_buffers(plan, message_class, gathering)),
     )
+
+
+def message_in_gaps(whole: Message, plan: Plan, flats: Sequence[FlatParamSpec]) -> Message:
+    """The message `whole` of gradients in its parts; a part without columns sends nothing."""
+    columns = [part_columns(plan, flats[each.flat].layout, flats[each.flat].padded) for each in whole.transfers]
+    parts = []
+    for part in range(len(plan.gap_shares)):
+        pairs = ((each, of[part]) for each, of in zip(whole.transfers, columns, strict=True))
+        carried = [_part(each, plan, start, stop) for each, (start, stop) in pairs if each.hops and start < stop]
+        assert whole.ranks is not None, "gradients are among ranks"
+        tiers = whole.tiers if carried else ()
+        parts.append(_collective(whole.message_class, plan, whole.lane, tiers, whole.ranks, carried))
+    sends = tuple(each for part in parts for each in part.sends)
+    return replace(whole, parts=tuple(parts), sends=sends, coding_bytes=sum(part.coding_bytes for part in parts))
+
+
+def _part(whole: Transfer, plan: Plan, start: int, stop: int) -> Transfer:
+    numel = (stop - start) * slices_of(whole.ranks)
+    reduced, gathered = part_buffers(plan, whole.ranks, whole.message_class, numel)
+    part = flat_transfer(whole.message_class, whole.lane, whole.ranks, plan, numel, flat=whole.flat)
+    return replace(part, columns=(start, stop), reduce_buffers=tuple(reduced), gather_buffers=tuple(gathered))
 
 
 def control_message(stage_layout: Layout, world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Message:

@@ -121,4 +121,5 @@ class Writer:
 
 def without_micro(instruction: Instruction) -> Unnumbered:
     """Equal for instructions that differ only in their micro-batch."""
-    return instruction.op, instruction.block, instruction.backward, instruction.secondary, instruction.peer
+    op, block, _, backward, secondary, peer, in_gaps = instruction
+    return op, block, backward, secondary, peer, in_gaps

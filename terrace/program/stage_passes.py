@@ -12,6 +12,7 @@ from typing import NamedTuple
 from terrace.plan.expert_counts import mixtures
 from terrace.plan.residency import Residency, gathers
 from terrace.plan.stage import Pass, Stage, reduction_points
+from terrace.program.gaps import before_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.segments import Writer
@@ -102,18 +103,25 @@ def _gather(frame: Program, stay: Residency) -> Instruction:
 
 def _reduced(frame: Program) -> dict[int, tuple[Instruction, ...]]:
     """The reductions after each pass, by its number."""
-    stage, blocks, tied = frame.stage, frame.blocks, dict(frame.stage.ties)
+    stage, blocks, tied, gaps = frame.stage, frame.blocks, dict(frame.stage.ties), before_gaps(frame)
     found: dict[int, tuple[Instruction, ...]] = {}
     for block, numbers in reduction_points(stage, blocks, frame.plan.unit).items():
         # A frozen block has no gradient to reduce.
         if blocks[block].num_trainable:
-            reduction = (Instruction(Op.REDUCE, block, 0),)
+            parts = {op: may_be_in_gaps(frame, op, block) for op in (Op.REDUCE, Op.SYNC)}
+            whole, in_gaps = ((Instruction(Op.REDUCE, block, 0, in_gaps=each),) for each in (False, parts[Op.REDUCE]))
             for number in numbers:
-                found[number] = found[number] + reduction if number in found else reduction
+                reduction = in_gaps if number in gaps else whole
+                found[number] = _at_once(found[number]) + reduction if number in found else reduction
             # The SYNC of a tied block waits for its TIE at the end of the step.
             if block not in tied:
-                found[numbers[-1]] += (Instruction(Op.SYNC, block),)
+                found[numbers[-1]] += (Instruction(Op.SYNC, block, in_gaps=parts[Op.SYNC] and numbers[-1] in gaps),)
     return found
+
+
+def _at_once(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    # Of two gradients behind one pass the first must be gone before the next opens its own: there are two buffers.
+    return tuple(each._replace(in_gaps=False) for each in instructions)
 
 
 class _Edge(NamedTuple):

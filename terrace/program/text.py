@@ -60,4 +60,7 @@ def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> 
         return "local"
     if message_class in (MessageClass.COUNTS, MessageClass.CONTROL):
         return f"{message_class}: " + ", ".join(names)
-    return ", ".join(f"{tier} ({program.plan.wire_format(message_class, tier).name})" for tier in names)
+    words = ", ".join(f"{tier} ({program.plan.wire_format(message_class, tier).name})" for tier in names)
+    if instruction.in_gaps:
+        words += "; parts of " + ", ".join(f"{share:.3g}" for share in program.plan.gap_shares)
+    return words

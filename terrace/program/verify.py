@@ -14,7 +14,8 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
     stage has mixtures of experts; CLIP once, after COUNT and every SYNC; ORTHOGONALISE, where the optimizer needs whole
     matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of each block, an outer one an
     OUTER_START, an OUTER_APPLY and then a REFRESH;
- 5. an instruction sets only the fields its op uses;
+ 5. an instruction sets only the fields its op uses; parts of a REDUCE or SYNC in gaps are held for the next pass, which
+    has gaps, and for one REDUCE at a time, since there are two gradient buffers (terrace.program.gaps);
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
     buffers than the memory formula counts, and the model state fits the device (terrace.program.verify_totals).
 """
@@ -94,7 +95,10 @@ class _Walker(Walk):
             self._fail(f"the program {_WORDS[phase]}")
         if "block" in SPECS[instruction.op].fields and not 0 <= instruction.block < len(self.program.blocks):
             self._fail(f"there is no block {instruction.block}")
-        self._checks[instruction.op](instruction)
+        self._gaps(instruction)
+        # All other rules are the same wherever its parts leave.
+        self.now = instruction._replace(in_gaps=False) if instruction.in_gaps else instruction
+        self._checks[instruction.op](self.now)
 
     @cached_property
     def _checks(self) -> dict[Op, Callable[[Instruction], None]]:
@@ -135,13 +139,15 @@ class _Walker(Walk):
             {block: micro - by for block, micro in self.newest.items()},
             {block: times * self.program.plan.unit - by for block, times in self.reductions.items()},
             (set(self.resident), set(self.opened), set(self.stale), set(self.tied), set(self.unused)),
-            (dict(self.finished), self.directions),
+            (dict(self.finished), self.directions, [each.later(-by) for each in self.held]),
         )
 
     def finish(self) -> None:
         program = self.program
         self.position = len(program.instructions)
         self.now = Instruction(Op.CLIP)
+        if self.held:
+            self._fail_end(f"parts of `{self.held[0]}` never leave")
         left = {block for block in self.resident if program.frees(block)}
         if left:
             self._fail_end(f"block {min(left)} is still gathered at the end: FREE it")

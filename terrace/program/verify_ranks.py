@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from terrace.base.alike import first_equal, once_each
 from terrace.base.errors import ProgramError
 from terrace.plan.layout import Layout
+from terrace.program.gaps import Issued
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.rank_play import RankPlay
@@ -76,9 +77,10 @@ def _check_collectives(programs: Mapping[int, Program]) -> None:
 
 def _collectives_by_tier(program: Program) -> dict[tuple[int, Layout], list[Instruction]]:
     by_tier: dict[tuple[int, Layout], list[Instruction]] = defaultdict(list)
+    issued = Issued(program)
     for instruction in program.instructions:
-        for tier, ranks in sorted(program.meets(instruction), key=lambda meeting: meeting[0]):
-            by_tier[tier, ranks].append(instruction)
+        for of, tier, ranks in sorted(issued.at(instruction), key=lambda meeting: meeting[1]):
+            by_tier[tier, ranks].append(of)
     return by_tier
 
 

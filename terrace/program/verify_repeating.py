@@ -22,6 +22,7 @@ from typing import NamedTuple
 from terrace.base.alike import first_equal, once_each
 from terrace.base.repeated import Repeated
 from terrace.plan.stage import SHORT, Group, Pass
+from terrace.program.gaps import meets
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.rank_play import RankPlay
@@ -117,7 +118,7 @@ def _meet_others(programs: Mapping[int, Program]) -> bool:
         for each in {each._replace(micro=-1) for each in order.body}:
             if each.op is Op.TIE:
                 return True
-            for tier, ranks in program.meets(each):
+            for tier, ranks in meets(program, each):
                 group = (tier, ranks.joined, ranks.peers(rank, tier))
                 if holders.setdefault(group, first) != first:
                     return True

@@ -7,6 +7,7 @@ from terrace.base.errors import ProgramError
 from terrace.plan.expert_counts import mixtures
 from terrace.plan.flats import orthogonalised
 from terrace.plan.stage import count_units
+from terrace.program.gaps import BETWEEN, has_gaps, may_be_in_gaps
 from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.phase import FOR_EACH_BLOCK
 from terrace.program.program import Program
@@ -24,11 +25,26 @@ class Walk:
     position: int = 0
     now: Instruction = field(default_factory=lambda: Instruction(Op.CLIP))
     done: set[Instruction] = field(default_factory=set)
+    held: list[Instruction] = field(default_factory=list)  # in gaps, with parts that have not left
 
     def _fields(self, now: Instruction) -> None:
         for name in _UNUSED[now.op]:
             if getattr(now, name) != _DEFAULTS[name]:
                 self._fail(f"{now.op.value} does not use `{name}`, which is {getattr(now, name)!r}")
+
+    def _gaps(self, now: Instruction) -> None:
+        if self.held and has_gaps(self.program, now):
+            self.held.clear()
+        elif self.held and now.op not in BETWEEN:
+            self._fail(f"parts of `{self.held[0]}` are held for the gaps of the next pass, and this one has none")
+        if now.in_gaps:
+            if not may_be_in_gaps(self.program, now.op, now.block):
+                self._fail("its lane has no gaps: messages of experts take others")
+            if now.op is Op.REDUCE and any(each.op is Op.REDUCE for each in self.held):
+                self._fail(f"`{self.held[0]}` is held, too, and the next gradient has no buffer")
+            self.held.append(now)
+        elif now.op is Op.SYNC and now.block in {each.block for each in self.held} and self.program.message(now).sends:
+            self._fail("the parts of its REDUCE are held: SYNC it in gaps, too")
 
     def _once(self) -> None:
         if self.now in self.done:

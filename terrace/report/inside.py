@@ -10,7 +10,7 @@ from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage, ExpertMessage, TensorMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.attention import attention_steps
-from terrace.program.block_program.steps import Await, Compute, ComputeKind, Send, Steps, moments_of
+from terrace.program.block_program.steps import Await, Compute, ComputeKind, Gap, Send, Steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds
@@ -81,6 +81,10 @@ def experts_table(program: Program) -> Table:
 def _expert_rows(program: Program, prices: InBlockPrices, block: int, steps: Steps) -> Iterator[tuple[str, str, str]]:
     last = ""
     for step in steps:
+        if isinstance(step, Gap):
+            shares = program.plan.gap_shares[step.number : step.number + 1]
+            yield from ((f"gap: {share:.0%} of the gradients before", "", "") for share in shares if share)
+            continue
         if isinstance(step, Compute):
             last = step.kind.value if step.kind in _WHOLE else f"{step.kind.value}, {step.number + 1}"
             yield last, "", ""

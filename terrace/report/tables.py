@@ -101,7 +101,10 @@ def wire_words(plan: Plan) -> str:
     """Wire formats of all messages in one line."""
     named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
     states = "" if plan.messages is None else f", parameters and gradients in {plan.messages}"
-    return f"messages travel in {plan.compute}{states}" + (f", but {', '.join(named)}" if named else "") + "\n"
+    but = f", but {', '.join(named)}" if named else ""
+    shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
+    in_gaps = f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
+    return f"messages travel in {plan.compute}{states}{but}{in_gaps}\n"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:

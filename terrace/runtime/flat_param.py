@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from terrace.comm.collectives import DTYPES, Collectives
+from terrace.comm.collectives import DTYPES, Collectives, Piece
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
 from terrace.comm.stage_p2p import StageP2P
 from terrace.model.spec import ParamSpec
 from terrace.plan.flats import FlatParamSpec
+from terrace.plan.gaps import slices_of
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import MessageClass
@@ -118,10 +119,10 @@ class FlatParam:
         """This rank's slice of the buffer for a state placed on `tier`."""
         return self.layout.slice(tier, self.coordinates, self.padded)
 
-    def part_within(self, tier: int, base: int) -> slice:
-        """The same slice, relative to the slice of an inner tier `base`."""
+    def part_within(self, tier: int, base: int, numel: int | None = None) -> slice:
+        """The same slice, relative to the slice of an inner tier `base`; `numel` elements in place of the buffer's."""
         # A slice on an outer tier lies inside the slice on an inner one.
-        inner, outer = self.part(base), self.part(tier)
+        inner, outer = (self.layout.slice(each, self.coordinates, numel or self.padded) for each in (base, tier))
         return slice(outer.start - inner.start, outer.stop - inner.start)
 
     def is_first(self, tier: int) -> bool:
@@ -186,13 +187,14 @@ class FlatParam:
 
     def reduce(self, collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
         """Reduce the gradient of one unit of micro-batches to the grads tier and accumulate it."""
-        result = collectives.reduce(transfer, buffer, self.origin)
+        source, target = self._columns(buffer, transfer), self._columns(self.grads, transfer)
+        result = collectives.reduce(transfer, source, self.origin).view_as(target)
         # Copying spares a pass that would zero `grads`.
         if self._is_fresh:
-            self.grads.copy_(result)
+            target.copy_(result)
         else:
-            self.grads.add_(result)
-        self._is_fresh = False
+            target.add_(result)
+        self._is_fresh &= transfer.columns is not None and transfer.columns[1] < self.padded // slices_of(self.layout)
 
     def release(self, buffer: Tensor) -> None:
         """Take the memory of a reduced gradient buffer, which the caller drops."""
@@ -218,11 +220,31 @@ class FlatParam:
         def piece(tier: int) -> Tensor:
             return self.grads[self.part_within(tier, layout.grads)]
 
+        if transfer.columns is not None:
+            self._sync_columns(collectives, transfer, piece)
+            return
         total = collectives.reduce(transfer, self.grads, self.origin)
         # Without a tier to reduce over, the result is `grads` itself.
         if total is not self.grads:
             piece(layout.island).copy_(total)
         collectives.gather(transfer, piece, self.origin)
+
+    def _sync_columns(self, collectives: Collectives, transfer: Transfer, piece: Piece) -> None:
+        layout, (start, stop) = self.layout, transfer.columns or (0, 0)
+        total = collectives.reduce(transfer, self._columns(self.grads, transfer), self.origin)
+        self._columns(piece(layout.island), transfer).copy_(total.view(1, -1))
+        numel = (stop - start) * slices_of(layout)
+
+        def own(tier: int) -> slice:
+            return self.part_within(tier, layout.optimizer, numel)
+
+        collectives.gather_columns(transfer, self._columns(piece(layout.optimizer), transfer), own, self.origin)
+
+    def _columns(self, values: Tensor, transfer: Transfer) -> Tensor:
+        """What a transfer carries of `values`, a slice of the buffer: (slices, columns); all of them as they are."""
+        if transfer.columns is None:
+            return values
+        return values.view(-1, self.padded // slices_of(self.layout))[:, slice(*transfer.columns)]
 
     def end_gradients(self, *, undo: bool) -> None:
         """After the last message of a step's gradients: let their rounding residuals stand, or give the step up."""

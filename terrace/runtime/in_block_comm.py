@@ -14,13 +14,17 @@ from dataclasses import dataclass, field
 from terrace.comm.lane import Lane, Ticket
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.layout import INSIDE
-from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, InBlockMessage, Send
+from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Gap, InBlockMessage, Send
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
 
 
 def _ignore(ranks: tuple[int, ...]) -> None:
     """No-op progress callback."""
+
+
+def _nothing(gap: int) -> None:
+    """No gradients leave."""
 
 
 @dataclass
@@ -37,6 +41,7 @@ class InBlockComm:
     clock: Clock
     weights: WeightGradients
     waiting_on: Callable[[tuple[int, ...]], None] = _ignore  # called with awaited ranks, with () after the wait
+    at_gap: Callable[[int], None] = _nothing  # called where parts of gradients leave
     recording: list[BlockStep] | None = field(default=None, repr=False)  # steps as they are issued, if a list is given
 
     def submit(self, work: Callable[[], None], *messages: InBlockMessage) -> InFlight:
@@ -62,6 +67,12 @@ class InBlockComm:
         """Record a piece of computing behind which messages may hide."""
         if self.recording is not None:
             self.recording.append(Compute(kind, number))
+
+    def gap(self, number: int) -> None:
+        """Let parts of the gradients before this backward leave."""
+        if self.recording is not None:
+            self.recording.append(Gap(number))
+        self.at_gap(number)
 
     def fill(self, number: int) -> None:
         """Compute the weight gradients of experts held back so far, unless the other half of a backward does."""

@@ -37,6 +37,7 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.gap_messages import Carry, GapMessages, behind, carried
 from terrace.runtime.head import Objective, chunked_head, head_loss
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.linear import WeightGradients, WeightQueue
@@ -79,12 +80,14 @@ class StepRunner:
     ) -> None:
         program = comm.program
         self._program, self._comm, self._state, self._axes = program, comm, state, axes
+        self._in_gaps = GapMessages()
         self._collectives, self._stages, self._lanes = comm.collectives, comm.stages, comm.lanes
         self._clock, self._weights, self._objective = clock, weights, objective
         self._clip_norm, self._progress = state.settings.clip, progress
         self._passages, self._load = passages, load
         for axis in axes:
             axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
+            axis.in_block.at_gap = self._in_gaps.leave
         # Compiled blocks hide their linear layers inside one autograd node, which computes their weight gradients.
         for flat in state if not compiled else ():
             if flat.spec.trainable:
@@ -157,14 +160,21 @@ class StepRunner:
         self._progress(self._counter, self._now, ())
 
     def _submit(self, work: Callable[[], None], after: Pending | None = None) -> Pending:
-        def when_ready() -> None:
-            if after is not None:
-                after.ticket.wait()
-            work()
-
         message = self._program.message(self._now)
         lane = self._lanes[message.lane] if message.sends else HERE  # without peers there is no lane
-        return Pending(lane.submit(when_ready), self._counter, self._now)
+        ready = behind(None if after is None else after.ticket, work)
+        return Pending(lane.submit(ready), self._counter, self._now)
+
+    def _submit_gradients(self, now: Instruction, work: Carry, after: Pending | None = None) -> Pending:
+        if not now.in_gaps:
+            return self._submit(self._each(now, work), after)
+        flats, message = self._state.flats[now.block], self._program.message(now)
+        works = [self._part(carried(flats, each.transfers, work)) if each.transfers else None for each in message.parts]
+        lane, before = self._lanes[message.lane], None if after is None else after.ticket
+        return Pending(self._in_gaps.hold(lane, works, before), self._counter, now)
+
+    def _part(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work  # which a trace times
 
     def _await_parameters(self, block: int) -> None:
         for needed in self.parameters_of[block]:
@@ -246,6 +256,7 @@ class StepRunner:
         if output.requires_grad:
             with self._weights.recorded_in(queue):
                 torch.autograd.backward(output, gradient)
+        self._in_gaps.rest()
 
     def _backward_weight(self, now: Instruction) -> None:
         self._clock.doing = "backward"
@@ -292,17 +303,17 @@ class StepRunner:
                 flat.open_gradient()
 
     def _reduce(self, now: Instruction) -> None:
-        flats, transfers = self._state.flats[now.block], self._program.message(now).transfers
-        taken = [(flats[transfer.flat], transfer, flats[transfer.flat].take_gradient()) for transfer in transfers]
-        gradients = [(flat, transfer, buffer) for flat, transfer, buffer in taken if buffer is not None]
+        flats = self._state.flats[now.block]
+        taken = ((each.flat, flats[each.flat].take_gradient()) for each in self._program.message(now).transfers)
+        buffers = {flat: buffer for flat, buffer in taken if buffer is not None}
 
-        def reduce() -> None:
-            for flat, transfer, buffer in gradients:
-                flat.reduce(self._collectives, transfer, buffer)
+        def reduce(flat: FlatParam, transfer: Transfer) -> None:
+            if transfer.flat in buffers:
+                flat.reduce(self._collectives, transfer, buffers[transfer.flat])
 
-        if gradients:
-            pending = self._reduced[now.block] = self._submit(reduce)
-            self._reductions.append((pending, [(flat, buffer) for flat, _, buffer in gradients]))
+        if buffers:
+            pending = self._reduced[now.block] = self._submit_gradients(now, reduce)
+            self._reductions.append((pending, [(flats[flat], buffer) for flat, buffer in buffers.items()]))
 
     def _finish_reduction(self) -> None:
         # Released only now: on CUDA the allocator hands memory to the compute stream that a lane may still read.
@@ -312,9 +323,11 @@ class StepRunner:
             flat.release(buffer)
 
     def _sync(self, now: Instruction) -> None:
-        sync = self._each(now, lambda flat, transfer: flat.sync(self._collectives, transfer))
+        def sync(flat: FlatParam, transfer: Transfer) -> None:
+            flat.sync(self._collectives, transfer)
+
         if self._program.message(now).sends:  # else nothing is left to do, and CLIP waits for the reduction
-            self._syncs.append(self._submit(sync, after=self._reduced.get(now.block)))
+            self._syncs.append(self._submit_gradients(now, sync, after=self._reduced.get(now.block)))
 
     def _count(self, now: Instruction) -> None:
         (transfer,) = self._program.message(now).transfers
@@ -382,12 +395,5 @@ class StepRunner:
                 flat.apply_change()
         self._clock.mark("update")
 
-    def _each(self, now: Instruction, work: Callable[[FlatParam, Transfer], None]) -> Callable[[], None]:
-        # The message of a block is the transfers of its flat parameters, one after the other on one lane.
-        flats, transfers = self._state.flats[now.block], self._program.message(now).transfers
-
-        def run() -> None:
-            for transfer in transfers:
-                work(flats[transfer.flat], transfer)
-
-        return run
+    def _each(self, now: Instruction, work: Carry) -> Callable[[], None]:
+        return carried(self._state.flats[now.block], self._program.message(now).transfers, work)

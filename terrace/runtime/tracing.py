@@ -105,6 +105,7 @@ class Tracer:
             (clock, "start", started),
             (clock, "mark", marked),
             (runner, "_submit", submitted),
+            (runner, "_part", around),
         ]
         for owner, name, function in hidden:
             # Set on the instance, so that classes and other engines stay as they are.
@@ -162,9 +163,11 @@ class Tracer:
                 started_s[position] = now_s if started_s[position] < 0 else started_s[position]
                 done_s[position] = end_s
             now_s = end_s
+        begun_s: dict[int, float] = {}  # of messages: in gaps each part has a span
         for span in spans[first:]:
             if span.lane != COMPUTE and self._program.instructions[span.position].op in COLLECTIVES:
-                started_s[span.position], done_s[span.position] = span.start_s, span.end_s
+                started_s[span.position] = begun_s.setdefault(span.position, span.start_s)
+                done_s[span.position] = span.end_s
         assert step.report is not None, "the step has ended"
         time_s: dict[str, float] = {}
         for span in spans[first:]:

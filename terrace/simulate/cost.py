@@ -31,6 +31,7 @@ from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.steps import Compute
 from terrace.program.instruction import Instruction, Op
+from terrace.program.message import Message
 from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
@@ -66,23 +67,32 @@ class Costs:
 
     def collective_s(self, instruction: Instruction) -> float:
         """Seconds a collective instruction occupies its lane."""
-        return self._own_s(instruction) + sum(seconds for _, seconds in self._hops(instruction))
+        return self.message_s(self.program.message(instruction))
+
+    def message_s(self, message: Message) -> float:
+        """Seconds a message occupies its lane."""
+        return self._own_s(message) + sum(seconds for _, seconds in self._hops(message))
 
     def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
         """Seconds of a collective instruction, its lane, the category of waiting for it, and its penalty."""
         block = instruction.block
         # Blocks that are alike send the same messages. CLIP has no block.
         alike = self.program.alike[block] if block >= 0 else -1
-        key = (instruction.op, instruction.backward, instruction.secondary, alike)
+        key = (instruction.op, instruction.backward, instruction.secondary, instruction.in_gaps, alike)
         found = self._collectives.get(key)
         if found is None:
             found = self._collectives[key] = (
                 self.collective_s(instruction),
                 self.program.message(instruction).lane,
                 f"wait {instruction.message_class}",
-                self.penalty(instruction),
+                self.penalty(self.program.message(instruction)),
             )
         return found
+
+    def parts(self, instruction: Instruction) -> list[tuple[float, float]]:
+        """Seconds and penalty of each part of a message in gaps; a part without bytes takes none."""
+        parts = self.program.message(instruction).parts
+        return [(self.message_s(part), self.penalty(part)) if part.sends else (0.0, 0.0) for part in parts]
 
     def apply_s(self, block: int) -> float:
         """Seconds of an OUTER_APPLY, and of computing the change it applies."""
@@ -90,13 +100,13 @@ class Costs:
         num_bytes = _owned(program.flats[block]) * FORMATS[program.plan.master].element_bytes
         return _OUTER_PASSES * num_bytes / device.memory_bandwidth_bytes_per_s
 
-    def penalty(self, instruction: Instruction) -> float:
-        """Slow-down of compute during a collective: the mean over its time on each tier."""
+    def penalty(self, message: Message) -> float:
+        """Slow-down of compute during a message: the mean over its time on each tier."""
         cluster = self.program.cluster
-        own_s = self._own_s(instruction)
+        own_s = self._own_s(message)
         # Coding runs on the device itself, so the device's penalty applies to it.
         total_s, slowed_s = own_s, cluster.device.overlap_penalty * own_s
-        for tier, seconds in self._hops(instruction):
+        for tier, seconds in self._hops(message):
             total_s += seconds
             slowed_s += seconds * tier_penalty(cluster, tier)
         return slowed_s / total_s if total_s else 0.0
@@ -108,14 +118,13 @@ class Costs:
         ((tier, num_bytes),) = self.program.message(instruction).sends
         return send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier)
 
-    def _own_s(self, instruction: Instruction) -> float:
+    def _own_s(self, message: Message) -> float:
         device = self.program.cluster.device
-        message = self.program.message(instruction)
         # The codec occupies the rank, not the tier.
         return message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
 
-    def _hops(self, instruction: Instruction) -> Iterator[tuple[int, float]]:
-        for hop in self.program.message(instruction).hops:
+    def _hops(self, message: Message) -> Iterator[tuple[int, float]]:
+        for hop in message.hops:
             yield hop.tier, hop_s(self.program.cluster, hop.tier, hop.degree, hop.sent_bytes)
 
     def of_stage(self, program: "Program", update_s: tuple[float, ...]) -> "Costs":

@@ -126,10 +126,21 @@ class _Pricing:
             seconds, penalty = self.costs.point_to_point(instruction)
             lane, wait = Rank.SENDING, f"wait {name}"
             return Rank.nothing, Event(op, block, seconds, lane, wait, penalty=penalty, message=name)
+        if instruction.in_gaps:
+            return Rank.hold, self._in_gaps(instruction)
         act = Rank.restore if self.program.phase is Phase.RESTORE else _COLLECTIVE[op]
         seconds, lane, category, penalty = self.costs.collective(instruction)
         name = str(instruction.message_class)
         return act, Event(op, block, seconds, lane, category, penalty=penalty, message=name)
+
+    def _in_gaps(self, instruction: Instruction) -> Event:
+        op, block, name = instruction.op, instruction.block, str(instruction.message_class)
+        _, lane, category, _ = self.costs.collective(instruction)
+        parts = (
+            Event(op, block, seconds, lane, category, penalty=penalty, message=name)
+            for seconds, penalty in self.costs.parts(instruction)
+        )
+        return Event(op, block, 0.0, lane, category, message=name, parts=tuple(parts))
 
     def _pass(self, instruction: Instruction) -> Play:
         op, index, program, costs = instruction.op, instruction.block, self.program, self.costs

@@ -20,7 +20,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.expert_traffic import ExpertTraffic, spans_of
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Send, Steps
+from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
 from terrace.program.instruction import Op
 from terrace.simulate.inside import InBlockPrices
 from terrace.simulate.mixture import Seconds, passed_seconds, shared_seconds
@@ -125,6 +125,8 @@ def pass_steps(
             lane = Event(op, block, seconds, message.tier, f"wait {name}", penalty=penalty, message=name)
             yield PassStep(Doing.SEND, lane, follows)
             sent.append(step)
+        elif isinstance(step, Gap):
+            yield PassStep(Doing.GAP, Event(op, block, 0.0, -1, category), step.number)
         else:
             name = step.send.messages[0].message_class.value
             yield PassStep(Doing.WAIT, Event(op, block, 0.0, -1, f"wait {name}"), sent.index(step.send))
@@ -140,6 +142,6 @@ def alone_s(steps: tuple[PassStep, ...]) -> float:
             ready_s = max(now_s, lanes_s.get(event.lane, 0.0), arrivals_s[number] if number >= 0 else 0.0)
             lanes_s[event.lane] = ready_s + event.seconds
             arrivals_s.append(lanes_s[event.lane])
-        else:
+        elif does is Doing.WAIT:
             now_s = max(now_s, arrivals_s[number])
     return now_s

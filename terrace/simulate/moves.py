@@ -133,7 +133,7 @@ class Reader:
         return [*found, self._joined(joined, read)] if joined else found
 
     def _step(self, instruction: Instruction, number: int) -> _Step:
-        op, block, micro, backward, _, peer = instruction
+        op, block, micro, backward, _, peer, _ = instruction
         act, event = self.plays[number]
         if op is Op.SEND:
             return _Step(Role.SEND, act, event, self.channels.first(Channel(self.index, peer, backward, block)) + micro)

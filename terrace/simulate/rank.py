@@ -13,6 +13,7 @@ the overlap penalty of the lane's newest message, for the time they share:
   read from a clock that stops for the extra time, so nothing is slowed by it. Seconds by category are wall time.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from terrace.program.held import Held
 from terrace.program.instruction import Op
 
 if TYPE_CHECKING:
@@ -33,12 +35,14 @@ class Doing(IntEnum):
     COMPUTE = 0
     SEND = 1
     WAIT = 2
+    GAP = 3
 
 
 class PassStep(NamedTuple):
     """A step of a pass with messages on lanes.
 
-    `number` is, of a SEND, the message of the pass that must arrive first, if any; of a WAIT, the one waited for.
+    `number` is, of a SEND, the message of the pass that must arrive first, if any; of a WAIT, the one waited for; of a
+    GAP, its own.
     """
 
     does: Doing
@@ -61,6 +65,7 @@ class Event:
     penalty: float = 0.0  # of a message: slow-down of compute, as a share of the shared time
     message: str = ""  # its class
     steps: tuple[PassStep, ...] = ()  # of a pass with messages on lanes: all behind its first computing
+    parts: "tuple[Event, ...]" = ()  # of a message in gaps, by gap
 
 
 class Passes:
@@ -110,6 +115,7 @@ class Rank:
         "counts",
         "directions",
         "gathers",
+        "held",
         "lanes_s",
         "mutual",
         "now_s",
@@ -135,6 +141,7 @@ class Rank:
         self.reductions: deque[Moment] = deque()
         self.reduced: dict[int, Moment] = {}
         self.syncs: list[Moment] = []
+        self.held = Held[Event]()
         self.counts: tuple[Moment, str] | None = None
         self.directions: dict[int, tuple[Moment, str]] = {}
         self.changes: dict[int, tuple[Moment, str]] = {}
@@ -202,8 +209,10 @@ class Rank:
                 self.compute(step)
             elif does is Doing.SEND:
                 sent.append(self.issue(step, sent[number] if number >= 0 else _START))
-            else:
+            elif does is Doing.WAIT:
                 self.wait(sent[number], step.category)
+            else:
+                self.leave(number)
 
     def reduce(self, event: Event) -> None:
         """REDUCE of a unit's gradient."""
@@ -213,6 +222,33 @@ class Rank:
     def sync(self, event: Event) -> None:
         """SYNC starts after the last reduction of its block."""
         self.syncs.append(self.issue(event, self.reduced.get(event.block, _START)))
+
+    def hold(self, event: Event) -> None:
+        """REDUCE or SYNC in gaps: part 0 leaves at once."""
+        self.note(event)
+        if event.op is Op.REDUCE:
+            self.reductions.append(_HELD)
+        self.held.hold(event, len(event.parts))
+        self.leave(0)
+
+    def note(self, event: Event) -> None:
+        """A recording notes where a message in gaps is issued."""
+
+    def leave(self, gap: int) -> None:
+        """The parts of messages in gaps that leave in a gap."""
+        for event, part in self.held.due(gap):
+            if event.parts[part].seconds:
+                self.part(event, event.parts[part])
+            if event.op is Op.REDUCE and part == len(event.parts) - 1:
+                # Reductions are waited for in the order of issue, when all their parts have left.
+                self.reductions[self.reductions.index(_HELD)] = self.reduced[event.block]
+
+    def part(self, event: Event, part: Event) -> None:
+        """A part of a REDUCE, or of a SYNC behind the same part of the REDUCE."""
+        if event.op is Op.REDUCE:
+            self.reduced[event.block] = self.issue(part, _START)
+        else:
+            self.syncs.append(self.issue(part, self.reduced.get(event.block, _START)))
 
     def count(self, event: Event) -> None:
         """COUNT starts at once: every forward has run."""
@@ -340,3 +376,4 @@ class Rank:
 
 
 _START: Moment = (0.0, -1)  # before anything
+_HELD: Moment = (math.inf, -1)  # of a reduction with parts that have not left

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.collection import no_collection
-from terrace.program.instruction import Instruction
+from terrace.program.instruction import Instruction, Op
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import check_alone, price
@@ -130,6 +130,7 @@ class Recorder(Rank):
         "done_s",
         "first",
         "halts",
+        "issued",
         "longer_s",
         "newest",
         "origin",
@@ -152,6 +153,7 @@ class Recorder(Rank):
         self.done_s: list[float] = []
         self.position = 0
         self.longer_s = 0.0  # by how much computing outlasted its own seconds
+        self.issued: dict[tuple[Op, int], int] = {}  # of messages in gaps: their positions
         self.halts: list[tuple[float, float, float]] = []  # from, to and by how long the clock stood still on the way
 
     def restart(self) -> None:
@@ -224,6 +226,19 @@ class Recorder(Rank):
         if now_s >= start_s:
             start_s, after = now_s, self.newest[COMPUTE]
         return done_s, self._add(lane, start_s, done_s, event.message, after)
+
+    def note(self, event: Event) -> None:
+        self.issued[event.op, event.block] = self.position
+
+    def part(self, event: Event, part: Event) -> None:
+        # A part is of its own instruction, wherever it leaves.
+        here, newest = self.position, (self.started_s[-1], self.done_s[-1])
+        self.position = self.issued[event.op, event.block]
+        Rank.part(self, event, part)
+        self.done_s[self.position] = self.done_s[-1]
+        if self.position != here:
+            self.started_s[-1], self.done_s[-1] = newest
+        self.position = here
 
     def exchange(self, event: Event) -> None:
         """Wait for an exchange with another stage, which takes no lane."""

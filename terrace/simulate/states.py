@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
+from terrace.plan.gaps import largest_part_bytes
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout, message_lane
@@ -312,7 +313,7 @@ def model_states(
             matrices = tuple(map(sum, zip(matrices or (0,) * len(gathered_whole), gathered_whole, strict=True)))
         alone = replace(stage, flats=(flats,))
         messages, feedback = _messages(
-            together, here, wires, dtypes, plan.prefetch, alone, again, max(gathered_whole, default=0)
+            together, here, wires, dtypes, plan.prefetch, plan.expert_gaps, alone, again, max(gathered_whole, default=0)
         )
         steady["feedback"] += feedback
         for lane, size in messages:
@@ -347,6 +348,7 @@ def _messages(
     wires: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
     dtypes: _Dtypes,
     prefetch: int,
+    gaps: Literal["auto"] | tuple[float, ...],
     stage: StageBlocks,
     again: bool,
     matrices: int,
@@ -362,6 +364,7 @@ def _messages(
         compute=compute,
         master=master,
         messages=messages,
+        expert_gaps=() if gaps == "auto" else gaps,
     )
     trainable, largest = stage.flats[0].trainable, stage.flats[0].largest
     cases: list[tuple[MessageClass, int | None, int]] = []
@@ -381,7 +384,8 @@ def _messages(
         reduction, gathering = block_hops(layout, plan, message, numel, source)
         lane = message_lane(together, message, source)
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
-        lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))
+        part = largest_part_bytes(plan, layout, message, numel)
+        lanes[lane] = max(lanes.get(lane, 0), part, *map(arena_bytes, sizes))
     feedback = 0
     # Error feedback keeps its residuals for the whole step.
     if trainable and any(name.endswith("+feedback") for row in table.values() for name in row.values()):

@@ -32,6 +32,7 @@ from terrace.program.stages import check_virtual, num_virtual, period
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
 from terrace.simulate.experts import alone_s
+from terrace.simulate.gap_shares import Shares, any_shares, shares_to_try
 from terrace.simulate.stages import Passed, simulate_stages, stages_seconds
 from terrace.simulate.work import Work
 
@@ -39,6 +40,7 @@ from terrace.simulate.work import Work
 # several stages. One program alone is played in a line of its own, and up to a few seconds.
 WHOLE_PASSES, WHOLE_PASSES_ALONE = 2_000, 20_000
 SETTLED = 1e-3  # part of a step by which two lines may differ; beyond it, longer steps are played
+_WORTH_IT = 1e-4  # part of a step by which gradients in more gaps must shorten it
 _UNIT_S = 1e-12  # in which blocks are shared: whole numbers make the shares independent of the order of sums
 
 Times = Mapping[str, float]  # seconds of a stage's step by category
@@ -186,7 +188,9 @@ def play_whole(step: Step) -> Prediction:
 
 
 def resolved(step: Step) -> Step:
-    """The step with the blocks of every virtual stage in its plan."""
+    """The step with a plan that says all: the blocks of every virtual stage, and shares of gradients in numbers."""
+    if step.plan.expert_gaps == "auto":
+        return _with_gaps(step)
     # Stages named by the plan are kept.
     if step.plan.stages or step.num_stages == 1:
         return step
@@ -194,6 +198,28 @@ def resolved(step: Step) -> Step:
     found = replace(step, plan=frame.plan)
     vars(found).update(frame=frame, costs=step.costs)
     return found
+
+
+def _with_gaps(step: Step) -> Step:
+    """The step with the shares of `expert_gaps` under which it is fastest, or without any."""
+
+    def sharing(shares: Shares) -> Step:
+        return replace(known, plan=replace(known.plan, expert_gaps=shares))
+
+    known = resolved(replace(step, plan=replace(step.plan, expert_gaps=())))
+    best, plan = known, known.plan
+    tried = sharing(any_shares(plan.expert_chunks.get("backward", 1)))
+    # A few micro-batches have every message.
+    every = period(plan, step.num_stages)
+    least = max(step.num_stages + 2, 2 * every)
+    num_micros = min(step.num_micros, least + (step.num_micros - least) % every)
+    best_s = _play(best, num_micros).step_s
+    for shares in shares_to_try(tried.costs):
+        found = sharing(shares)
+        found_s = _play(found, num_micros).step_s
+        if found_s < (1 - _WORTH_IT) * best_s:
+            best, best_s = found, found_s
+    return best
 
 
 def best_stages(step: Step) -> tuple[int, ...]:

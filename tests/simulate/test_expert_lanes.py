@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -27,10 +27,11 @@ from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.events import simulate
 from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps
 from terrace.simulate.footprint import work_of
+from terrace.simulate.gap_shares import idle_s
 from terrace.simulate.inside import InBlockPrices, block_prices
-from terrace.simulate.rank import Doing, PassStep
+from terrace.simulate.rank import Doing, Event, PassStep
 from terrace.simulate.recording import record
-from terrace.simulate.step import Step, predict_step
+from terrace.simulate.step import Step, predict_step, resolved
 from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import PLAIN, mixture
 
@@ -68,6 +69,8 @@ PLANS: list[dict[str, Any]] = [
     {"name": "zero3", "unit": 3},
     {"name": "ddp", "recompute": ("layers.*",)},
     {"name": "zero1", "experts": {"package": {"rows": 2}, "system": {"expert": 2}}},
+    {"name": "zero3", "expert_gaps": (0.2, 0.3, 0.1, 0.4), "expert_chunks": {"backward": 2}},
+    {"name": "hsdp", "experts": {"node": {"expert": 2}}, "expert_gaps": (0, 0.5, 0.5), "recompute": ("layers.*",)},
 ]
 
 
@@ -221,3 +224,65 @@ def test_chunks_are_listed_in_their_order(chunks: dict[str, int]) -> None:
     if forward > 1:
         position = {word: text.index(word) for word in ("dispatch 2", "experts, 1", "combine 1", "wait for dispatch 2")}
         assert list(position) == sorted(position, key=position.__getitem__)
+
+
+def gradient_s(program: Program, costs: Costs) -> float:
+    """Seconds on their lanes of the gradients that are in gaps."""
+    return sum(times * costs.collective_s(each) for each, times in program.counts.items() if each.in_gaps)
+
+
+def shared(shares: tuple[float, ...], rate: float = 2e11, **changes: Any) -> Step:
+    """Without latencies, and with attention longer than a gradient takes."""
+    cluster = cluster_of(rate=rate)
+    tiers = tuple(replace(tier, latency_s=0.0) for tier in cluster.tiers)
+    return step_of(replace(cluster, tiers=tiers), "ddp", num_micros=1, expert_gaps=shares, **changes)
+
+
+def test_a_gradient_behind_the_combine_delays_no_dispatch() -> None:
+    """With one chunk every message of experts is waited for: a step is longer by what is in front of a dispatch."""
+    at_once, halves, behind = (predict_step(shared(shares)) for shares in ((), (0.5, 0.0, 0.5), (0.0, 0.0, 1.0)))
+    taken_s = gradient_s(behind.programs[0], behind.costs[0])
+    assert taken_s > 0
+    assert at_once.step_s - behind.step_s == pytest.approx(taken_s, rel=1e-6)
+    assert at_once.step_s - halves.step_s == pytest.approx(taken_s / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("rate", [2e8, 1e10, 2e11])
+@pytest.mark.parametrize("plan", [{}, {"expert_chunks": {"forward": 2, "backward": 2}}, {"name": "zero3", "unit": 3}])
+def test_shares_that_a_command_finds_are_the_best_of_many(rate: float, plan: dict[str, Any]) -> None:
+    """Never slower than a gradient in one message, and within 1 % of the best of a grid of shares."""
+    own = {"name": "ddp", **plan}
+    step = step_of(cluster_of(rate=rate), **own, expert_gaps="auto")
+    found = resolved(step)
+    assert not isinstance(found.plan.expert_gaps, str)
+    chunks = own.get("expert_chunks", {}).get("backward", 1)
+    quarters = [each for each in product(range(5), repeat=chunks + 2) if sum(each) == 4 and each[0] < 4]
+    tried = [tuple(part / 4 for part in each) for each in quarters] + [()]
+    best_s = min(predict_step(replace(step, plan=replace(step.plan, expert_gaps=each))).step_s for each in tried)
+    assert predict_step(found).step_s <= best_s * 1.01
+    assert predict_step(step).step_s == predict_step(found).step_s
+
+
+def test_idle_seconds_of_a_backward_by_hand() -> None:
+    """Dispatch 1 s, products 4 s, combine 1 s, attention 2 s: the link idles for 4 s, and for 2 s."""
+    event = Event(Op.BACKWARD, 0, 1.0, 2, "")
+    steps = (
+        PassStep(Doing.SEND, event),
+        PassStep(Doing.WAIT, event, 0),
+        PassStep(Doing.GAP, event, 1),
+        PassStep(Doing.COMPUTE, replace(event, seconds=4.0)),
+        PassStep(Doing.SEND, event),
+        PassStep(Doing.GAP, event, 2),
+        PassStep(Doing.WAIT, event, 1),
+        PassStep(Doing.COMPUTE, replace(event, seconds=2.0)),
+    )
+    assert idle_s(steps, 2) == [0.0, 4.0, 2.0]
+    assert idle_s(steps, 1)[-1] == 3.0
+
+
+def test_parts_are_listed_in_their_gaps() -> None:
+    program, _ = played(step_of(cluster_of(), "ddp", expert_gaps=(0, 0.25, 0.75)))
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(experts_table(program))
+    text = console.export_text()
+    assert text.index("25% of the gradients before") < text.index("75% of the gradients before")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from terrace.program.block_program.steps import Await, BlockStep, Compute, Send
+from terrace.program.block_program.steps import Await, BlockStep, Compute, Gap, Send
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.engine import Engine
@@ -54,6 +54,6 @@ def _reads(instruction: Instruction) -> tuple[bool, int, int] | None:
 
 
 def _plain(step: BlockStep) -> BlockStep:
-    if isinstance(step, Compute):
+    if isinstance(step, Compute | Gap):
         return step
     return Send(step.messages) if isinstance(step, Send) else Await(Send(step.send.messages))

@@ -195,6 +195,19 @@ def frozen_bias(engine: Engine) -> None:
     engine.load._balance = replace(engine.load._balance, bias=0.0)
 
 
+def lost_part(engine: Engine) -> None:
+    """Lose the first part of a gradient that travels in gaps, on this rank."""
+    flat, *_ = engine.state.trainable(VICTIM)
+    inner = flat.reduce
+
+    def lossy(collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
+        inner(collectives, transfer, buffer)
+        if transfer.columns is not None and transfer.columns[0] == 0:
+            flat._columns(flat.grads, transfer).zero_()
+
+    flat.reduce = lossy  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -212,5 +225,6 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         lost_row,
         wrong_count,
         frozen_bias,
+        lost_part,
     )
 }

@@ -106,7 +106,7 @@ class _Rank:
         if self.lanes_s[lane] <= start_s:
             self.begins_s[lane] = start_s
         self.lanes_s[lane] = max(self.lanes_s[lane], start_s) + seconds
-        self.penalties[lane] = self.costs.penalty(instruction)
+        self.penalties[lane] = self.costs.penalty(self.program.message(instruction))
         return self.lanes_s[lane]
 
     @property

@@ -14,6 +14,9 @@ backward, of pieces of tokens 1 .. max(f, b), of which a chunk has one or severa
                await all gradients of tokens
 
 With m tiers on the way, chunk c + 1 is on the innermost while chunk c is multiplied, and chunk c + m on the outermost.
+A backward has gaps for parts of the gradients before it, where the plan names them: once the messages before the
+products of a chunk are under way, and after the last combine (terrace.plan.gaps). The link would idle there.
+
 Half a backward leaves the gradients of weights to the other half. Attention comes before the steps of a forward, and
 after the steps of a backward. Each message takes the lane of its tier (terrace.program.resolve).
 """
@@ -23,7 +26,7 @@ from collections.abc import Iterator
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Send, Steps
+from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Gap, Send, Steps
 
 
 def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
@@ -39,7 +42,7 @@ def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
 
 def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
     number, num_hops = traffic.chunks[backward], len(traffic.way)
-    each = traffic.pieces // number
+    each, has_gaps = traffic.pieces // number, backward and traffic.has_gaps
     kind = ComputeKind.EXPERT_GRADIENTS if backward else ComputeKind.EXPERTS
     there, back = [], []
     for chunk in range(number):
@@ -61,9 +64,13 @@ def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
     for chunk in range(number):
         yield from map(Await, there[chunk])
         yield from due(chunk)
+        if has_gaps:
+            yield Gap(1 + chunk)
         for piece in range(each * chunk, each * (chunk + 1)):
             yield Compute(kind, piece)
         yield from back[chunk]
+        if has_gaps and chunk == number - 1:
+            yield Gap(1 + number)
         if backward:
             yield Compute(ComputeKind.EXPERT_WEIGHTS, chunk)
     for sent in back:

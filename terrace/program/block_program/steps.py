@@ -4,6 +4,7 @@
     Send(messages, behind)    put on the lane of messages inside blocks, one after the other; messages of experts go on
                               the lane of the outermost tier that they cross, like messages between blocks
     Await(send)               computing stops until the messages of `send` are there
+    Gap(number)               parts of the gradients before it go on their lanes
 
 Between a `Send` and its `Await` the device computes. `Send.behind` names the computing that hides the messages;
 None counts all of them as waited for. A piece hides no more than it takes, so its messages share its seconds.
@@ -67,7 +68,14 @@ class Await:
     send: Send
 
 
-BlockStep = Compute | Send | Await
+@dataclass(frozen=True)
+class Gap:
+    """A place in a backward for parts of the gradients before it (terrace.plan.gaps); gap 0 is before the pass."""
+
+    number: int
+
+
+BlockStep = Compute | Send | Await | Gap
 Steps = tuple[BlockStep, ...]
 
 

@@ -23,7 +23,7 @@ from terrace.model.experts.mixture import Mixture
 from terrace.plan.expert_traffic import spans_of
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import Await, ComputeKind, Send, Steps
+from terrace.program.block_program.steps import Await, ComputeKind, Gap, Send, Steps
 from terrace.runtime.experts.way import Carrier, Chunk, Way
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
 
@@ -169,6 +169,8 @@ class Crossing:
                 (message,) = step.send.messages
                 assert isinstance(message, ExpertMessage), "the steps are of experts"
                 rank.in_block.wait(flights.pop(step.send), rank.peers(message))
+            elif isinstance(step, Gap):
+                rank.in_block.gap(step.number)
             elif step.kind is ComputeKind.EXPERT_WEIGHTS:
                 rank.in_block.fill(step.number)
             else:

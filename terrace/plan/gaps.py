@@ -1,0 +1,75 @@
+"""Gradients in parts, which travel in the gaps between a layer's messages to its experts and back.
+
+`Plan.expert_gaps` has the share of a block's gradient in each part. Part 0 leaves where the message is issued, part g
+in gap g of the backward that follows (terrace.program.block_program.experts): with b chunks, gap 1 .. b is beside the
+products of a chunk, gap b + 1 behind the last combine, beside attention.
+
+A part is some columns of a flat buffer. With P padded elements and n ranks in an island the buffer is seen as
+(n, F = P / n), its slices one below the other, and part p is columns [a_p, b_p): every rank sends the same share of
+every hop, and each element meets the same peers in the same order as in one message, so sums of dtypes have the same
+bits. REDUCE and SYNC are cut at the same columns, so that each part of a SYNC follows its own part of the REDUCE.
+
+Parts begin at multiples of 8 blocks of the formats on the way: 8 blocks fill whole units of 16 bytes, to which a
+message is padded, so the bytes of all parts add up to those of one message. What a block format rounds depends on the
+cut.
+"""
+
+from itertools import accumulate
+
+from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.routes import block_hops
+from terrace.plan.wire import FORMATS, GRADIENTS, ROUTES, MessageClass
+
+_BLOCKS = 8  # of 16 elements and 4 bits at least, with a scale of 2 bytes each: a multiple of 16 bytes
+
+Columns = tuple[int, int]  # the first, and the last exclusive
+
+
+def num_gaps(chunks: int) -> int:
+    """Gaps of a backward of `chunks`, the place where the message is issued included."""
+    return chunks + 2
+
+
+def part_columns(plan: Plan, layout: Layout, padded: int) -> tuple[Columns, ...]:
+    """The columns of each part of a flat buffer of `padded` elements; parts without any are empty."""
+    shares, size = plan.gap_shares, padded // slices_of(layout)
+    tiers = [tier for tier, degree in zip(layout.tiers, layout.degrees, strict=True) if degree > 1]
+    unit = max((_BLOCKS * plan.wire_format(each, tier).block for each in GRADIENTS for tier in tiers), default=0) or 1
+    last = max((part for part, share in enumerate(shares) if share), default=0)
+    ends = [min(size, int(size * total)) // unit * unit for total in accumulate(shares)]
+    ends[last:] = [size] * (len(ends) - last)
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def slices_of(layout: Layout) -> int:
+    """Slices of a flat buffer that its parts cut: one for each rank of an island."""
+    return layout.span(layout.tier_of("island"))
+
+
+def part_buffers(plan: Plan, layout: Layout, message: MessageClass, numel: int) -> tuple[list[int], list[int]]:
+    """Bytes of each buffer that the reduction and the gather of a part of `numel` elements take, in order.
+
+    The columns of a part lie apart: they are packed before they are sent.
+    """
+    reduction, gathering = block_hops(layout, plan, message, numel)
+    route, master = ROUTES[message], FORMATS[plan.master].element_bytes
+    held = FORMATS[plan.compute].element_bytes if message is MessageClass.REDUCE else master
+    reduced, gathered = list[int](), list[int]()
+    if reduction and route.reduction is not None:
+        packed = numel // layout.span(layout.tier_of(route.reduction[0])) * held
+        reduced = [packed, *reduce_buffers(plan, message, reduction)]
+    if gathering and route.gathering is not None:
+        packed = numel // layout.span(layout.tier_of(route.gathering[1])) * master
+        gathered = [packed, *gather_buffers(plan, message, gathering)]
+    return reduced, gathered
+
+
+def largest_part_bytes(plan: Plan, layout: Layout, message: MessageClass, padded: int) -> int:
+    """Bytes of message memory of the largest part of a flat buffer; 0 where gradients do not travel in parts."""
+    if not plan.expert_gaps or message not in GRADIENTS:
+        return 0
+    sizes = {stop - start for start, stop in part_columns(plan, layout, padded)}
+    buffers = (part_buffers(plan, layout, message, size * slices_of(layout)) for size in sizes)
+    return max(max(map(arena_bytes, each)) for each in buffers)

@@ -1,0 +1,107 @@
+"""Which messages of gradients travel in gaps, and the order of all messages on lanes that follows.
+
+A REDUCE, and a SYNC, is in gaps where
+
+- it takes a lane that rows of experts take, or, of a SYNC, where the REDUCE before it is in gaps; and
+- the next pass is a backward of the block before it, with gaps: nothing else waits for a lane until its end.
+
+Between the two come only instructions of `BETWEEN`: a GATHER overtakes the parts that are held. All of it is in the
+program (`Instruction.in_gaps`), so all ranks of a lane issue one order.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from terrace.plan.layout import INSIDE, Layout
+from terrace.plan.stage import Group, Pass
+from terrace.program.block_program.steps import Gap, Send
+from terrace.program.held import Held
+from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
+
+BETWEEN = frozenset((Op.GATHER, Op.FREE, Op.REDUCE, Op.SYNC, Op.SEND, Op.RECV))
+
+
+def may_be_in_gaps(program: "Program", op: Op, block: int) -> bool:
+    """Whether a REDUCE or SYNC of `block` travels in parts where a backward with gaps follows."""
+    if not program.plan.expert_gaps:
+        return False
+    message, lanes = program.message(Instruction(op, block)), {each.lane for each in program.expert_transfers}
+    if message.sends and message.lane in lanes:
+        return True
+    return bool(message.sends) and op is Op.SYNC and may_be_in_gaps(program, Op.REDUCE, block)
+
+
+def has_gaps(program: "Program", instruction: Instruction) -> bool:
+    """Whether a pass has gaps."""
+    if not program.plan.expert_gaps or instruction.op not in PASSES:
+        return False
+    steps = program.block_program(instruction.block).expert_steps(instruction.op)
+    return any(isinstance(step, Gap) for step in steps)
+
+
+def before_gaps(program: "Program") -> frozenset[int]:
+    """Passes of the stage, by number, whose gradients the next pass has gaps for."""
+    if not program.plan.expert_gaps:
+        return frozenset()
+    stage, found = program.stage, set[int]()
+    gaps = {block: has_gaps(program, Instruction(Op.BACKWARD, block)) for block in stage.own}
+    before: tuple[Group, int] | None = None
+    for number, (group, _, block) in enumerate(stage.passes()):
+        # Which chunk follows a chunk of a pipeline changes in the course of a step; inside one the order is the same
+        # each time, so that what error feedback keeps of a part is of the same part.
+        if before is not None and (group is before[0] or stage.num_stages == 1):
+            follows = before[0].pass_ is Pass.BACKWARD and group.pass_ is Pass.BACKWARD and block == before[1] - 1
+            if follows and gaps[block]:
+                found.add(number - 1)
+        before = group, block
+    return frozenset(found)
+
+
+class Issued:
+    """The collectives of a program on the lanes of tiers, instruction by instruction in its order."""
+
+    def __init__(self, program: "Program") -> None:
+        self._program, self._held = program, Held[Instruction]()
+
+    def at(self, instruction: Instruction) -> Iterator[tuple[Instruction, int, Layout]]:
+        """(Instruction that a collective is of, tier, ranks) of all that are issued at the next `instruction`."""
+        program = self._program
+        if instruction.op in COLLECTIVES:
+            if instruction.in_gaps:
+                self._held.hold(instruction, len(program.message(instruction).parts))
+                yield from self._due(0)
+            else:
+                message = program.message(instruction)
+                assert message.ranks is not None, f"{instruction} is among ranks"
+                yield from ((instruction, tier, message.ranks) for tier in message.tiers)
+        elif instruction.op in PASSES and program.expert_transfers:
+            messages = iter(program.messages_inside(instruction))
+            for step in program.block_program(instruction.block).steps(instruction.op):
+                if isinstance(step, Gap):
+                    yield from self._due(step.number)
+                for message in islice(messages, len(step.messages)) if isinstance(step, Send) else ():
+                    if message.lane != INSIDE and message.ranks is not None:
+                        yield from ((instruction, tier, message.ranks) for tier in message.tiers)
+
+    def rest(self) -> Iterator[tuple[Instruction, int, Layout]]:
+        """Those that are left of messages in gaps."""
+        return self._of(self._held.rest())
+
+    def _due(self, gap: int) -> Iterator[tuple[Instruction, int, Layout]]:
+        return self._of(self._held.due(gap))
+
+    def _of(self, parts: Sequence[tuple[Instruction, int]]) -> Iterator[tuple[Instruction, int, Layout]]:
+        for instruction, part in parts:
+            message = self._program.message(instruction).parts[part]
+            assert message.ranks is not None, f"{instruction} is among ranks"
+            yield from ((instruction, tier, message.ranks) for tier in message.tiers)
+
+
+def meets(program: "Program", instruction: Instruction) -> list[tuple[int, Layout]]:
+    """(Tier, ranks) of all collectives of an instruction on the lanes of tiers, wherever its parts leave."""
+    issued = Issued(program)
+    return [(tier, ranks) for _, tier, ranks in (*issued.at(instruction), *issued.rest())]

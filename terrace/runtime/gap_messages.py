@@ -1,0 +1,104 @@
+"""Messages of gradients on the lanes of a rank; those in gaps part by part, when the program says (program.held)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from terrace.comm.lane import Lane, Ticket
+from terrace.program.held import Held
+from terrace.program.message import Transfer
+from terrace.runtime.flat_param import FlatParam
+
+Work = Callable[[], None]
+Carry = Callable[[FlatParam, Transfer], None]
+
+
+class PartsTicket(Ticket):
+    """All parts of a message."""
+
+    def __init__(self, num_parts: int) -> None:
+        self.left = num_parts  # parts that have not left
+        self._tickets: list[Ticket] = []
+
+    def add(self, ticket: Ticket | None) -> None:
+        """A part has left; None for one without elements."""
+        self.left -= 1
+        if ticket is not None:
+            self._tickets.append(ticket)
+
+    @property
+    def newest(self) -> Ticket | None:
+        """The last part that has left; parts end in their order."""
+        return self._tickets[-1] if self._tickets else None
+
+    def wait(self) -> None:
+        """Block until later work may read the result; raises the error of the work."""
+        assert not self.left, f"{self.left} parts of a message are waited for that have not left"
+        for ticket in self._tickets:
+            ticket.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts have ended."""
+        return not self.left and all(ticket.is_done for ticket in self._tickets)
+
+
+@dataclass
+class _Message:
+    ticket: PartsTicket
+    lane: Lane
+    works: Sequence[Work | None]  # by part; None: no elements
+    after: Ticket | None
+
+
+class GapMessages:
+    """Messages of which some parts have not left."""
+
+    def __init__(self) -> None:
+        self._held = Held[_Message]()
+
+    def hold(self, lane: Lane, works: Sequence[Work | None], after: Ticket | None) -> PartsTicket:
+        """Let part 0 leave, and hold the others. Every part starts after the newest part of `after` at that time."""
+        message = _Message(PartsTicket(len(works)), lane, works, after)
+        self._held.hold(message, len(works))
+        self.leave(0)
+        return message.ticket
+
+    def leave(self, gap: int) -> None:
+        """The parts of a gap leave."""
+        self._leave(self._held.due(gap))
+
+    def rest(self) -> None:
+        """All parts leave: the pass is over."""
+        self._leave(self._held.rest())
+
+    def _leave(self, parts: Sequence[tuple[_Message, int]]) -> None:
+        for message, part in parts:
+            work = message.works[part]
+            message.ticket.add(None if work is None else message.lane.submit(behind(newest_of(message.after), work)))
+
+
+def carried(flats: Sequence[FlatParam], transfers: Sequence[Transfer], carry: Carry) -> Work:
+    """A message of a block on its lane: the transfers of its flat parameters, one after the other."""
+
+    def work() -> None:
+        for transfer in transfers:
+            carry(flats[transfer.flat], transfer)
+
+    return work
+
+
+def newest_of(ticket: Ticket | None) -> Ticket | None:
+    """What stands for a ticket at this time: of a message in gaps, the newest part."""
+    return ticket.newest if isinstance(ticket, PartsTicket) else ticket
+
+
+def behind(ticket: Ticket | None, work: Work) -> Work:
+    """`work` on a lane, after a message on another."""
+    if ticket is None:
+        return work
+
+    def when_ready() -> None:
+        ticket.wait()
+        work()
+
+    return when_ready

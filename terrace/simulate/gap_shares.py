@@ -1,0 +1,97 @@
+"""Shares of gradients in the gaps of a backward (`Plan.expert_gaps`), from a backward that is played alone.
+
+With s_g the seconds for which the gradients' link idles in gap g of a layer's backward, and G those of a layer's
+gradient on it, each of these is worth playing:
+
+    all behind      the last gap takes everything: beside attention no message of experts waits
+    behind first    the last gap takes s seconds of it, the other gaps the rest, in proportion to s_g, as far as it goes
+    everywhere      every gap takes G s_g / (sum of s), or s_g where that is less; the last what is left
+
+Where the link never idles long enough, something waits in any order. Which shares are best is for the play of the whole
+step to say, in which other messages take the link, too (terrace.simulate.step).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from terrace.plan.gaps import num_gaps
+from terrace.program.gaps import has_gaps, may_be_in_gaps
+from terrace.program.instruction import Instruction, Op
+from terrace.simulate.cost import Costs
+from terrace.simulate.rank import Doing, PassStep
+
+Shares = tuple[float, ...]
+_LEAST = 0.02  # a smaller part costs more latency than it hides: a guess
+_UNITS = 1000  # of a share: they are read by people, too
+
+
+def shares_to_try(costs: Costs) -> list[Shares]:
+    """Shares worth playing, without repetitions; `costs` are of a program whose layers have gaps.
+
+    Empty where no message of gradients has any.
+    """
+    program = costs.program
+    layers = (block for block in range(len(program.blocks)) if has_gaps(program, Instruction(Op.BACKWARD, block)))
+    for block in layers:
+        messages = [Instruction(op, block) for op in (Op.REDUCE, Op.SYNC) if may_be_in_gaps(program, op, block)]
+        if not messages:
+            continue
+        taken_s: dict[int, float] = {}
+        for message in messages:
+            seconds, lane, *_ = costs.collective(message)
+            taken_s[lane] = taken_s.get(lane, 0.0) + seconds
+        lane = max(taken_s, key=lambda each: taken_s[each])
+        again_s = costs.forward_s[block] if program.recomputes(block) else 0.0
+        steps = costs.steps(Instruction(Op.BACKWARD, block, 0), costs.backward_s[block] + again_s, "")
+        idle = idle_s(steps, lane)
+        return list(dict.fromkeys(map(_rounded, _filled(idle, taken_s[lane])))) if taken_s[lane] else []
+    return []
+
+
+def idle_s(steps: Sequence[PassStep], lane: int) -> list[float]:
+    """Seconds for which a lane idles behind each gap of a backward, up to its next message; gap 0 is the beginning.
+
+    Nothing else is on any lane.
+    """
+    now_s, lanes_s, arrivals_s = 0.0, dict[int, float](), list[float]()
+    found, since_s = [0.0], 0.0
+    waits = True  # for the first message behind the gap
+    for does, event, number in steps:
+        if does is Doing.COMPUTE:
+            now_s += event.seconds
+        elif does is Doing.WAIT:
+            now_s = max(now_s, arrivals_s[number])
+        elif does is Doing.GAP:
+            found[-1] = max(0.0, now_s - since_s) if waits else found[-1]
+            found.append(0.0)
+            since_s, waits = max(now_s, lanes_s.get(lane, 0.0)), True
+        else:
+            ready_s = max(now_s, lanes_s.get(event.lane, 0.0), arrivals_s[number] if number >= 0 else 0.0)
+            if waits and event.lane == lane:
+                found[-1], waits = ready_s - since_s, False
+            lanes_s[event.lane] = ready_s + event.seconds
+            arrivals_s.append(lanes_s[event.lane])
+    if waits:
+        found[-1] = max(0.0, now_s - since_s)
+    return found
+
+
+def _filled(idle: Sequence[float], taken_s: float) -> Iterator[Shares]:
+    *inner, last = idle
+    yield (*(0.0 for _ in inner), 1.0)
+    left, room = max(0.0, taken_s - last), sum(inner)
+    for here in (left, taken_s * room / (room + last) if room + last else 0.0):
+        part = min(1.0, here / room) if room else 0.0
+        shares = [part * each / taken_s for each in inner]
+        yield (*shares, 1.0 - sum(shares))
+
+
+def _rounded(shares: Shares) -> Shares:
+    # Downward, so that the last share is never below 0.
+    inner = [int(share * _UNITS) / _UNITS if share >= _LEAST else 0.0 for share in shares[:-1]]
+    return (*inner, round(_UNITS * (1.0 - sum(inner))) / _UNITS)
+
+
+def any_shares(chunks: int) -> Shares:
+    """Shares that use every gap of a backward of `chunks`: a program with them can be asked for its gaps."""
+    number = num_gaps(chunks) - 1
+    return (0.0, *(1.0 / number for _ in range(number)))
