@@ -1,0 +1,112 @@
+"""Training runs that benchmarks of learning compare: the same batches and learning rates for all, results in a file.
+
+The text is the source of the Python standard library, in bytes.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from terrace.data.batches import Batches
+from terrace.data.token_file import TokenFile
+from terrace.data.tokenizer import load_tokenizer
+from terrace.data.tokens import prepare_tokens
+from terrace.launch.start import World
+from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine
+from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.step_sums import StepResult
+from terrace.train.config import TrainConfig
+from terrace.train.schedule import learning_rate
+
+CALL_S = 3600.0  # the longest run
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, as given to every rank."""
+
+    variant: str
+    seed: int
+    steps: int
+    sequence: int
+    batch: int
+    hidden: int
+    layers: int
+    lr: float
+    tokens: TokenFile
+
+    @property
+    def setting(self) -> str:
+        """The settings that all compared runs share."""
+        size = f"hidden {self.hidden}, {self.layers} layers, lr {self.lr:g}"
+        return f"{self.steps} steps of {self.batch} x {self.sequence}, {size}"
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(lr=self.lr)
+
+    @property
+    def last(self) -> int:
+        """The number of steps whose mean is compared."""
+        return max(1, self.steps // 10)
+
+
+def train(world: World, job: Job, engine: Engine) -> list[StepResult]:
+    """The results of all steps on this rank, in one micro-batch each; closes the engine."""
+    steps = TrainConfig(steps=job.steps, batch=job.batch, sequence=job.sequence, warmup_steps=job.steps // 20)
+    batches, size = Batches(job.tokens, job.sequence, job.batch, job.seed), job.batch // world.world_size
+    results = []
+    for step in range(job.steps):
+        (arrays,) = batches.micro_batches(step, world.rank, world.world_size, size)
+        batch = Batch(*(torch.from_numpy(array) for array in arrays)).with_places(step * job.batch + world.rank * size)
+        results.append(engine.step([batch], learning_rate(step, steps, job.optimizer)))
+    engine.check_bytes()
+    engine.close()
+    return results
+
+
+Found = TypeVar("Found", bound=Any)  # a dataclass with `variant`, `seed`, `setting`, `loss` and `seconds`
+
+
+class Held(Generic[Found]):
+    """Results of runs, one a line of a file if there is one; a run that the file has is not repeated."""
+
+    def __init__(self, path: Path | None, of: type[Found]) -> None:
+        self._path, self._known = path, list[Found]()
+        if path is not None and path.exists():
+            self._known = [of(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def result(self, job: Job, run: Callable[[], Found]) -> Found:
+        """The result of a job, from the file or from `run`, whose result is appended to it."""
+        wanted = (job.variant, job.seed, job.setting)
+        known = [one for one in self._known if (one.variant, one.seed, one.setting) == wanted]
+        found = known[0] if known else run()
+        print(f"seed {job.seed} {job.variant}: {found.loss:.4f} in {found.seconds:.0f} s", flush=True)
+        if self._path is not None and not known:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(found)) + "\n")
+        return found
+
+
+def parser_of(text: str | None, variants: Sequence[str], hidden: int, lr: float) -> argparse.ArgumentParser:
+    """A parser with the options that these benchmarks share."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", choices=variants, default=list(variants))
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=hidden)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=lr)
+    parser.add_argument("--results", type=Path, help="append every run to this file as a JSON line")
+    return parser
+
+
+def tokens() -> TokenFile:
+    return prepare_tokens("stdlib", load_tokenizer("bytes"), Path(".terrace-cache"))
