@@ -6,15 +6,16 @@ alone, so there are no masks, no packing, no micro-batches and no loss in chunks
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-IGNORED = -100
+from tests.support.independent_experts import PlainMixture, Routing, use_plain_mixtures
 
+IGNORED = -100
 
 Document = tuple[Tensor, Tensor]  # tokens and labels, each (S)
 
@@ -24,7 +25,9 @@ def causal_model(family: str, config: Mapping[str, Any], seed: int) -> nn.Module
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    settings = AutoConfig.for_model(family, **config)
+    keys_of_terrace = ("gate", "router_size")
+    known = {name: value for name, value in config.items() if name not in keys_of_terrace}
+    settings = AutoConfig.for_model(family, **known)
     factory: Any = AutoModelForCausalLM  # untyped
     model: nn.Module = factory.from_config(settings, attn_implementation="sdpa").double().train()
     with torch.no_grad():
@@ -32,6 +35,10 @@ def causal_model(family: str, config: Mapping[str, Any], seed: int) -> nn.Module
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     exact(model)
+    if "num_experts_per_tok" in config:
+        routed: Any = model
+        routed.routing = Routing()
+        routed.mixtures = use_plain_mixtures(model, {**config, "model_type": family}, routed.routing)
     return model
 
 
@@ -88,16 +95,29 @@ _SCALINGS: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
 class StepResult:
     loss: float
     grad_norm: float
+    router_losses: Mapping[str, float] = field(default_factory=dict)
+    dropped: int = 0
 
 
 class Reference:
     """A model of `transformers` and an optimizer: a table with the keys of `[optimizer]` in docs/training.md.
 
-    With `splits_heads`, query, key and value that a model stores as one matrix are three matrices to Muon.
+    With `splits_heads`, query, key and value that a model stores as one matrix are three matrices to Muon. `balance` is
+    the section of that name of a run.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Mapping[str, Any], *, splits_heads: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Mapping[str, Any],
+        *,
+        splits_heads: bool = False,
+        balance: Mapping[str, float] | None = None,
+    ) -> None:
         self.model = model
+        self.routing: Routing = getattr(model, "routing", Routing())
+        self.mixtures: Sequence[PlainMixture] = getattr(model, "mixtures", ())
+        self.routing.balance = balance or {}
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.clip = float(optimizer.get("clip", 1.0))
         self.optimizer = _OPTIMIZERS[optimizer.get("name", "adamw")](optimizer)
@@ -107,16 +127,23 @@ class Reference:
 
     def step(self, documents: Sequence[Document], lr: float) -> StepResult:
         count = sum(int((labels != IGNORED).sum()) for _, labels in documents)
-        total = 0.0
+        total, of_routers = 0.0, dict.fromkeys(self.routing.names, 0.0)
+        self.routing.dropped = 0
         for value in self.trained.values():
             value.grad = None
         for tokens, labels in documents:
+            self.routing.begin(counts=bool((labels != IGNORED).any()))
             positions = torch.arange(len(tokens))[None]
             logits = self.model(input_ids=tokens[None], position_ids=positions, use_cache=False).logits[0]
             loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / count
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
+            losses = {name: each / count for name, each in self.routing.losses.items()}
+            whole = torch.stack([loss, *losses.values()]).sum()
+            if whole.requires_grad:
+                torch.autograd.backward(whole)
             total += float(loss.detach())
+            for name, each in losses.items():
+                of_routers[name] += float(each.detach())
+            self.routing.end(len(tokens))
         gradients = {
             name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in self.trained.items()
         }
@@ -126,7 +153,9 @@ class Reference:
         with torch.no_grad():
             for name, value in self.trained.items():
                 self.optimizer.update(name, value, gradients[name] * scale, lr)
-        return StepResult(total, norm)
+            for mixture in self.mixtures:
+                mixture.end_step()
+        return StepResult(total, norm, of_routers, self.routing.dropped)
 
 
 def learning_rate(step: int, train: Mapping[str, Any], lr: float) -> float:
@@ -189,7 +218,7 @@ class _Muon:
         self.state: dict[str, Tensor] = {}
 
     def update(self, name: str, value: Tensor, gradient: Tensor, lr: float) -> None:
-        if value.ndim != 2 or not (".layers." in name or ".h." in name):
+        if value.ndim < 2 or not (".layers." in name or ".h." in name):
             self.adamw.update(name, value, gradient, lr * self.ratio)
             return
         momentum = self.momentum * self.state.get(name, torch.zeros_like(value)) + gradient
@@ -198,6 +227,10 @@ class _Muon:
         value -= lr * (direction + self.decay * value)
 
     def _direction(self, name: str, matrix: Tensor) -> Tensor:
+        if ".experts." in name:  # (experts, outputs of gate and up, or of down, inputs)
+            number = 2 if name.endswith("gate_up_proj") else 1
+            of_experts = ([self._orthogonal(part) for part in each.chunk(number)] for each in matrix)
+            return torch.stack([torch.cat(each) for each in of_experts])
         if self.num_heads and ".c_attn." in name:  # GPT-2: (inputs, query key value)
             return torch.cat([self._orthogonal(part) for part in matrix.chunk(3, dim=1)], dim=1)
         if self.num_heads and ".query_key_value." in name:  # GPT-NeoX: (heads, query key value, size of a head, inputs)

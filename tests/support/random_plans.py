@@ -62,6 +62,10 @@ class Case:
     packed: bool
     frozen: tuple[str, ...]
 
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts_per_tok" in self.model
+
     def trains(self, name: str) -> bool:
         """Whether the parameter of this name in a Hugging Face folder is trained."""
         return not any(fnmatch(name, pattern) for pattern in self.frozen)

@@ -4,7 +4,7 @@ A batch is a whole epoch, so that the order of samples, which the docs leave ope
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from random import Random
 from string import ascii_letters
@@ -23,16 +23,21 @@ RATES = ("cosine", "linear", "constant", "wsd")
 
 @dataclass(frozen=True)
 class Run:
-    """A case that `terrace train` runs, with its texts, its way to make sequences of them, and its table `[train]`."""
+    """A case that `terrace train` runs: texts, the way to make sequences of them, tables `[train]` and `[balance]`."""
 
     case: Case
     texts: tuple[str, ...]
     documents: str
     train: Mapping[str, Any]
+    balance: Mapping[str, float] = field(default_factory=dict)
 
     def kinds(self) -> set[str]:
         """The choices of the case that a run keeps, and its own."""
-        return self.case.kinds() - {"packed"} | {f"documents {self.documents}", f"rate {self.train['schedule']}"}
+        return self.case.kinds() - {"packed"} | {
+            f"documents {self.documents}",
+            f"rate {self.train['schedule']}",
+            *self.balance,
+        }
 
     def epoch(self) -> list[Document]:
         """The documents of every step, or the parts of them that share a sequence."""

@@ -1,46 +1,32 @@
 """Random plans against an independent reference: transformers and torch alone, in fp64 (tests/support/independent.py).
 
-Axes, placements, schedules, models and optimizers are drawn by a number (tests/support/random_plans.py). A model goes
-in and out as a Hugging Face folder, or is one of `transformers` itself, so no name of a parameter is translated here.
+Axes, placements, schedules, models and optimizers are drawn by a number (tests/support/random_plans.py), mixtures of
+experts with their own divisions, chunks, gates and losses (tests/support/random_mixtures.py).
 """
 
-import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tomli_w
 import torch
-from torch import Tensor, nn
 
-import terrace
-from terrace.base.errors import ConfigError, ModelError, PlanError
-from terrace.base.schema import dump
-from terrace.cli import worker
-from terrace.cli.main import main
 from terrace.launch.start import LocalPool, World
-from terrace.model.config import block_specs, load_model
-from terrace.model.decoder import build_blocks, token_loss
-from terrace.model.hf.names import sources
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
-from terrace.plan.plan import Plan
-from terrace.plan.presets import parse_plan
-from terrace.train import calibrate
-from tests.support.independent import Document, Reference, StepResult, causal_model, learning_rate
-from tests.support.random_plans import FAMILIES, MOST_IMPORTING, PRESETS, SCHEDULES, Case, draw
-from tests.support.random_runs import NUM_STEPS, RATES, WAYS, Run, draw_run
-from tests.support.toys import cluster_of
+from terrace.model.decoder import token_loss
+from tests.support.comparisons import TOLERANCE, Drawn, compare_plan, compare_run, model_of, until
+from tests.support.independent import Reference
+from tests.support.random_mixtures import BALANCE, GATES, draw_mixture, draw_mixture_run, mixture_kinds
+from tests.support.random_mixtures import FAMILIES as MIXTURES
+from tests.support.random_plans import FAMILIES, MOST_IMPORTING, PRESETS, SCHEDULES, draw
+from tests.support.random_runs import RATES, WAYS, draw_run
 
-TOLERANCE = 1e-9
 NUM_PLANS, NUM_RUNS = 64, 16
+NUM_MIXTURES, NUM_MIXTURE_RUNS = 64, 12
 TWO_DATA_RANKS = 35  # a draw: packed documents, AdamW
 SHORT = (TWO_DATA_RANKS, 40, 42)  # data, tensor rows, a ring with a pipeline: a second each
+SHORT_MIXTURES = (0, 1)
 
 OF_PLANS = (
     *("data", "rows", "columns", "depth", "ulysses", "ring", "pipeline"),
@@ -59,189 +45,16 @@ OF_RUNS = (
     *("data", "ulysses", "ring", "pipeline", "balance cost", "optimizer adamw", "optimizer lion", "optimizer muon"),
 )
 
-# What a draw may be refused for; anything else is a failure.
-RULES = (
-    "virtual stages",
-    "shards weights over",
-    "multiple of",
-    "passes micro-batches in groups",
-    "cannot split",
-    "has no effect",
-    "do not divide",
+OF_MIXTURES = (
+    *(f"family {name}" for name in MIXTURES),
+    *(f"gate {name}" for name in GATES),
+    *("experts here", "experts spread", "expert ranks", "rows of experts", "experts on several tiers"),
+    *("copies of experts", "chunks", "other chunks in a backward", "formats of rows", "groups of experts"),
+    *("shared expert", "dense layers", "all experts", "one expert", "frozen experts", "weights divided"),
+    *("data", "rows", "ring", "ulysses", "pipeline", "units", "recomputed", "packed", "optimizer muon"),
+    *("2 ranks", "4 ranks", "8 ranks"),
 )
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Results of a rank: of every step, and the whole parameters under the names of its blocks."""
-
-    steps: list[StepResult]
-    values: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The largest relative differences over all ranks and steps, or the rule by which the plan was refused."""
-
-    differences: Mapping[str, float]
-    refused: str = ""
-
-    @property
-    def largest(self) -> float:
-        return max(self.differences.values())
-
-
-def plan_of(case: Case) -> Plan:
-    """The plan with every message in fp64: what narrower formats round has no equal."""
-    plan = parse_plan({**case.plan, "update": case.optimizer["name"]}, cluster_of(*case.sizes))
-    return replace(plan, wire={message: dict.fromkeys(row, "fp64") for message, row in plan.wire.items()})
-
-
-def train(world: World, case: Case, folder: str) -> Trained | str:
-    """The case under its plan on this rank, or the rule by which it was refused before the first step."""
-    torch.manual_seed(world.rank)
-    try:
-        trainer = terrace.Trainer(
-            own_blocks(case, Path(folder)) if case.own else terrace.blocks_of(model_of(case)),
-            plan=plan_of(case),
-            cluster=cluster_of(*case.sizes),
-            loss=token_loss,
-            lr=case.lrs[0],
-            optimizer=case.optimizer,
-            num_micros=case.num_micros,
-            activation=(case.sequence, int(case.model.get("n_embd", case.model.get("hidden_size")))),
-            declared=block_specs(load_model(folder)) if case.own else (),
-            predict=False,
-        )
-    except (ConfigError, PlanError, ModelError) as error:
-        return str(error)
-    steps = []
-    with trainer:
-        for batch, lr in zip(case.batches(), case.lrs, strict=True):
-            result = trainer.step(batch.tokens, batch.labels, batch.positions if case.packed else None, lr)
-            steps.append(StepResult(result.loss, result.grad_norm))
-        return Trained(steps, trainer.state_dict())
-
-
-def own_blocks(case: Case, folder: Path) -> dict[str, nn.Module]:
-    """Terrace's own decoder with the weights of a folder."""
-    config, weights = load_model(str(folder)), Pretrained(folder)
-    names = (spec.name for spec in block_specs(config))
-    blocks = dict(zip(names, build_blocks(config, "cpu", torch.float64), strict=True))
-    for (block, name), stored in sources(config).items():
-        parameter = blocks[block].get_parameter(name)
-        parameter.data.copy_(weights.value(block, name))
-        parameter.requires_grad_(case.trains(stored.name))
-    return blocks
-
-
-def model_of(case: Case) -> nn.Module:
-    """The case's model of `transformers`, the same whenever it is made."""
-    model = causal_model(case.family, case.model, case.seed)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(case.trains(name))
-    return model
-
-
-def reference_of(case: Case, folder: Path) -> Reference:
-    """The case's reference, whose initial weights are written to `folder`."""
-    model: Any = model_of(case)
-    model.save_pretrained(folder)
-    return Reference(model, {**case.optimizer, "lr": case.lrs[0]}, splits_heads=case.own)
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The parameters of a folder as `transformers` reads them."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    return {name: value.detach() for name, value in model.named_parameters()}
-
-
-def compare(
-    reference: Reference,
-    batches: Sequence[Sequence[Document]],
-    lrs: Sequence[float],
-    steps: Sequence[StepResult],
-    values: Mapping[str, Tensor],
-) -> dict[str, float]:
-    """The largest differences of steps, in order, and of the parameters after them."""
-    before = {name: value.detach().clone() for name, value in reference.model.named_parameters()}
-    wanted = [reference.step(documents, lr) for documents, lr in zip(batches, lrs, strict=True)]
-    after = {name: value.detach() for name, value in reference.model.named_parameters()}
-    assert any(not torch.equal(before[name], value) for name, value in after.items()), "nothing was trained"
-    assert values.keys() == after.keys(), values.keys() ^ after.keys()
-    return {
-        "loss": max(abs(one.loss / other.loss - 1) for one, other in zip(steps, wanted, strict=True)),
-        "norm": max(abs(one.grad_norm / other.grad_norm - 1) for one, other in zip(steps, wanted, strict=True)),
-        "parameters": max(difference(values[name], value) for name, value in after.items()),
-    }
-
-
-def difference(value: Tensor, wanted: Tensor) -> float:
-    """The largest difference of an element, relative to the largest magnitude."""
-    return float((value - wanted).abs().max() / wanted.abs().max())
-
-
-def compare_plan(pool: LocalPool, case: Case, folder: Path, like: Case | None = None) -> Compared:
-    """The case trained by `terrace.Trainer` on its ranks, compared with its reference, or with that of `like`."""
-    reference = reference_of(like or case, folder / "before")
-    found = pool.run(cluster_of(*case.sizes).world_size, train, case, str(folder / "before"), timeout_s=300.0)
-    if isinstance(found[0], str):
-        assert set(found) == {found[0]}, found
-        return Compared({}, found[0])
-    values = found[0].values
-    between_ranks = max(difference(each.values[name], value) for each in found for name, value in values.items())
-    between_ranks = max(between_ranks, *(steps_apart(each.steps, found[0].steps) for each in found))
-    if case.own:
-        config, whole = load_model(str(folder / "before")), found[0].values
-        write_pretrained(folder / "after", config, lambda block, name: whole[f"{block}.{name}"], "fp64")
-        values = read_weights(folder / "after")
-    batches = [batch.documents() for batch in case.batches()]
-    return Compared(compare(reference, batches, case.lrs, found[0].steps, values) | {"ranks": between_ranks})
-
-
-def steps_apart(found: Sequence[StepResult], wanted: Sequence[StepResult]) -> float:
-    pairs = [(one.loss, other.loss) for one, other in zip(found, wanted, strict=True)]
-    pairs += [(one.grad_norm, other.grad_norm) for one, other in zip(found, wanted, strict=True)]
-    return max(abs(one / other - 1) for one, other in pairs)
-
-
-def compare_run(
-    pool: LocalPool, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Compared:
-    """`terrace train` and `terrace export`, whose ranks are the pool's, compared with the reference."""
-
-    def on_the_pool(world_size: int, target: Callable[..., Any], arguments: tuple[Any, ...], **_: object) -> Any:
-        return pool.run(world_size, calibrated_for_a_moment, target, arguments, timeout_s=300.0)[0]
-
-    case = run.case
-    reference = reference_of(case, folder / "model")
-    texts = "".join(json.dumps({"text": text}) + "\n" for text in run.texts)
-    (folder / "texts.jsonl").write_text(texts, encoding="utf-8")
-    optimizer = {**case.optimizer, "lr": case.lrs[0]}
-    data = {"path": "texts.jsonl", "tokenizer": "bytes", "documents": run.documents, "cache": "cache"}
-    table = {"cluster": dump(cluster_of(*case.sizes)), "model": "model", "data": data, "optimizer": optimizer}
-    try:
-        table["plan"] = dump(plan_of(case))
-    except (ConfigError, PlanError) as error:
-        return Compared({}, str(error))
-    (folder / "run.toml").write_text(tomli_w.dumps({**table, "train": dict(run.train)}), encoding="utf-8")
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(worker, "launch_local", on_the_pool)
-    if main(["train", "--config", "run.toml", "--folder", str(folder / "run")]):
-        return Compared({}, capsys.readouterr().err)
-    assert main(["export", str(folder / "run"), "exported", "--dtype", "fp64"]) == 0
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    lrs = [learning_rate(step, run.train, case.lrs[0]) for step in range(NUM_STEPS)]
-    assert [line["learning_rate"] for line in lines] == pytest.approx(lrs, rel=1e-12)
-    steps = [StepResult(line["loss"], line["grad_norm"]) for line in lines]
-    return Compared(compare(reference, [run.epoch()] * NUM_STEPS, lrs, steps, read_weights(folder / "exported")))
-
-
-def calibrated_for_a_moment(world: World, target: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    calibrate._BUDGET_S, calibrate._REPEATS = 0.03, 4
-    return target(world, *arguments)
+OF_MIXTURE_RUNS = (*BALANCE, "experts spread", "chunks", *(f"documents {way}" for way in WAYS))
 
 
 def load_transformers(world: World) -> None:
@@ -250,47 +63,20 @@ def load_transformers(world: World) -> None:
         import_module(f"transformers.models.{family}.modeling_{family}")
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The call that draws it again, the choices in it, and its comparison."""
-
-    name: str
-    kinds: set[str]
-    compare: Callable[[], Compared]
-
-
-def until(wanted: int, draws: Iterator[Drawn]) -> Counter[str]:
-    """Choices in the draws that ran, until so many have run and are equal; refused draws do not count."""
-    kinds, refused, wrong, largest = Counter[str](), Counter[str](), list[str](), Counter[str]()
-    num_ran = 0
-    for drawn in draws:
-        try:
-            found = drawn.compare()
-        except Exception as error:  # the others still run
-            found = Compared({}, f"{type(error).__name__}: {error}")
-        if found.refused:
-            rule = next((rule for rule in RULES if rule in found.refused), "")
-            refused[rule] += 1
-            wrong += [] if rule else [f"{drawn.name}: {found.refused}"]
-            continue
-        num_ran += 1
-        kinds.update(drawn.kinds)
-        largest |= Counter(found.differences)
-        wrong += [] if found.largest < TOLERANCE else [f"{drawn.name}: {found.differences}"]
-        if num_ran == wanted:
-            break
-    print(f"{num_ran} ran, {refused.total()} refused: {dict(refused)}; largest differences: {dict(largest)}")
-    print(*(f"{kind:24} {number}" for kind, number in sorted(kinds.items())), sep="\n")
-    assert not wrong, "\n".join(wrong)
-    return kinds
-
-
 def test_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
     """Some draws; `test_random_plans_equal_transformers` has the others."""
     for seed in SHORT:
         found = compare_plan(pool, draw(seed), tmp_path / str(seed))
         assert not found.refused
         assert found.largest < TOLERANCE, found
+
+
+@pytest.mark.parametrize("seed", SHORT_MIXTURES)
+def test_mixtures_equal_plain_loops(pool: LocalPool, tmp_path: Path, seed: int) -> None:
+    """Some draws; `test_random_mixtures_equal_plain_loops` has the others."""
+    found = compare_plan(pool, draw_mixture(seed), tmp_path)
+    assert not found.refused
+    assert found.largest < TOLERANCE, found
 
 
 def test_a_trainer_that_cannot_balance_by_cost_says_so(pool: LocalPool, tmp_path: Path) -> None:
@@ -358,3 +144,35 @@ def test_random_runs_equal_transformers(
     )
     kinds = until(NUM_RUNS, draws)
     assert not {*OF_RUNS} - kinds.keys()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2400)
+def test_random_mixtures_equal_plain_loops(pool: LocalPool, tmp_path: Path) -> None:
+    draws = (
+        Drawn(
+            f"draw_mixture({seed})",
+            case.kinds() | mixture_kinds(case),
+            partial(compare_plan, pool, case, tmp_path / str(seed)),
+        )
+        for seed, case in enumerate(map(draw_mixture, count()))
+    )
+    kinds = until(NUM_MIXTURES, draws)
+    assert not {*OF_MIXTURES} - kinds.keys()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2400)
+def test_random_runs_of_mixtures_equal_plain_loops(
+    pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draws = (
+        Drawn(
+            f"draw_mixture_run({seed})",
+            run.kinds() | mixture_kinds(run.case),
+            partial(compare_run, pool, run, tmp_path / str(seed), monkeypatch, capsys),
+        )
+        for seed, run in enumerate(map(draw_mixture_run, count()))
+    )
+    kinds = until(NUM_MIXTURE_RUNS, draws)
+    assert not {*OF_MIXTURE_RUNS} - kinds.keys()
