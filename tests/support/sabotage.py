@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.engine import Engine
 from terrace.runtime.experts.axis import ExpertAxis
+from terrace.runtime.flat_param import FlatParam
 
 VICTIM = 2  # the block that a fault befalls
 
@@ -175,6 +178,26 @@ def lost_row(engine: Engine) -> None:
     axis.exchange = lossy  # type: ignore[assignment, method-assign]
 
 
+def wrong_expert_scale(engine: Engine) -> None:
+    """Scale the gradients of all experts wrongly in every second step: AdamW would forgive a constant."""
+    for flat in _stacks(engine):
+        flat.update = partial(_scaled_in_turns, flat.update, count())  # type: ignore[method-assign]
+
+
+def _scaled_in_turns(update: Callable[[Tensor, float], None], turns: "count[int]", scale: Tensor, lr: float) -> None:
+    update(scale * (1.0 + next(turns) % 2), lr)
+
+
+def missed_norm(engine: Engine) -> None:
+    """Leave the gradients of all experts out of the norm."""
+    for flat in _stacks(engine):
+        flat.is_first = lambda tier: False  # type: ignore[method-assign]
+
+
+def _stacks(engine: Engine) -> list[FlatParam]:
+    return [flat for flat in engine.state if flat.spec.trainable and any(param.is_stack for param in flat.spec.params)]
+
+
 def wrong_count(engine: Engine) -> None:
     """Count a token of rank 0 for another expert of the first mixture."""
     inner = engine.load.add_up
@@ -223,6 +246,8 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         wrong_position,
         dropped_pair,
         lost_row,
+        wrong_expert_scale,
+        missed_norm,
         wrong_count,
         frozen_bias,
         lost_part,

@@ -145,7 +145,7 @@ _GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), **changes: object) -> Model:
+def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed: str = "", **changes: object) -> Model:
     config = replace(parse_model(table), **changes)  # type: ignore[arg-type]
     specs = freeze(block_specs(config), frozen)
     decoder = _decoder(config)
@@ -156,6 +156,8 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), **chang
             trainable = {param.name: param.trainable for param in spec.params}
             for name, parameter in block.named_parameters():
                 parameter.requires_grad = trainable.get(name, parameter.requires_grad)
+                if zeroed and name.endswith(zeroed):
+                    parameter.data.zero_()
                 if name.endswith("router.bias"):  # one that moves choices
                     parameter.data.copy_(torch.linspace(-0.3, 0.3, len(parameter)))
         return blocks
@@ -217,6 +219,9 @@ MODELS = {
         _LLAMA | {"num_hidden_layers": 3}, experts=replace(_EIGHT_GROUPED, shared_size=6, dense_layers=(0,))
     ),
     "one of many experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=1)),
+    "one expert for all": _decoder_model(  # the first: no router tells experts apart
+        _LLAMA, ("layers.*.mlp.router.weight",), "router.weight", experts=replace(_EXPERTS, per_token=1)
+    ),
     "all experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=8)),
     "experts, noisy": _decoder_model(_LLAMA, experts=replace(_EXPERTS, gate="noisy")),
     "experts, cosine": _decoder_model(

@@ -143,11 +143,16 @@ def test_chunks_over_several_tiers(pool: LocalPool, name: str) -> None:
     check(pool, cluster, cases)
 
 
+FAULTS = ("lost_row", "wrong_expert_scale", "missed_norm", "wrong_count", "frozen_bias")
+
+
 def test_faults_are_noticed(pool: LocalPool) -> None:
-    """A row that is lost, a token that is counted for another expert, a bias that stays."""
+    """A lost row, gradients of experts that are scaled or left out of the norm, a token counted for another expert, a
+    bias that stays.
+    """
     cluster = cluster_of(2)
     plan = spread(cluster, "zero3", {"package": {"expert": 2}})
     sound = Case(plan, 2, "experts in groups", balance=MOVED)
-    cases = [replace(sound, sabotage=fault) for fault in ("lost_row", "wrong_count", "frozen_bias")]
+    cases = [replace(sound, sabotage=fault) for fault in FAULTS]
     for case, outcomes in zip(cases, run(pool, cluster, cases), strict=True):
         assert max(deviation(outcomes, reference(cluster, case)).values()) > 1e-6, case.sabotage
