@@ -3,8 +3,8 @@
 With T tokens, hidden size H, k of E experts a token, N = T k rows and inner size I, a mixture keeps for its backward
 
     rows (N, H); gate, up, act(gate), the product of the last two and that times the weight, each (N, I); weights (N)
-    in fp32 at least: the router's input (T, H) and matrix where these are narrower, scores (T, E), chosen scores (T, k)
-    in int64: the chosen experts, the order of the choices and the place of each, (T, k) each
+    in int64: the order of the choices (N) and the place of each (T, k), or (T, E) where experts choose
+    and what its gate needs, see below
 
 Where every rank holds all experts, N is the same whatever the gate chooses: a skewed load takes longer, but no more
 memory. With e ranks that hold different experts, each cut over w ranks, a rank multiplies
@@ -13,8 +13,21 @@ memory. With e ranks that hold different experts, each cut over w ranks, a rank 
 
     at worst w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
 
-and keeps of each token that it got the place of every choice, and on the way the row that it was. Under tensor rows T
-is the part of the tokens that a rank routes.
+and keeps of each token that it got the place of every choice, and on the way the row that it was. Tokens in chunks keep
+as much; of what lives for a moment the formula counts that of all tokens at once, so a peak up to a quarter too high.
+Under tensor rows T is the part of the tokens that a rank routes.
+
+Of T tokens that a rank routes, with E experts, hidden size H, D dims of a cosine gate's projection and w bytes of fp32
+at least, a gate keeps for its backward, where the compute dtype is narrower also the router's input and matrices in
+fp32:
+
+    all             the router's input (T, H), scores (T, E)
+    softmax, sigmoid, noisy, cosine
+                    indexes of the chosen (T, k) in int64; where weights are divided, their scores (T, k) and sums (T)
+    noisy           the numbers drawn and the logits of their size, (T, E) each
+    cosine          projected tokens and their directions, (T, D) each, two norms (T), cosines (T, E); rows of experts
+                    (E, D) with a length of 1, two norms (E)
+    expert_choice   which choices are not taken, (T, E) in bool
 """
 
 import math
@@ -25,6 +38,8 @@ from terrace.simulate.block_tape import BlockTape
 from terrace.simulate.work import Work
 
 _INDEX_BYTES = 8
+# (T, E) in 8 bytes that live at once, counted in the code: while noise is drawn, and while tokens are ranked.
+_DRAWING, _RANKING = 6, 7
 
 
 def rows_of(work: Work, experts: ExpertsConfig) -> tuple[int, int]:
@@ -33,6 +48,8 @@ def rows_of(work: Work, experts: ExpertsConfig) -> tuple[int, int]:
     if not work.load:
         return 0, 0
     if ranks * work.expert_rows == 1:
+        if experts.gate == "expert_choice":  # of every sequence as many for each expert, rounded up
+            return tokens, work.micro_batch * experts.num_experts * -(-per_token * work.sequence // experts.num_experts)
         return tokens, tokens * per_token
     most = work.expert_rows * ranks * tokens
     load = min(work.load, worst_load(work, experts)) if ranks > 1 else 1.0
@@ -45,7 +62,83 @@ def worst_load(work: Work, experts: ExpertsConfig) -> float:
     return work.expert * min(experts.per_token, experts.num_experts // work.expert) / experts.per_token
 
 
-class MlpTape(BlockTape):
+class _GateTape(BlockTape):
+    """A block's tape with the operations of terrace.model.experts.mixture.Router."""
+
+    def _weights(self, source: str, experts: ExpertsConfig) -> str:
+        """Router and gate; the name of the weights of the choices."""
+        tokens = self.work.routed
+        scores, chosen = tokens * experts.num_experts * self.wide, tokens * experts.num_choices * self.wide
+        self.sizes |= {"logits": scores, "scores": scores, "chosen": chosen, "sums": tokens * self.wide}
+        self.sizes |= {"experts": tokens * experts.num_choices * _INDEX_BYTES, "weights": chosen, "scaled": chosen}
+        self._logits(source, experts)
+        self._add("gate's scores", ("logits",), "scores", ("scores",))
+        weights = "chosen"
+        if experts.gate == "expert_choice":
+            self.sizes["not taken"] = tokens * experts.num_experts
+            ranking = _RANKING * tokens * experts.num_experts * _INDEX_BYTES
+            self._add("choice", ("scores",), "chosen", ("not taken",), forward_adds=ranking)
+        else:
+            # What chooses: with bias, without the groups dropped, and sorted.
+            indexes = tokens * experts.num_experts * _INDEX_BYTES
+            ranked = scores * (1 + experts.biased + (experts.num_groups > 1)) + indexes
+            self._add("choice", ("scores",), "chosen", ("experts",), forward_adds=ranked)
+        if experts.normalized:
+            self._add("normalising", ("chosen",), "weights", ("chosen", "sums"), backward_adds=chosen)
+            weights = "weights"
+        if experts.scale != 1.0:
+            self._add("scaling", (weights,), "scaled")
+            weights = "scaled"
+        return weights
+
+    def _logits(self, source: str, experts: ExpertsConfig) -> None:
+        hidden = self.work.model.hidden_size
+        if self.wide > self.item:
+            self.sizes["wide input"] = self.work.routed * hidden * self.wide
+            self._add("widen", (source,), "wide input")
+            source = "wide input"
+        if experts.gate == "cosine":
+            self._cosines(source, experts)
+            return
+        target = "clean logits" if experts.gate == "noisy" else "logits"
+        self.sizes[target] = self.sizes["logits"]
+        self._matrix("router", source, target, experts.num_experts * hidden)
+        if experts.gate == "noisy":
+            names = ("size of noise before softplus", "size of noise", "numbers drawn", "noise")
+            self.sizes |= dict.fromkeys(names, self.sizes["logits"])
+            self._matrix("router of noise", source, names[0], experts.num_experts * hidden)
+            self._add("softplus", names[:1], names[1], names[:1])
+            drawing = _DRAWING * self.work.routed * experts.num_experts * _INDEX_BYTES
+            self._add("noise", names[1:2], "noise", ("numbers drawn",), forward_adds=drawing)
+            self._add("noisy logits", ("clean logits", "noise"), "logits", is_sum=True)
+
+    def _cosines(self, source: str, experts: ExpertsConfig) -> None:
+        tokens, size, number = self.work.routed, experts.router_size, experts.num_experts
+        self.sizes |= dict.fromkeys(("projected", "directions"), tokens * size * self.wide)
+        self.sizes |= {"norms": 2 * tokens * self.wide, "cosines": self.sizes["logits"]}
+        self._matrix("projection", source, "projected", size * self.work.model.hidden_size)
+        self._add(
+            "directions", ("projected",), "directions", ("projected", "norms"), backward_adds=self.sizes["projected"]
+        )
+        # Rows of experts with a length of 1, two norms, and the temperature.
+        own = number * size + 2 * number + 1
+        own += number * size if self.wide > self.item else 0
+        self.sizes["rows of experts"] = own * self.wide
+        self.fixed_bytes += self.sizes["rows of experts"]
+        self._add("cosines", ("directions",), "cosines", ("directions", "rows of experts"))
+        self._add("temperature", ("cosines",), "logits", ("cosines",))
+
+    def _matrix(self, name: str, source: str, target: str, numel: int) -> None:
+        """A product with a matrix of the router, which is kept in fp32 if it is narrower."""
+        keeps: tuple[str, ...] = (source,)
+        if self.wide > self.item:
+            self.sizes[f"wide {name}"] = numel * self.wide
+            self.fixed_bytes += numel * self.wide
+            keeps = (source, f"wide {name}")
+        self._add(name, (source,), target, keeps, backward_adds=numel * self.wide)
+
+
+class MlpTape(_GateTape):
     """A block's tape with the operations of terrace.model.layers.MLP and terrace.model.experts.mixture."""
 
     def _mlp(self, source: str, target: str, of: str = "") -> None:
@@ -89,7 +182,9 @@ class MlpTape(BlockTape):
             # Rows leave and arrive as bytes, and are put in order: what is sent, what arrives, and both together.
             adds = 3 * token + self.sizes["their choices"]
             self._add("way to experts", (source,), "tokens", ("their choices", "way"), adds, 2 * token + token)
-        self._add("spread", (source_of_rows,), "rows", ("places",), places, hidden + places)
+        summing = self._summing(tokens, rows, experts)
+        back = summing if experts.looks_ahead else hidden + places
+        self._add("spread", (source_of_rows,), "rows", ("places",), places, back)
         self._stack("gate", "rows", "gate")
         self._activation("activation", "gate", "active")
         self._stack("up", "rows", "up")
@@ -109,11 +204,9 @@ class MlpTape(BlockTape):
         self.sizes |= {output: self.residual * self.item, part: work.routed * self.hidden * self.item}
         collected = "collected" if is_spread else part
         self.sizes[collected] = token
-        adds = hidden
-        if is_spread:  # summed in fp32 at least, one choice of all tokens after the other
-            column = hidden // experts.per_token // self.item
-            wider = self.wide if self.wide > self.item else 0
-            adds = tokens * self.hidden * self.wide + column * (self.item + wider)
+        adds = summing + self.sizes["experts"] if experts.looks_ahead else hidden  # which a variable holds
+        if is_spread:
+            adds = summing if self.wide > self.item else summing + token
         self._add("collect", ("expert outputs",), collected, (), adds, places, variables=(*held, source))
         if is_spread:
             adds = 2 * token + work.routed * self.hidden * self.wide
@@ -123,35 +216,15 @@ class MlpTape(BlockTape):
         if experts.shared_size:
             self._shared(source, output, target, experts, held)
 
+    def _summing(self, tokens: int, rows: int, experts: ExpertsConfig) -> int:
+        # Where a token may have fewer rows than choices: sums in fp32 at least, a choice of all tokens after the other.
+        column = rows * self.hidden // experts.num_choices
+        wider = self.wide if self.wide > self.item else 0
+        return tokens * self.hidden * wider + column * (self.item + wider)
+
     def _stack(self, name: str, source: str, target: str, variables: tuple[str, ...] = ()) -> None:
         # The gradient of a stack is written where it is kept (terrace.runtime.weight_records).
         self._product(name, source, target, 0, variables)
-
-    def _weights(self, source: str, experts: ExpertsConfig) -> str:
-        """Router and gate; the name of the weights (T, k)."""
-        tokens, router = self.work.routed, experts.num_experts * self.work.model.hidden_size
-        scores, chosen = tokens * experts.num_experts * self.wide, tokens * experts.num_choices * self.wide
-        self.sizes |= {"logits": scores, "scores": scores, "chosen": chosen, "sums": tokens * self.wide}
-        self.sizes |= {"experts": tokens * experts.num_choices * _INDEX_BYTES, "weights": chosen, "scaled": chosen}
-        keeps: tuple[str, ...] = (source,)
-        if self.wide > self.item:
-            self.sizes |= {"wide input": tokens * self.work.model.hidden_size * self.wide, "router": router * self.wide}
-            self.fixed_bytes = self.sizes["router"]
-            keeps = ("wide input", "router")
-            self._add("widen", (source,), "wide input")
-        self._add("router", (keeps[0],), "logits", keeps, backward_adds=router * self.wide)
-        self._add("gate's scores", ("logits",), "scores", ("scores",))
-        # What chooses: with bias, without the groups dropped, and sorted.
-        ranked = scores * (1 + experts.biased + (experts.num_groups > 1)) + tokens * experts.num_experts * _INDEX_BYTES
-        self._add("choice", ("scores",), "chosen", ("experts",), forward_adds=ranked)
-        weights = "chosen"
-        if experts.normalized:
-            self._add("normalising", ("chosen",), "weights", ("chosen", "sums"), backward_adds=chosen)
-            weights = "weights"
-        if experts.scale != 1.0:
-            self._add("scaling", (weights,), "scaled")
-            weights = "scaled"
-        return weights
 
     def _shared(self, source: str, output: str, target: str, experts: ExpertsConfig, held: tuple[str, ...]) -> None:
         self.sizes["shared output"] = self.sizes[output]

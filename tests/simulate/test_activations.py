@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from terrace.base.errors import PlanError
 from terrace.model.attention import SHORT_SEQUENCE
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.experts.balance import BalanceConfig
+from terrace.model.experts.gating import Gating, Passage
+from terrace.model.experts.mixture import Router
 from terrace.model.init import initialise
 from terrace.model.spec import Computes
 from terrace.runtime.head import chunked_head
@@ -22,7 +26,8 @@ from terrace.simulate.work import Work
 from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB, rotary_tables
 from tests.support.adopted import Adopted
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
-from tests.support.mixtures import EXPERTS, mixture
+from tests.support.mixtures import EXPERTS, GATED, mixture
+from tests.support.nightly import nightly
 
 
 def gpt(hidden: int, heads: int, layers: int) -> ModelConfig:
@@ -61,11 +66,24 @@ def test_the_layer_of_table_2(name: str, t: int, sequence_parallel: bool) -> Non
     assert full.input_bytes == 2 * sbh // cut
 
 
+MIXTURES = EXPERTS | GATED
+KEPT = [*product(EXPERTS, DTYPES), *((name, "fp32") for name in GATED), *nightly(*product(GATED, ("bf16", "fp64")))]
+
+
+def know_tokens(block: nn.Module, sequence: int) -> None:
+    """Tell the routers of a block which tokens are of one sequence and where they stand, as in a training step."""
+    rows = Passage.of_rows(torch.Size((BATCH, sequence)), torch.device("cpu"))
+    for router in (module for module in block.modules() if isinstance(module, Router)):
+        router.gating = Gating(BalanceConfig())
+        router.gating.trains = True
+        router.gating.passage = replace(rows, places=torch.arange(BATCH * sequence))
+
+
 def run_block(
     name: str, compute: str, sequence: int, index: int, again: bool = False, skewed: bool = False
 ) -> tuple[int, int, int, BlockActivations]:
     """Return bytes saved, alive at the peak of the forward and of the backward, and what is predicted."""
-    config, dtype = MODELS[name] if name in MODELS else mixture(EXPERTS[name], layers=1), DTYPES[compute]
+    config, dtype = MODELS[name] if name in MODELS else mixture(MIXTURES[name], layers=1), DTYPES[compute]
     blocks = build_blocks(config, device="cpu", dtype=dtype)
     initialise(blocks, config, seed=0, dtype=dtype)
     block = blocks[index]
@@ -82,9 +100,10 @@ def run_block(
         inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
 
     recorded: AbstractContextManager[object] = nullcontext()
-    if name in EXPERTS:  # gradients of stacks are written where they are kept
+    if name in MIXTURES:  # gradients of stacks are written where they are kept
         adopted = Adopted.of(block)
         block = adopted.module
+        know_tokens(block, sequence)
         trained = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
         trained.gradients.open(torch.zeros_like(trained.full))
         recorded = adopted.weights.recorded_in(adopted.weights.queue(hold=False))
@@ -152,12 +171,11 @@ def test_what_the_decoder_keeps(name: str, compute: str, index: int) -> None:
     assert predicted.backward_peak_bytes == pytest.approx(backward, rel=within)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize(("name", "compute"), KEPT)
 def test_what_a_mixture_keeps(name: str, compute: str) -> None:
     """To the byte, with the places of rows, which autograd's hooks do not see; peaks as of a dense layer."""
     saved, forward, backward, predicted = run_block(name, compute, 256, 1)
-    places = 8 * BATCH * 256 * EXPERTS[name].per_token
+    places = 8 * BATCH * 256 * MIXTURES[name].num_choices
     assert sum(predicted.saved.values()) == saved + places
     within = 0.1 if compute == "bf16" else 0.01
     assert predicted.forward_peak_bytes == pytest.approx(forward, rel=within)

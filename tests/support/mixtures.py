@@ -21,6 +21,11 @@ SHARED = ExpertsConfig(
     num_experts=6, per_token=2, intermediate_size=24, normalized=False, shared_size=28, shared_gate=True
 )
 EXPERTS = {"plain": PLAIN, "grouped": GROUPED, "shared": SHARED}
+GATED = {
+    "noisy": replace(PLAIN, gate="noisy"),
+    "cosine": replace(PLAIN, gate="cosine", router_size=4),
+    "expert choice": replace(PLAIN, gate="expert_choice", normalized=False),
+}
 
 
 def mixture(

@@ -21,19 +21,21 @@ SEQUENCE, BATCH = 128, 4
 def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool) -> None:
     """Within 2 % of what autograd saves; both peaks at most 12 % above the measured ones, and at most 6 % below them.
 
-    What lanes still hold at a peak depends on their timing.
+    What lanes still hold at a peak depends on their timing. With chunks the peaks are lower than the formula, which
+    counts the messages and results of all tokens at once.
     """
     cluster = cluster_of(2)
     plans = [
-        replace(preset("ddp", cluster), experts={"package": degrees}, micro_batch=BATCH)
-        for degrees in ({"expert": 2}, {"rows": 2})
+        replace(preset("ddp", cluster), experts={"package": degrees}, expert_chunks=chunks, micro_batch=BATCH)
+        for degrees, chunks in (({"expert": 2}, {}), ({"rows": 2}, {}), ({"expert": 2}, {"forward": 2, "backward": 4}))
     ]
     by_rank = pool.run(2, layer_memory, cluster, plans, MODEL, SEQUENCE, timeout_s=100.0)
     for index, plan in enumerate(plans):
+        most = 1.3 if plan.expert_chunks else 1.12
         predicted = block_activation_bytes(work_of(cluster, plan, MODEL, SEQUENCE, "cpu"), Computes.RESIDUAL, "cpu")
         for held in (results[index] for results in by_rank):
             assert sum(predicted.saved.values()) == pytest.approx(held.saved, rel=0.02)
             assert held.forward_peak <= 1.06 * predicted.forward_peak_bytes
-            assert predicted.forward_peak_bytes <= 1.12 * held.forward_peak
+            assert predicted.forward_peak_bytes <= most * held.forward_peak
             assert held.backward_peak <= 1.06 * predicted.backward_peak_bytes
-            assert predicted.backward_peak_bytes <= 1.12 * held.backward_peak
+            assert predicted.backward_peak_bytes <= most * held.backward_peak
