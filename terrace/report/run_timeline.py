@@ -16,6 +16,7 @@ _STREAM_HEIGHT, _LANE_HEIGHT, _GAP, _HEADING = 30, 20, 8, 22
 _US = 1e6
 
 _SHORTEST_S = 1e-12  # of a drawn step: below it ticks and bars would coincide
+_PASSES = ("FORWARD", "BACKWARD")
 
 TraceEvent = Mapping[str, Any]
 
@@ -118,7 +119,7 @@ def _lanes(events: Sequence[TraceEvent], process: int, words: list[str]) -> list
             start_s = event["ts"] / _US
             pieces[event["tid"]].append(Interval(start_s, start_s + event["dur"] / _US, event["name"], len(words)))
             instruction = str(event["args"].get("instruction", ""))
-            # A wait is named with its instruction; other spans are the instruction.
-            is_wait = str(event["name"]).startswith("wait ")
-            words.append(f"{event['name']}: {instruction}" if is_wait or not instruction else instruction)
+            # A wait, and a message inside a pass, is named with its instruction; other spans are the instruction.
+            named = str(event["name"]).startswith("wait ") or (event["tid"] > 0 and instruction.startswith(_PASSES))
+            words.append(f"{event['name']}: {instruction}" if named or not instruction else instruction)
     return [(names.get(tid, str(tid)), sorted(pieces[tid])) for tid in sorted(pieces)]

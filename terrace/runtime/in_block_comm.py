@@ -44,13 +44,20 @@ class InBlockComm:
     at_gap: Callable[[int], None] = _nothing  # called where parts of gradients leave
     recording: list[BlockStep] | None = field(default=None, repr=False)  # steps as they are issued, if a list is given
 
-    def submit(self, work: Callable[[], None], *messages: InBlockMessage) -> InFlight:
-        """Put `work`, which carries `messages` of one axis, on their lane."""
+    def submit(self, work: Callable[[], None], *messages: InBlockMessage, after: InFlight | None = None) -> InFlight:
+        """Put `work`, which carries `messages` of one axis, on their lane; it starts when `after` has arrived."""
         send, first = Send(messages), messages[0]
         lane = self.lanes[first.tier if isinstance(first, ExpertMessage) else INSIDE]
         if self.recording is not None:
             self.recording.append(send)
-        return InFlight(lane.submit(work), send)
+
+        def when_ready() -> None:
+            # On its lane: over the tier before, the rows must have arrived.
+            if after is not None:
+                after.ticket.wait()
+            work()
+
+        return InFlight(lane.submit(when_ready), send)
 
     def wait(self, flight: InFlight, ranks: tuple[int, ...]) -> None:
         """Wait for messages from `ranks`; the seconds are the clock's, in the wait of the messages' class."""

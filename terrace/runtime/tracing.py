@@ -10,20 +10,25 @@ stage; afterwards they are deleted. On a CPU times are the host's; on CUDA they 
 is done, so that tracing never makes the host wait. A message between stages is recorded when it is sent; on NCCL, where
 torch sends it on a stream of its own, only the wait for it is recorded.
 
-Compute is the work of the stream between two marks: a wait, or a pass up to its end. Messages of tensor ranks inside a
-block appear as the waits for them.
+Compute is the work of the stream between two marks: a wait, or a pass up to its end. Messages of experts are on the
+lanes that they take, at the position of the pass they are part of. Messages of tensor and context ranks inside a block
+appear as the waits for them.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from terrace.plan.in_block_messages import ExpertMessage
+from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
 from terrace.program.report import StepReport
+from terrace.runtime.in_block_comm import InBlockComm, InFlight
 from terrace.simulate.recording import COMPUTE, Recording, Span
 
 if TYPE_CHECKING:
@@ -35,11 +40,12 @@ Work = Callable[[], None]
 
 @dataclass
 class _Step:
-    # marks: (end, category, position, awaited position); messages: (lane, start, end, position, category)
+    # marks: (end, category, position, awaited position, number of the awaited message of experts)
+    # messages: (lane, start, end, position, category, number), whose number is -1 unless it is of experts
 
     origin: Stamp = None
-    marks: list[tuple[Stamp, str, int, int]] = field(default_factory=list)
-    messages: list[tuple[int, Stamp, Stamp, int, str]] = field(default_factory=list)
+    marks: list[tuple[Stamp, str, int, int, int]] = field(default_factory=list)
+    messages: list[tuple[int, Stamp, Stamp, int, str, int]] = field(default_factory=list)
     report: StepReport | None = None
 
 
@@ -76,7 +82,7 @@ class Tracer:
     def _hide(self, step: _Step) -> list[tuple[object, str]]:
         runner, clock, program = self._engine.runner, self._engine.clock, self._program
         start, mark, submit, self._progress = clock.start, clock.mark, runner._submit, runner._progress
-        progress, awaited = self._progress, [-1]
+        progress, awaited, expected = self._progress, [-1], [-1]
 
         # Each wrapper calls the hidden method and then stamps; the step itself runs unchanged.
         def started() -> None:
@@ -85,7 +91,7 @@ class Tracer:
 
         def marked(category: str) -> None:
             mark(category)
-            step.marks.append((self._stamp(), category, runner._counter, awaited[0]))
+            step.marks.append((self._stamp(), category, runner._counter, awaited[0], expected[0]))
             awaited[0] = -1
 
         def recorded(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
@@ -107,6 +113,8 @@ class Tracer:
             (runner, "_submit", submitted),
             (runner, "_part", around),
         ]
+        for inside in {id(axis.in_block): axis.in_block for axis in self._engine.axes}.values():
+            hidden += self._hide_inside(step, inside, expected)
         for owner, name, function in hidden:
             # Set on the instance, so that classes and other engines stay as they are.
             vars(owner)[name] = function
@@ -114,11 +122,35 @@ class Tracer:
         self._engine.comm.stages.around = around
         return [(owner, name) for owner, name, _ in hidden]
 
-    def _timed(self, step: _Step, work: Work, lane: int, position: int, category: str) -> Work:
+    def _hide_inside(
+        self, step: _Step, inside: InBlockComm, expected: list[int]
+    ) -> list[tuple[object, str, Callable[..., Any]]]:
+        # Messages of experts as they are submitted, and which of them a wait is for.
+        submit, wait, runner = inside.submit, inside.wait, self._engine.runner
+        numbers, sent = count(), dict[int, tuple[InFlight, int]]()  # held, so that no id comes twice
+
+        def submitted(work: Work, *messages: InBlockMessage, after: InFlight | None = None) -> InFlight:
+            message = messages[0]
+            if not isinstance(message, ExpertMessage):
+                return submit(work, *messages, after=after)
+            number = next(numbers)
+            timed = self._timed(step, work, message.tier, runner._counter, message.message_class.value, number)
+            flight = submit(timed, *messages, after=after)
+            sent[id(flight)] = flight, number
+            return flight
+
+        def waited(flight: InFlight, ranks: tuple[int, ...]) -> None:
+            expected[0] = sent[id(flight)][1] if id(flight) in sent else -1
+            wait(flight, ranks)
+            expected[0] = -1
+
+        return [(inside, "submit", submitted), (inside, "wait", waited)]
+
+    def _timed(self, step: _Step, work: Work, lane: int, position: int, category: str, number: int = -1) -> Work:
         def timed() -> None:
             begin = self._stamp()
             work()
-            step.messages.append((lane, begin, self._stamp(), position, category))
+            step.messages.append((lane, begin, self._stamp(), position, category, number))
 
         return timed
 
@@ -139,24 +171,29 @@ class Tracer:
         spans: list[Span] = []
         first = 0
         known: dict[int, list[int]] = {}  # position of a message in the program -> the numbers of its spans
+        inside: dict[int, int] = {}  # number of a message of experts -> of its span
         # The step before comes first, so that its spans precede `first`.
         for each in (before, step):
             if each is None:
                 continue
             first = len(spans)
-            for lane, begin, end, position, category in each.messages:
+            for lane, begin, end, position, category, number in each.messages:
                 start_s, end_s = (self._seconds(step.origin, stamp) for stamp in (begin, end))
-                known.setdefault(position, []).append(len(spans))
+                if number < 0:
+                    known.setdefault(position, []).append(len(spans))
+                elif each is step:
+                    inside[number] = len(spans)
                 spans.append(Span(max(lane, 0), start_s, end_s, position, category, -1))
         size = len(self._program.instructions)
         started_s, done_s = [-1.0] * size, [0.0] * size
         now_s = 0.0
-        for stamp, category, position, awaited in step.marks:
+        for stamp, category, position, awaited, expected in step.marks:
             # Spans of compute must not overlap, even if two stamps are slightly out of order.
             end_s = max(now_s, self._seconds(step.origin, stamp))
             # A wait may be for what the step before sent: it is for the newest that had begun.
             begun = [number for number in known.get(awaited, ()) if spans[number].start_s <= end_s]
-            after = begun[-1] if begun and category.startswith("wait ") else -1
+            after = begun[-1] if begun else inside.get(expected, -1)
+            after = after if category.startswith("wait ") else -1
             if end_s > now_s:
                 spans.append(Span(COMPUTE, now_s, end_s, position, category, after))
             if not category.startswith("wait "):

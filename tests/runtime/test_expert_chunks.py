@@ -43,7 +43,7 @@ class ThreadRank:
     def __post_init__(self) -> None:
         ended = SimpleNamespace(wait=lambda: None)
 
-        def submit(work: Any, _: ExpertMessage) -> Any:
+        def submit(work: Any, _: ExpertMessage, after: Any = None) -> Any:
             work()
             return SimpleNamespace(ticket=ended)
 

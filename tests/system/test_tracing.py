@@ -26,9 +26,11 @@ from tests.support.toys import cluster_of
 MODEL = "llama tied"
 
 
-def traced(world: World, cluster: Cluster, plan: Plan) -> tuple[list[Recording], list[float], dict[str, float]]:
+def traced(
+    world: World, cluster: Cluster, plan: Plan, model: str = MODEL
+) -> tuple[list[Recording], list[float], dict[str, float]]:
     """Three steps on this rank, the last two traced: their recordings, all losses, the seconds of the last."""
-    case = Case(plan, num_micros=2, model=MODEL)
+    case = Case(plan, num_micros=2, model=model)
     engine = engine_of(world, cluster, case)
     tracer, losses, time_s = Tracer(engine), [], {}
     for step in range(3):
@@ -155,6 +157,35 @@ def test_stages_are_traced_with_what_they_send(pool: LocalPool) -> None:
         events = events_of(compared_trace_json(step.passes[rank // 2], last, step=3, rank=rank))
         predicted = [event for event in events["X"] if event["pid"] == 0]
         assert len(predicted) == len(step.passes[rank // 2])
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_messages_of_experts_are_on_their_lanes(pool: LocalPool, chunks: int) -> None:
+    """As many of each class in each pass as are predicted, on the same lanes; a wait names the message it was for."""
+    cluster = cluster_of(2, 2)
+    table = {"package": {"rows": 2}, "node": {"expert": 2}}
+    plan = replace(exact("zero3", cluster), experts=table, expert_chunks={"forward": chunks, "backward": chunks})
+    for rank, (recordings, _, _) in enumerate(pool.run(4, traced, cluster, plan, "experts")):
+        last = recordings[-1]
+        _check(last)
+        predicted = record(last.program, step_costs(last.program, [1e6] * len(last.program.blocks)))
+        found, wanted = (_inside(each) for each in (last, predicted))
+        assert found == wanted
+        assert {category for _, category, _ in found} == {"route", "dispatch", "combine"}
+        assert {lane for _, _, lane in found} == {0, 1}
+        waits = [span for span in last.spans[last.first :] if span.category in ("wait dispatch", "wait combine")]
+        assert waits
+        assert all(last.spans[span.after].category == span.category.removeprefix("wait ") for span in waits)
+        drawn = [event for event in events_of(_compared(last, rank))["X"] if event["name"] == "dispatch"]
+        assert {event["pid"] for event in drawn} == {0, 1}
+        assert "COUNT" in {last.program.instructions[span.position].op.name for span in last.spans if span.lane >= 0}
+
+
+def _inside(recording: Recording) -> Counter[tuple[int, str, int]]:
+    """(Position, class, lane) of the messages inside passes."""
+    own, program = recording.spans[recording.first :], recording.program
+    inside = (span for span in own if span.lane != COMPUTE and program.instructions[span.position].op in PASSES)
+    return Counter((span.position, span.category, span.lane) for span in inside)
 
 
 def test_steps_that_are_not_traced_call_what_they_always_did(pool: LocalPool) -> None:

@@ -12,6 +12,7 @@ Shape legend: T tokens, N rows that arrive at a rank, H hidden, k experts of a t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -164,7 +165,8 @@ class Crossing:
                     chunk.turn([torch.cat(part) for part in zip(*done.pop(message.chunk), strict=True)])
                 key = message.message_class, message.chunk
                 rank.declare(message, self._ways[each * message.chunk : each * (message.chunk + 1)])
-                newest[key] = flights[step] = rank.in_block.submit(_hop(chunk, message, newest.get(key)), message)
+                flight = rank.in_block.submit(partial(chunk.go, message), message, after=newest.get(key))
+                newest[key] = flights[step] = flight
             elif isinstance(step, Await):
                 (message,) = step.send.messages
                 assert isinstance(message, ExpertMessage), "the steps are of experts"
@@ -196,16 +198,6 @@ class Crossing:
             )
             for chunk, (start, stop) in enumerate(spans_of(len(parts[0]), number))
         ]
-
-
-def _hop(chunk: Chunk, message: ExpertMessage, before: InFlight | None) -> Callable[[], None]:
-    def work() -> None:
-        # On its lane: over the tier before, the rows must have arrived.
-        if before is not None:
-            before.ticket.wait()
-        chunk.go(message)
-
-    return work
 
 
 class _Through(torch.autograd.Function):
