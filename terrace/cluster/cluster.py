@@ -10,7 +10,7 @@ ideal: a cluster without them is priced at its peaks. `marks` gives the source o
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
@@ -87,6 +87,9 @@ class Tier:
     efficiency: float = 1.0  # share of the bandwidth that large messages reach
     half_bytes: float = 0.0  # size of a message that reaches half of that
     overlap_penalty: float | None = None  # how much compute slows while messages travel here; None: as the device says
+    # Tiers inside this one that share a bus with it, and how much longer messages on both take while both are under
+    # way: 1 on one bus, which carries them as fast as one after the other; 0 on links of their own.
+    bus: Mapping[str, float] = field(default_factory=dict, hash=False)
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
 
@@ -108,15 +111,27 @@ class Cluster:
         if not self.tiers:
             raise ClusterError(f"cluster {self.name!r} has no tiers: give it at least one, of size 1 for one device")
         names = [tier.name for tier in self.tiers]
-        for tier in self.tiers:
+        for index, tier in enumerate(self.tiers):
             _check_tier(tier)
             if names.count(tier.name) > 1:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
+            _check_bus(tier, names[:index])
 
     @property
     def is_measured(self) -> bool:
         """Whether constants of its device were measured, as `terrace probe` marks them."""
         return any(mark != "preset" for mark in self.device.marks.values())
+
+    @property
+    def shared_buses(self) -> tuple[tuple[int, int, float], ...]:
+        """(Tier, a tier inside it, share) of tiers that share a bus."""
+        names = [tier.name for tier in self.tiers]
+        return tuple(
+            (index, names.index(inner), share)
+            for index, tier in enumerate(self.tiers)
+            for inner, share in tier.bus.items()
+            if share > 0
+        )
 
     @property
     def world_size(self) -> int:
@@ -268,3 +283,17 @@ def _check_tier(tier: Tier) -> None:
     if tier.overlap_penalty is not None and not 0 <= tier.overlap_penalty <= 1:
         raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
     _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})
+
+
+def _check_bus(tier: Tier, inside: Sequence[str]) -> None:
+    for name, share in tier.bus.items():
+        if name not in inside:
+            raise ClusterError(
+                f"tiers.{tier.name}.bus names {name!r}, which is no tier inside {tier.name!r}"
+                f"{did_you_mean(name, inside)}"
+            )
+        if not 0 <= share <= 1:
+            raise ClusterError(
+                f"tiers.{tier.name}.bus.{name} = {share} must lie between 0 and 1: 1 where both share one bus, 0 where "
+                "each has links of its own"
+            )

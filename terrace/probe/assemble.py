@@ -4,11 +4,12 @@ Constants are fitted in an order in which each needs only those before it: memor
 optimizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from terrace.cluster.cluster import Cluster, Device, Kernels, Mark, Tier
 from terrace.probe.fit import (
+    bus_share,
     fit_attention,
     fit_gemm,
     fit_layers,
@@ -64,6 +65,8 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         probed, of_tier = _tier(tier, found[tier.name], device.overlap_penalty)
         tiers.append(probed)
         rows += of_tier
+    tiers, of_buses = _buses(tiers, samples)
+    rows += of_buses
     largest = max(samples.optimizer, key=lambda each: each.numel)
     return Probed(
         cluster=replace(start, device=device, tiers=tuple(tiers)),
@@ -155,6 +158,22 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
         source=_SOURCE,
     )
     return replace(tier, marks=_tier_marks(start.marks, marks | {"efficiency": "fitted"})), rows
+
+
+def _buses(tiers: Sequence[Tier], samples: Samples) -> tuple[list[Tier], list[Constant]]:
+    """The tiers with the shares of buses that pairs of them show."""
+    found, rows = {tier.name: tier for tier in tiers}, []
+    for pair in samples.pairs:
+        inner, outer = (found[name] for name in pair.tiers)
+        # On a CPU messages need cores, which two tiers share as well.
+        needs = (inner.overlap_penalty or 0.0, outer.overlap_penalty or 0.0) if samples.device == "cpu" else (0.0, 0.0)
+        share = bus_share(pair.seconds, pair.together_s, needs)
+        rows.append(Constant(f"{outer.name}.bus.{inner.name}", "", outer.bus.get(inner.name, 0.0), share, "measured"))
+        bus = {name: each for name, each in outer.bus.items() if name != inner.name}
+        bus |= {inner.name: share} if share else {}
+        marks: dict[str, Mark] = {**outer.marks, "bus": "measured"}
+        found[outer.name] = replace(outer, bus=bus, marks=marks)
+    return list(found.values()), rows
 
 
 def _device_marks(device: Device, before: Mapping[str, Mark], found: Mapping[str, Mark]) -> dict[str, Mark]:

@@ -26,6 +26,7 @@ _DEEPEST = 4.0  # largest half depth, in the largest inner size measured: beyond
 _MOST_LAUNCH = 100.0  # largest launch cost of a layer's kernel, in launches of the smallest operation
 _PRIOR = 0.005  # weight of the measured value in the fit of layers; one measured layer has weight 1
 _GRID, _FINEST = 13, 5e-5
+_NOISE = 0.1  # smallest share of a bus that is told from none
 
 Loss = Callable[[float, float], float]
 
@@ -246,6 +247,19 @@ def overlap_penalty(compute_s: float, message_s: float, together_s: float) -> fl
     """
     _check([compute_s, message_s, together_s], "computing and messages")
     return min(1.0, max(0.0, (together_s - max(compute_s, message_s)) / min(compute_s, message_s)))
+
+
+def bus_share(seconds: tuple[float, float], together_s: float, penalties: tuple[float, float] = (0.0, 0.0)) -> float:
+    """Share of the shorter of two messages by which both at once take longer (`Tier.bus`), between 0 and 1.
+
+    `penalties` are the parts of a CPU's cores that either needs: where both need more cores than there are, that is not
+    the bus's doing (terrace.simulate.rank). A share below a tenth is taken for noise, which is a guess.
+    """
+    _check([*seconds, together_s], "messages on two tiers at once")
+    longer_s = max(seconds)
+    cores_s = sum(penalty * each_s for penalty, each_s in zip(penalties, seconds, strict=True))
+    share = (together_s - max(longer_s, cores_s)) / min(seconds)
+    return min(1.0, share) if share >= _NOISE else 0.0
 
 
 def mean_error(priced: Sequence[float], measured: Sequence[float]) -> float:

@@ -29,8 +29,8 @@ from terrace.program.message import Transfer
 from terrace.program.resolve import flat_transfer
 
 _NUM_SIZES = 7
-_FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages
-_LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages
+LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _CALLS_A_LOOP = 2  # of the largest message
 _ROUNDS = 5  # each of compute, messages and both
 _SKEW_BYTES = 64 << 10  # of a group, around the messages of a small model
@@ -111,9 +111,9 @@ def measure_tier(
     Gathers during compute have a budget of their own, `overlap_budget_s`.
     """
     each_s = budget_s / (len(_KINDS) * _NUM_SIZES + 4)
-    first_s = watch.seconds(links.call("gather", _aligned(_FIRST_BYTES, links.degree)), each_s, agreed=True)
+    first_s = watch.seconds(links.call("gather", aligned(FIRST_BYTES, links.degree)), each_s, agreed=True)
     # Sized by the first gather's speed so that the largest message still repeats within its budget.
-    largest = min(_FIRST_BYTES * each_s / _CALLS_A_LOOP / 4 / first_s, _LARGEST_BYTES[watch.device.type])
+    largest = min(FIRST_BYTES * each_s / _CALLS_A_LOOP / 4 / first_s, LARGEST_BYTES[watch.device.type])
     messages = []
     for size in message_sizes(largest, links.degree, _NUM_SIZES):
         for kind in _KINDS:
@@ -131,13 +131,13 @@ def measure_tier(
 
 def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float) -> Overlap:
     """Time compute alone, messages alone that take about half as long, and both at once."""
-    one = links.call("gather", _aligned(_FIRST_BYTES, links.degree))
+    one = links.call("gather", aligned(FIRST_BYTES, links.degree))
     each_s = budget_s / 5
     message_s, compute_s = watch.seconds(one, each_s, agreed=True), watch.seconds(compute, each_s, agreed=True)
     # Several of the shorter during one of the longer, so that the messages take half as long as the compute.
     num_messages = max(1, round(compute_s / message_s / 2))
     num_passes = max(1, round(2 * message_s / compute_s))
-    start = links.start("gather", _aligned(_FIRST_BYTES, links.degree))
+    start = links.start("gather", aligned(FIRST_BYTES, links.degree))
 
     def messages() -> list[Callable[[], None]]:
         return [start() for _ in range(num_messages)]
@@ -173,7 +173,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
 
 def _skew_s(watch: Stopwatch, links: TierLinks, compute: Work, each_s: float) -> float:
     # A small gather between compute costs more than one back to back: ranks arrive at different moments.
-    gather = links.call("gather", _aligned(_SKEW_BYTES, links.degree))
+    gather = links.call("gather", aligned(_SKEW_BYTES, links.degree))
 
     def alternating() -> None:
         compute()
@@ -184,6 +184,6 @@ def _skew_s(watch: Stopwatch, links: TierLinks, compute: Work, each_s: float) ->
     return max(0.0, together_s - apart_s) / (links.degree - 1)
 
 
-def _aligned(num_bytes: int, degree: int) -> int:
+def aligned(num_bytes: int, degree: int) -> int:
     unit = degree * 64
     return max(1, num_bytes // unit) * unit

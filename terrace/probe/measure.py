@@ -1,8 +1,9 @@
 """All measurements of one rank, in order, within a budget of seconds that is split over the parts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from terrace.probe.compute import (
 )
 from terrace.probe.grid import overlap_layer
 from terrace.probe.links import TierLinks, measure_tier
-from terrace.probe.samples import Samples, TierSamples
+from terrace.probe.pairs import measure_pair
+from terrace.probe.samples import PairSample, Samples, TierSamples
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.malloc import keep_freed_memory
 
@@ -36,8 +38,9 @@ _PARTS = {
     "attention": 0.06,
     "layers": 0.16,
     "optimizer": 0.05,
-    "links": 0.33,
-    "overlap": 0.13,
+    "links": 0.28,
+    "overlap": 0.11,
+    "pairs": 0.07,
 }
 
 Say = Callable[[str], None]
@@ -86,7 +89,7 @@ def _measure(
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
     layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say)
     optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
-    tiers = _links(world, cluster, stopwatch, (budget["links"], budget["overlap"]), pacer, say)
+    tiers, pairs = _links(world, cluster, stopwatch, budget, pacer, say)
     return Samples(
         device=device.type,
         num_cores=torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0,
@@ -99,21 +102,28 @@ def _measure(
         host_layer_s=host_layer_s,
         optimizer=tuple(optimizer),
         tiers=tiers,
+        pairs=pairs,
     )
 
 
 def _links(
-    world: World, cluster: Cluster, stopwatch: Stopwatch, budgets: tuple[float, float], pacer: Pacer | None, say: Say
-) -> tuple[TierSamples, ...]:
+    world: World, cluster: Cluster, stopwatch: Stopwatch, budget: Mapping[str, float], pacer: Pacer | None, say: Say
+) -> tuple[tuple[TierSamples, ...], tuple[PairSample, ...]]:
     crossed = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
     compute, timeout = layer_passes(stopwatch, overlap_layer(stopwatch.device.type)), timedelta(seconds=2 * _TIMEOUT_S)
-    tiers: list[TierSamples] = []
+    tiers, pairs, links = list[TierSamples](), list[PairSample](), list[TierLinks]()
     for index in crossed:
-        links = TierLinks(cluster, index, world.rank, stopwatch.device, timeout, pacer)
-        say(f"messages on tier {links.name}, alone and during computation")
-        tiers.append(measure_tier(stopwatch, links, compute, *(budget / len(crossed) for budget in budgets)))
-        links.close()
-    return tuple(tiers)
+        links.append(TierLinks(cluster, index, world.rank, stopwatch.device, timeout, pacer))
+        say(f"messages on tier {links[-1].name}, alone and during computation")
+        parts = (budget[part] / len(crossed) for part in ("links", "overlap"))
+        tiers.append(measure_tier(stopwatch, links[-1], compute, *parts))
+    both = list(combinations(links, 2))
+    for inner, outer in both:
+        say(f"messages on tiers {inner.name} and {outer.name} at once")
+        pairs.append(measure_pair(stopwatch, inner, outer, budget["pairs"] / len(both)))
+    for each in links:
+        each.close()
+    return tuple(tiers), tuple(pairs)
 
 
 def device_here() -> torch.device:

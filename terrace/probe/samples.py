@@ -35,6 +35,15 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairSample:
+    """Seconds of messages on each of two tiers alone, the inner first, and of both at once."""
+
+    tiers: tuple[str, str]
+    seconds: tuple[float, float]
+    together_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """Everything that one probe measured."""
 
@@ -49,3 +58,4 @@ class Samples:
     host_layer_s: float
     optimizer: tuple[OptimizerSample, ...]
     tiers: tuple[TierSamples, ...]  # tiers with more than one member, innermost first
+    pairs: tuple[PairSample, ...] = ()  # two of them at once

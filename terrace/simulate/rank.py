@@ -11,6 +11,8 @@ the overlap penalty of the lane's newest message, for the time they share:
 - on a CPU the same cores do both. A penalty is the part of the cores that a message needs; where compute and
   messages together need more cores than there are, all of them take longer. `now_s` and the times of lanes are then
   read from a clock that stops for the extra time, so nothing is slowed by it. Seconds by category are wall time.
+
+The same clock stands still where messages of two tiers share a bus (terrace.simulate.bus).
 """
 
 import math
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terrace.program.held import Held
 from terrace.program.instruction import Op
+from terrace.simulate.bus import Bus
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -110,6 +113,7 @@ class Rank:
 
     __slots__ = (
         "begins_s",
+        "bus",
         "busy_s",
         "changes",
         "counts",
@@ -123,6 +127,7 @@ class Rank:
         "reduced",
         "reductions",
         "refreshes",
+        "stops",
         "syncs",
         "time_s",
     )
@@ -130,6 +135,9 @@ class Rank:
     def __init__(self, program: "Program") -> None:
         self.now_s = 0.0
         self.mutual = program.cluster.device.backend == "cpu"  # whether compute slows messages, too
+        shares = program.cluster.shared_buses
+        self.bus = Bus(shares) if shares else None
+        self.stops = self.mutual or self.bus is not None  # whether the clock may stand still
         num_lanes = len(program.layout.tiers) + (program.stage.num_stages > 1)
         self.lanes_s = [0.0] * num_lanes  # when each lane is free
         self.begins_s = [0.0] * num_lanes  # since when each lane has been busy without a pause
@@ -319,6 +327,8 @@ class Rank:
             self.begins_s[lane] = start_s
         lanes_s[lane] = done_s = start_s + event.seconds
         self.penalties[lane] = event.penalty
+        if self.bus is not None:
+            self.bus.add(lane, start_s, done_s)
         if done_s > self.busy_s:
             self.busy_s = done_s
         return done_s, -1
@@ -329,7 +339,7 @@ class Rank:
         if seconds > 0.0:
             if self.mutual:  # several lanes may want the cores
                 self.time_s[category] += max(0.0, self.needed_s(seconds) - seconds)
-            self.time_s[category] += seconds
+            self.time_s[category] += self.wall_s(seconds)
             self.now_s = moment[0]
 
     def compute(self, event: Event) -> None:
@@ -340,12 +350,21 @@ class Rank:
             self.time_s[event.category] += seconds
             self.now_s += seconds
         elif self.mutual:
-            self.time_s[event.category] += seconds + self.needed_s(seconds)
-            self.now_s += seconds
+            clock_s = self.clock_s(seconds)
+            self.time_s[event.category] += seconds + self.needed_s(clock_s)
+            self.now_s += clock_s
         else:
             seconds += self.slowed_s(seconds)
             self.time_s[event.category] += seconds
-            self.now_s += seconds
+            self.now_s += self.clock_s(seconds)
+
+    def clock_s(self, wall_s: float) -> float:
+        """Seconds of the rank's clock in the next `wall_s`."""
+        return wall_s if self.bus is None else self.bus.clock_s(self.now_s, wall_s)
+
+    def wall_s(self, clock_s: float) -> float:
+        """Seconds that the next `clock_s` of the rank's clock take."""
+        return clock_s if self.bus is None else clock_s + self.bus.longer_s(self.now_s, clock_s)
 
     def needed_s(self, seconds: float) -> float:
         """Core-seconds that messages need during the next `seconds`, by the penalties of their lanes."""
@@ -362,7 +381,7 @@ class Rank:
         most_s, now_s = 0.0, self.now_s
         for end_s, penalty in zip(self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
-                shared_s = end_s - now_s
+                shared_s = self.wall_s(end_s - now_s)
                 slowed_s = penalty * (shared_s if shared_s < seconds else seconds)
                 # Messages on several lanes run at once; only the strongest slow-down counts.
                 if slowed_s > most_s:
@@ -372,7 +391,7 @@ class Rank:
     def inside(self, category: str, seconds: float) -> None:
         """Waits for the messages inside a block; their place between its kernels does not change the sum."""
         self.time_s[category] += seconds
-        self.now_s += seconds
+        self.now_s += self.clock_s(seconds)
 
 
 _START: Moment = (0.0, -1)  # before anything

@@ -255,7 +255,7 @@ class Recorder(Rank):
             return
         before_s = self.time_s.get(category, 0.0)
         Rank.wait(self, moment, category)
-        if self.mutual:
+        if self.stops:
             self._halted(start_s, self.time_s[category] - before_s)
         self._add(COMPUTE, start_s, self.now_s, category, after, stage)
 
@@ -264,7 +264,7 @@ class Recorder(Rank):
         before_s = time_s[category]
         Rank.compute(self, event)
         taken_s, now_s = time_s[category] - before_s, self.now_s
-        if self.mutual:
+        if self.stops:
             self._halted(start_s, taken_s)
         # Seconds beyond the instruction's own are the slow-down by messages.
         self.longer_s += taken_s - event.seconds
@@ -288,6 +288,8 @@ class Recorder(Rank):
     def inside(self, category: str, seconds: float) -> None:
         start_s = self.now_s
         Rank.inside(self, category, seconds)
+        if self.stops:
+            self._halted(start_s, seconds)
         self.done_s[-1] = self.now_s
         self._add(COMPUTE, start_s, self.now_s, category, self.newest[COMPUTE])
 

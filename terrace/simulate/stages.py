@@ -224,7 +224,7 @@ class _Pipeline:
                     recorder.cause = clock.spans[message]
                 left_s = arrived_s[message] - (begun_s + sum(spent_s))
                 if left_s > 0.0:
-                    rank.wait((rank.now_s + left_s, -1), WAIT_PIPELINE)
+                    rank.wait((rank.now_s + rank.clock_s(left_s), -1), WAIT_PIPELINE)
                 elif recorder is not None:
                     # No wait came, so its cause must not stick to the next one.
                     recorder.cause = None
@@ -235,7 +235,7 @@ class _Pipeline:
                 if recorder is not None:
                     # A message without bytes has no span: its sender's computing is the cause.
                     clock.spans[message] = (index, number if number >= 0 else recorder.newest[COMPUTE])
-                arrived_s[message] = begun_s + sum(spent_s) + done_s - rank.now_s
+                arrived_s[message] = begun_s + sum(spent_s) + rank.wall_s(done_s - rank.now_s)
                 if message in readers:
                     self._resume(readers.pop(message), clock)
             else:
@@ -283,7 +283,7 @@ class _Pipeline:
     def _wait_until(self, index: int, moment_s: float, category: str) -> None:
         rank, left_s = self.ranks[index], moment_s - self._now_s(index)
         if left_s > 0.0:
-            rank.wait((rank.now_s + left_s, -1), category)
+            rank.wait((rank.now_s + rank.clock_s(left_s), -1), category)
         elif isinstance(rank, Recorder):
             # No wait came, so its cause must not stick to the next one.
             rank.cause = None

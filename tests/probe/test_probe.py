@@ -1,7 +1,6 @@
 """The probe: fits recover known constants, refuse what shows none, and two real ranks give a cluster that loads."""
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -15,17 +14,13 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ProbeError
 from terrace.base.schema import dump
-from terrace.cluster.cluster import Cluster, Device, Kernels
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
-from terrace.model.spec import Computes
 from terrace.probe.assemble import assemble
 from terrace.probe.fit import (
     AttentionSample,
-    GemmSample,
-    LayerSample,
-    LinkSample,
     OptimizerSample,
     PassSample,
     fit_attention,
@@ -37,50 +32,14 @@ from terrace.probe.fit import (
     mean_error,
     overlap_penalty,
 )
-from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes, orientations
+from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes
 from terrace.probe.links import TierLinks
 from terrace.probe.measure import measure
-from terrace.probe.samples import Overlap, Samples, TierSamples
-from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
-from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.work import Work
+from terrace.probe.samples import Overlap, PairSample, Samples
+from terrace.simulate.kernels import attention_s, memory_s, stream_s
+from terrace.simulate.layers import optimizer_s
+from tests.support.probed import TRUE, device, gemms, layers, messages, noise_of, synthetic
 from tests.support.toys import cluster_of
-
-TRUE = Kernels(
-    gemm=0.7, gemm_half_depth=180.0, memory=0.6, attention=0.4, launch_s=5e-6, host_layer_s=1e-4, optimizer_s=2e-3
-)
-
-
-def device(kernels: Kernels = TRUE, name: str = "dgx-a100") -> Device:
-    return replace(load_cluster(name).device, kernels=kernels)
-
-
-def gemms(true: Device, noise: Callable[[], float] = lambda: 1.0) -> list[GemmSample]:
-    shapes = [each for shape in gemm_shapes(1e12, 8) for each in orientations(shape)]
-    return [
-        GemmSample(dtype=dtype, m=m, k=k, n=n, seconds=gemm_s(true, m, k, n, dtype=dtype) * noise())
-        for dtype in ("bf16", "fp32")
-        for m, k, n in shapes
-    ]
-
-
-def messages(degree: int, latency_s: float, bandwidth: float, noise: Callable[[], float] = lambda: 1.0) -> Any:
-    sizes = [size * (degree - 1) / degree for size in message_sizes(64 << 20, degree, 7)]
-    return [
-        LinkSample(
-            kind=kind,
-            degree=degree,
-            sent_bytes=sent,
-            seconds=((degree - 1) * latency_s + sent / bandwidth) * noise(),
-        )
-        for sent in sizes
-        for kind in ("gather", "reduce")
-    ]
-
-
-def noise_of(seed: int, spread: float = 0.05) -> Callable[[], float]:
-    draw = random.Random(seed)
-    return lambda: math.exp(draw.gauss(0.0, spread))
 
 
 @settings(deadline=None, max_examples=10)
@@ -148,15 +107,6 @@ def test_layers_show_what_stands_between_their_products() -> None:
     assert found[0] == pytest.approx(0.3, rel=0.15)
     assert found[1] == pytest.approx(2e-5, rel=0.15)
     assert found[2] < 0.05
-
-
-def layers(true: Device) -> list[LayerSample]:
-    samples = []
-    for config, sequence, micro_batch in layer_shapes(1e13):
-        work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute="fp32")
-        seconds = block_seconds(true, work, Computes.RESIDUAL, accumulate=True)
-        samples.append(LayerSample(work=work, forward_s=seconds.forward_s, backward_s=seconds.backward_s))
-    return samples
 
 
 @settings(deadline=None, max_examples=20)
@@ -257,38 +207,6 @@ def test_what_a_message_loses_beside_computing_is_late_per_neighbour() -> None:
     assert replace(overlap, together_s=2.9).late_s == 0.0
 
 
-def synthetic(true: Cluster) -> Samples:
-    """What a machine with the constants of `true` would show."""
-    step = [OptimizerSample(num_shards=6, numel=n, seconds=optimizer_s(true.device, 6 * n)) for n in (10**5, 10**7)]
-    attention = []
-    for length in (512, 2048):
-        sizes: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64}
-        ways = attention_s(true.device, queries=length, keys=length, dtype="fp32", **sizes)
-        attention.append(AttentionSample(dtype="fp32", sequence=length, forward_s=ways[0], backward_s=ways[1], **sizes))
-    passes = tuple(PassSample(num_bytes=size, seconds=memory_s(true.device, size)) for size in (1e8, 1e9))
-    return Samples(
-        device="cuda",
-        num_cores=true.device.kernels.num_cores,
-        gemms=tuple(gemms(true.device)),
-        copies=passes,
-        norms=passes,
-        attention=tuple(attention),
-        layers=tuple(layers(true.device)),
-        launch_s=true.device.kernels.launch_s,
-        host_layer_s=true.device.kernels.host_layer_s,
-        optimizer=tuple(step),
-        tiers=tuple(
-            TierSamples(
-                tier=tier.name,
-                messages=tuple(messages(tier.size, tier.latency_s, tier.bandwidth_bytes_per_s)),
-                skew_s=0.0,
-                overlap=Overlap(compute_s=2.0, message_s=1.0, together_s=2.3, num_messages=4, degree=2),
-            )
-            for tier in true.tiers
-        ),
-    )
-
-
 def test_assembling_gives_back_the_machine_that_was_measured() -> None:
     start = load_cluster("dgx-a100")
     kernels = replace(start.device.kernels, **{name: getattr(TRUE, name) for name in ("gemm", "memory", "launch_s")})
@@ -310,6 +228,18 @@ def test_assembling_gives_back_the_machine_that_was_measured() -> None:
         assert tier.marks["latency_s"] == tier.marks["overlap_penalty"] == "measured"
     assert parse_cluster(dump(probed.cluster)) == probed.cluster
     assert tomli_w.dumps(dump(probed.cluster))
+
+
+def test_two_tiers_that_take_longer_at_once_share_a_bus() -> None:
+    start = load_cluster("pcie-a100")
+    for share, known in ((0.0, {}), (0.75, {"node": 0.75})):
+        pair = PairSample(tiers=("node", "system"), seconds=(2.0, 4.0), together_s=4.0 + 2.0 * share)
+        probed = assemble(start, replace(synthetic(start), pairs=(pair,)))
+        assert dict(probed.cluster.tiers[1].bus) == known
+        assert probed.cluster.tiers[1].marks["bus"] == "measured"
+        (row,) = (row for row in probed.rows if row.name == "system.bus.node")
+        assert (row.before, row.now) == (0.0, share)
+        assert parse_cluster(dump(probed.cluster)) == probed.cluster
 
 
 def test_a_device_faster_than_the_peak_of_its_description_gets_a_measured_one() -> None:

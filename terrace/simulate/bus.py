@@ -1,0 +1,87 @@
+"""A bus that messages of several tiers share (`Tier.bus`), as the clocks of a rank see it.
+
+While messages on tiers i and j are under way, each takes 1 + share(i, j) times as long: with a share of 1 both together
+take as long as one after the other. A rank's clock (`Rank.now_s`, arrivals, lanes) runs in seconds that a message would
+take alone, so no arrival moves once it is known; where a bus is shared, the wall's clock runs ahead of it. Computing
+is not slowed by a bus: it advances the rank's clock by less than its own seconds.
+
+Of three tiers on one bus the most slowed one counts, for all messages under way; messages on other tiers are taken to
+be slowed with them.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+Piece = tuple[float, float, float]  # from, to, and by how much the wall runs ahead of the clock in between
+
+
+class Bus:
+    """The stretches in which lanes that share a bus are busy, by the rank's clock."""
+
+    __slots__ = ("_busy", "_shares")
+
+    def __init__(self, shares: Sequence[tuple[int, int, float]]) -> None:
+        self._shares: dict[tuple[int, int], float] = {}
+        for one, other, share in shares:
+            self._shares[one, other] = self._shares[other, one] = share
+        self._busy: dict[int, deque[tuple[float, float]]] = {lane: deque() for lane, _ in self._shares}
+
+    def add(self, lane: int, begin_s: float, end_s: float) -> None:
+        """A message on a lane, behind those that were added before."""
+        stretches = self._busy.get(lane)
+        if stretches is None:
+            return
+        if stretches and stretches[-1][1] == begin_s:
+            begin_s, _ = stretches.pop()
+        stretches.append((begin_s, end_s))
+
+    def longer_s(self, now_s: float, clock_s: float) -> float:
+        """By how much the next `clock_s` seconds of the clock take longer on the wall."""
+        end_s, found_s = now_s + clock_s, 0.0
+        for from_s, to_s, ahead in self._pieces(now_s):
+            if from_s >= end_s:
+                break
+            found_s += ahead * (min(to_s, end_s) - from_s)
+        return found_s
+
+    def clock_s(self, now_s: float, wall_s: float) -> float:
+        """Seconds of the clock that pass during the next `wall_s` on the wall."""
+        at_s, left_s = now_s, wall_s
+        for from_s, to_s, ahead in self._pieces(now_s):
+            if left_s <= from_s - at_s:
+                break
+            left_s -= from_s - at_s
+            taken_s = (to_s - from_s) * (1.0 + ahead)
+            if left_s <= taken_s:
+                return from_s + left_s / (1.0 + ahead) - now_s
+            at_s, left_s = to_s, left_s - taken_s
+        return at_s + left_s - now_s
+
+    def _pieces(self, now_s: float) -> Iterator[Piece]:
+        """What is shared from `now_s` on, by the messages that are issued, in order."""
+        for stretches in self._busy.values():
+            while stretches and stretches[0][1] <= now_s:
+                stretches.popleft()
+        places, at_s = {lane: 0 for lane, stretches in self._busy.items() if stretches}, now_s
+        while len(places) > 1:  # a lane alone shares nothing
+            running, edges = list[int](), list[float]()
+            for lane, place in places.items():
+                begin_s, end_s = self._busy[lane][place]
+                if begin_s <= at_s:
+                    running.append(lane)
+                edges.append(end_s if begin_s <= at_s else begin_s)
+            edge_s, ahead = min(edges), self._ahead(running)
+            if ahead > 0.0:
+                yield at_s, edge_s, ahead
+            at_s = edge_s
+            for lane in running:
+                stretches = self._busy[lane]
+                if stretches[places[lane]][1] <= at_s:
+                    places[lane] += 1
+                    if places[lane] == len(stretches):
+                        del places[lane]
+
+    def _ahead(self, running: Sequence[int]) -> float:
+        if len(running) < 2:
+            return 0.0
+        return max(sum(self._shares.get((lane, other), 0.0) for other in running) for lane in running)
