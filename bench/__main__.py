@@ -47,7 +47,7 @@ RUNS = (
     Run("one-rank", "one_rank --rounds 20"),
     Run("one-rank-hf", "one_rank --rounds 20 --model transformers"),
     Run("fsdp-512", "against_fsdp --hidden 512 --rounds 6"),
-    Run("fsdp-1024", "against_fsdp --hidden 1024 --rounds 6"),
+    Run("fsdp-1024", "against_fsdp --hidden 1024 --micros 1 --rounds 4"),
     Run("tensor-512", "against_tensor --rounds 6"),
     Run("tensor-1024", "against_tensor --hidden 1024 --intermediate 2816 --ranks 4 --rounds 5"),
     Run("pipelining-512", "against_pipelining --hidden 512 --layers 8 --sequence 256 --micros 8 --ranks 4 --rounds 4"),
