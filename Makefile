@@ -24,7 +24,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test: check
 	$(PYTEST) -m "not nightly"

@@ -4,9 +4,9 @@ Property tests draw the same examples in every run of the same files, nearly: Hy
 finds in the modules loaded so far. `pytest --hypothesis-profile=explore` draws new ones. They have no deadline of
 their own: on a busy machine any would be missed now and then.
 
-`make test` runs two files at a time, each whole, since its tests share what they set up. Files that use the pool of
-eight ranks are one unit, which runs beside the others: so at most one pool is at work, and the two cores are not asked
-for sixteen processes. The rest of each grid of cases is marked `nightly`; `make test-all` runs everything.
+`make test` runs three files at a time, each whole, since its tests share what they set up. Eight ranks that exchange
+small messages wait more than they compute, so two files that use the pool of eight ranks run at a time, and one of the
+others, as long as there are any. The rest of each grid of cases is marked `nightly`; `make test-all` runs everything.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def pool() -> "Iterator[LocalPool]":
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, but that all files which use the pool are one unit."""
+    """As `--dist loadfile`, but that the last worker has files which do not use the pool first, the others those."""
     from xdist.scheduler import LoadFileScheduling
 
     @cache
@@ -45,8 +45,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return "pool: LocalPool" in (config.rootpath / path).read_text(encoding="utf-8")
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-        def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::", 1)[0]
-            return "files that use the pool" if uses_pool(path) else path
+        def _assign_work_unit(self, node: Any) -> None:
+            is_last = node is max(self.nodes, key=lambda each: each.gateway.id)
+            wanted = next((path for path in self.workqueue if uses_pool(path) != is_last), None)
+            if wanted is not None:
+                self.workqueue.move_to_end(wanted, last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
