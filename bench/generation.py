@@ -94,8 +94,8 @@ def theirs(folder: Path, prompts: list[list[int]], num_tokens: int) -> Work:
 
 def products(folder: Path, num_texts: int, num_tokens: int) -> Work:
     """The products of weights with `num_tokens` tokens of each text, and nothing else."""
-    matrices = [p for block in load_trained(folder, tokenizer="bytes").blocks[1:] for p in block.parameters()]
-    matrices = [matrix.detach() for matrix in matrices if matrix.dim() == 2]
+    parameters = [p for block in load_trained(folder, tokenizer="bytes").blocks[1:] for p in block.parameters()]
+    matrices = [parameter.detach() for parameter in parameters if parameter.dim() == 2]
     rows = {matrix.shape[1]: torch.randn(num_texts, matrix.shape[1]) for matrix in matrices}
 
     def work() -> Any:
