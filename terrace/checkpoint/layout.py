@@ -29,6 +29,7 @@ from terrace.base.errors import CheckpointError
 from terrace.checkpoint.boxes import Box, to_text
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
+from terrace.plan.expert_counts import choices_bytes
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of
 
@@ -83,6 +84,7 @@ def checkpoint_bytes(
             group = group_of(param, optimizer, is_layer(blocks, index))
             frozen_bytes = max(compute_bytes, _FP32_BYTES) if param.is_moved else compute_bytes
             total += param.numel * len(KINDS[group]) * (frozen_bytes if group == FROZEN else master_bytes)
+        total += choices_bytes(block)
     return total
 
 

@@ -15,13 +15,15 @@ from functools import partial
 from torch import Tensor
 
 from terrace.base.errors import CheckpointError
-from terrace.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, within
+from terrace.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, whole, within
 from terrace.model.spec import ParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
+from terrace.program.program import Program
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.states import FROZEN, KINDS
 
+CHOICES, COUNTS = "mlp.router.choices", "counts"  # the tokens of each expert in the last step, beside the parameters
 Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the slice of a whole parameter that a rank holds
 
 
@@ -79,6 +81,13 @@ def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False)
         for own in held(flat):
             if own.is_first or not first:
                 yield from ((flat.name, part) for part in _parts(own, slices))
+
+
+def choices_of(program: Program, choices: Mapping[int, Tensor]) -> Iterator[tuple[str, BoxValues]]:
+    """(block, part) of `choices`: by block the tokens of each expert (E) in the last step, on all ranks of a stage."""
+    for block, counts in choices.items():
+        part = BoxValues(parameter=CHOICES, box=whole([len(counts)]), values={COUNTS: counts})
+        yield program.blocks[block].name, part
 
 
 def _parts(own: Held, slices: Slices) -> Iterator[BoxValues]:

@@ -34,7 +34,7 @@ from terrace.checkpoint.memory import (
     present,
     write_list,
 )
-from terrace.checkpoint.parts import parts_of, slices_of
+from terrace.checkpoint.parts import CHOICES, choices_of, parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.writing import attempt, snapshot_of
@@ -244,6 +244,9 @@ def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchan
     needed = set[str]()
     for flat in state:
         needed |= checkpoint.files_of(flat.name, (part for _, part in parts_of([flat], slices)))
+    for block, part in choices_of(state.program, state.choices):
+        if checkpoint.has(block, CHOICES):
+            needed |= checkpoint.files_of(block, [part])
     # The residuals of error feedback are of use to the rank that made them alone.
     if checkpoint.feedback and checkpoint.feedback == digest(state.program):
         needed |= {file_of(state.rank)} & checkpoint.files.keys()

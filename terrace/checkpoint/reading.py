@@ -28,7 +28,7 @@ from terrace.checkpoint.layout import (
     step_of,
     tensor_name,
 )
-from terrace.checkpoint.parts import BoxValues, Slices, held, parts_of, slices_of
+from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, Slices, choices_of, held, parts_of, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.checkpoint.residuals import restore_residuals
 from terrace.runtime.flat_param import FlatParam
@@ -142,6 +142,10 @@ class Checkpoint:
             part = wanted[index]
             part.values[kind][within(box, part.box)].copy_(stored)
 
+    def has(self, block: str, name: str) -> bool:
+        """Whether there are elements of a parameter, or of what stands beside parameters under a name of its own."""
+        return bool(self._pieces.get((block, name)))
+
     def files_of(self, block: str, wanted: Iterable[BoxValues]) -> set[str]:
         """Names of the files that `fill` reads for these boxes."""
         return {file for part in wanted for _, file, _ in self._copies(block, part.parameter, part.box)}
@@ -250,6 +254,13 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
         note = restore(engine.state, checkpoint)
     except CheckpointError as error:
         problem = str(error)
+    lacks_loads = (
+        engine.passages.balance.step
+        and checkpoint.step
+        and any(not checkpoint.has(block, CHOICES) for block, _ in choices_of(engine.program, engine.state.choices))
+    )
+    if lacks_loads:
+        note = "; ".join(filter(None, (note, f"balance.step begins anew, since {checkpoint.folder.name} has no loads")))
     # Every rank learns of it, so that none waits for a rank that has raised.
     told = [each for each in engine.comm.exchange(problem) if each is not None]
     if told:
@@ -274,6 +285,11 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     with torch.no_grad():
         for flat in state:
             restore_flat(flat, checkpoint, slices)
+        for block, part in choices_of(state.program, state.choices):
+            if checkpoint.has(block, CHOICES):
+                checkpoint.fill(block, [part])
+            else:  # of an earlier version: as in the first step
+                part.values[COUNTS].zero_()
         return restore_residuals(state, checkpoint.folder, checkpoint.feedback)
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from terrace.checkpoint.boxes import to_text
 from terrace.checkpoint.layout import tensor_name
-from terrace.checkpoint.parts import Slices, parts_of
+from terrace.checkpoint.parts import BoxValues, Slices, parts_of
 from terrace.checkpoint.residuals import named_residuals
 from terrace.runtime.flat_param import FlatParam
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRITE_BYTES = 8 << 20  # a call: large enough that calls cost nothing
 _ALIGNED = 8  # where the tensors begin in a file
 
@@ -32,16 +32,18 @@ _ALIGNED = 8  # where the tensors begin in a file
 class Snapshot:
     """Pieces that no earlier rank holds, as the content of one file.
 
-    `slices` gives the rank's slice of each parameter. The tensors of `flats` must keep their storage: every `take`
-    copies from them.
+    `slices` gives the rank's slice of each parameter, `beside` more parts, each under its block. The tensors of both
+    must keep their storage: every `take` copies from them.
     """
 
-    def __init__(self, flats: Iterable[FlatParam], slices: Slices) -> None:
+    def __init__(
+        self, flats: Iterable[FlatParam], slices: Slices, beside: Iterable[tuple[str, BoxValues]] = ()
+    ) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
         self.num_updates = 0
         self._flats, self._pieces = list(flats), list[tuple[str, Tensor]]()
-        for block, part in parts_of(self._flats, slices, first=True):
+        for block, part in (*parts_of(self._flats, slices, first=True), *beside):
             self.pieces.setdefault(block, {}).setdefault(part.parameter, []).append(to_text(part.box))
             for kind, values in part.values.items():
                 self._pieces.append((tensor_name(block, part.parameter, part.box, kind), values.detach()))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of
-from terrace.checkpoint.parts import slices_of
+from terrace.checkpoint.parts import choices_of, slices_of
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.snapshot import Snapshot
 from terrace.runtime.model_state import ModelState
@@ -53,7 +53,10 @@ def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any]
 
 
 def snapshot_of(state: ModelState) -> Snapshot:
-    return Snapshot(state, slices_of(state.program.mesh, state.rank))
+    program = state.program
+    is_first = not any(program.stage_layout.coordinates(state.rank))
+    beside = choices_of(program, state.choices) if is_first else ()
+    return Snapshot(state, slices_of(program.mesh, state.rank), beside)
 
 
 def partial_of(folder: Path, life: str = "") -> Path:

@@ -1,16 +1,21 @@
 """Checks of the section [balance] of a run, and of the gates of its model, against the plan."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.model.config import DecoderBlock
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import has_routers
+from terrace.plan.expert_counts import experts_of
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+
+_BY_COUNTS = ("step", "bias")  # what goes by the tokens of each expert in a whole step
 
 
 def splits_sequences(mesh: Mesh, plan: Plan) -> bool:
@@ -19,10 +24,10 @@ def splits_sequences(mesh: Mesh, plan: Plan) -> bool:
 
 
 def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `ModelError` for losses of routers that are not there, and for a bias that is not.
+    """Raise `ModelError` for losses of routers that are not there or have no effect, and for a bias that is not there.
 
     Raises `PlanError` for a loss or a gate that goes by the tokens of a sequence where ranks share sequences, and for
-    islands, whose counts and so whose biases would differ.
+    islands, whose counts and so whose biases and losses would differ.
     """
     if balance.active and not has_routers(blocks):
         raise ModelError(
@@ -34,23 +39,65 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
             f"balance.bias = {balance.bias} has no effect: no gate of this model has a bias, which the family glm4_moe "
             "has; leave it out, or use balance.sequence"
         )
-    if balance.bias and plan.island is not None:
-        raise PlanError(
-            f"balance.bias = {balance.bias} counts the tokens of all ranks, and islands (plan.island = "
-            f"{plan.island!r}) count their own: leave one of them out"
-        )
-    mixtures = {block.config.experts for block in blocks if isinstance(block, DecoderBlock) and block.config.experts}
-    are_chosen = any(config.gate == "expert_choice" for config in mixtures)
-    counting = [name for name in ("sequence", "capacity") if getattr(balance, name)]
-    if counting and are_chosen:
+    uncounted = [block.name for block in blocks if has_routers([block]) and experts_of(block) is None]
+    if balance.step and uncounted:
         raise ModelError(
-            f"balance.{counting[0]} has no effect with gate = 'expert_choice', whose experts have equal loads: leave "
+            f"balance.step = {balance.step} goes by the tokens of each expert, and those of block {uncounted[0]!r} are "
+            "not counted: declare it as a block of terrace.model.config, or use balance.sequence"
+        )
+    for name in _BY_COUNTS:
+        if getattr(balance, name) and plan.island is not None:
+            raise PlanError(
+                f"balance.{name} = {getattr(balance, name)} counts the tokens of all ranks, and islands (plan.island = "
+                f"{plan.island!r}) count their own: leave one of them out"
+            )
+    mixtures = {block.config.experts for block in blocks if isinstance(block, DecoderBlock) and block.config.experts}
+    _check_effects(balance, mixtures)
+    wanted = [f"balance.capacity = {balance.capacity}"] if balance.capacity else []
+    wanted += ["gate = 'expert_choice'"] if any(config.looks_ahead for config in mixtures) else []
+    if balance.sequence and plan.balance == "cost":
+        raise PlanError(
+            f'balance.sequence = {balance.sequence} goes by the choices of whole sequences, and plan.balance = "cost" '
+            'deals their documents out to ranks of any data rank: write balance = "tokens", or use balance.step'
+        )
+    if wanted and splits_sequences(mesh, plan):
+        raise PlanError(
+            f"{wanted[0]} goes by the tokens of whole sequences, and under this plan ranks share them (a context axis, "
+            'tensor rows, or balance = "cost"): give their tiers to the data axis'
+        )
+
+
+def telling_choices(balance: BalanceConfig | None, blocks: Iterable[BlockSpec]) -> tuple[BlockSpec, ...]:
+    """`blocks` of a run: where a loss goes by whole sequences, ranks that share them tell one another their choices."""
+    tells = balance is not None and balance.sequence > 0
+    return tuple(_telling(block) if tells and experts_of(block) is not None else block for block in blocks)
+
+
+def _telling(block: BlockSpec) -> BlockSpec:
+    assert isinstance(block, DecoderBlock), "only these have experts"
+    assert block.config.experts is not None, "and this one has"
+    experts = replace(block.config.experts, tells_choices=True)
+    return replace(block, config=replace(block.config, experts=experts))
+
+
+def _check_effects(balance: BalanceConfig, mixtures: set[ExpertsConfig]) -> None:
+    evened = [name for name in ("sequence", "step", "capacity") if getattr(balance, name)]
+    if evened and any(config.looks_ahead for config in mixtures):
+        raise ModelError(
+            f"balance.{evened[0]} has no effect with gate = 'expert_choice', whose experts have equal loads: leave "
             "it out"
         )
-    if balance.bias and any(config.route == "even" for config in mixtures):
+    is_even = any(config.route == "even" for config in mixtures)
+    for name in _BY_COUNTS:
+        if getattr(balance, name) and is_even:
+            raise ModelError(
+                f"balance.{name} = {getattr(balance, name)} has no effect with route = 'even', whose loads are equal: "
+                "leave one of them out"
+            )
+    if balance.step and balance.capacity:
         raise ModelError(
-            f"balance.bias = {balance.bias} has no effect with route = 'even', which looks at no score: leave one of "
-            "them out"
+            f"balance.step = {balance.step} goes by the tokens that experts took, and balance.capacity = "
+            f"{balance.capacity} bounds these: leave one of them out, or use balance.sequence, which counts all choices"
         )
     # An expert gets a token at most once, so S choices of a sequence of S are all it can get.
     least = max((each.num_experts / each.per_token for each in mixtures), default=math.inf)
@@ -59,12 +106,5 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
             f"balance.capacity = {balance.capacity} has no effect: an expert may then take every token of a sequence; "
             f"use a factor below {least:g}, the experts over those that a token passes, or leave it out"
         )
-    if balance.capacity and any(config.route == "even" for config in mixtures):
+    if balance.capacity and is_even:
         raise ModelError("balance.capacity drops choices, and route = 'even' measures with all: leave one of them out")
-    wanted = [f"balance.{name} = {getattr(balance, name)}" for name in counting]
-    wanted += ["gate = 'expert_choice'"] if are_chosen else []
-    if wanted and splits_sequences(mesh, plan):
-        raise PlanError(
-            f"{wanted[0]} goes by the tokens of whole sequences, and under this plan ranks share them (a context axis, "
-            'tensor rows, or balance = "cost"): give their tiers to the data axis'
-        )

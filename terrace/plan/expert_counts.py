@@ -17,7 +17,7 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
-from terrace.plan.wire import COUNT_FORMAT
+from terrace.plan.wire import COUNT_BYTES, COUNT_FORMAT
 
 OF_ROWS = ("sent", "received", "multiplied")
 
@@ -36,6 +36,12 @@ def mixtures(blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> tuple[int, 
 def num_counts(blocks: Iterable[BlockSpec]) -> int:
     """Numbers of the mixtures of `blocks`."""
     return sum(experts.num_experts + len(OF_ROWS) for experts in map(experts_of, blocks) if experts is not None)
+
+
+def choices_bytes(block: BlockSpec) -> int:
+    """Bytes of the tokens of each expert of a block, as a checkpoint has them; 0 without a mixture."""
+    experts = experts_of(block)
+    return 0 if experts is None else COUNT_BYTES * experts.num_experts
 
 
 def count_hops(layout: Layout, num: int) -> tuple[Hop, ...]:

@@ -17,7 +17,7 @@ A row has H elements in the format of its class and tier, coded by itself. To th
 at least, and k numbers of experts, or E of each where experts choose; gradients of weights come back with the gradients
 of tokens. These are never coded.
 Before a dispatch the ranks gather a table: for each rank, piece of its tokens and prefix of units, the number of tokens
-that go there, in 4 bytes.
+that go there, in 4 bytes. The second forward of a recomputed block needs none.
 
 On the way to the experts a row is coded once for neighbouring tiers of one format, a rank's own too, and decoded where
 the format ends. On the way back rows are coded anew on every tier, and arriving rows are summed in fp32 at least.

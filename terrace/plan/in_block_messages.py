@@ -3,6 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
+from terrace.plan.mesh import SHARING
 from terrace.plan.wire import MessageClass
 
 
@@ -17,7 +18,10 @@ class Leg(StrEnum):
 
 
 class TensorMessage(NamedTuple):
-    """One message inside a block: `numel` padded elements between the ranks of `axes`."""
+    """One message inside a block: `numel` padded elements between the ranks of `axes`.
+
+    Ranks that share sequences tell one another choices of experts in the same way.
+    """
 
     leg: Leg
     axes: tuple[str, ...]
@@ -25,8 +29,8 @@ class TensorMessage(NamedTuple):
 
     @property
     def message_class(self) -> MessageClass:
-        """The class of all messages of the tensor axis."""
-        return MessageClass.TENSOR
+        """The class of messages of the tensor axis, and of choices."""
+        return MessageClass.CHOICES if self.axes == SHARING else MessageClass.TENSOR
 
 
 class ExpertMessage(NamedTuple):

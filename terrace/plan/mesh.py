@@ -25,6 +25,7 @@ CONTEXT = ("ulysses", "ring")
 PIPELINE = ("pipeline",)
 HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
 EXPERT_AXES = ("rows", "expert")  # of `Plan.experts`
+SHARING = ("rows", *CONTEXT)  # their ranks have tokens of the same sequences, unless documents are dealt out by cost
 EXPERT = ("expert",)  # only where experts are factored: its ranks hold different experts
 STAGE = (*TENSOR, *CONTEXT, *EXPERT, "data")  # their ranks work on the same blocks
 _FACTORED = {"tensor": TENSOR, "context": CONTEXT}

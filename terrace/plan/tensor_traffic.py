@@ -12,6 +12,9 @@ an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence 
     embedding  forward: a reduction of T' H over columns, then of T' H / C over rows; backward: gathers of the same,
                none where its matrix is frozen
     experts    of whole tokens: a gather of T' H over rows, forward and backward
+               where a loss goes by the choices of whole sequences: B E numbers of each rank, for B sequences and E
+               experts, gathered among all ranks that share sequences (message class `choices`), in a first forward
+               alone
     head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered
 
 With sequence parallelism a rank keeps its part of the inputs of attention and MLP, and gathers it once more in the
@@ -25,13 +28,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import batch_shape
 from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mesh import Mesh, no_sequence
+from terrace.plan.mesh import SHARING, Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.routes import gather_hops, reduce_hops
 from terrace.plan.wire import MessageClass
@@ -45,6 +49,7 @@ class TensorTraffic:
     rows: Layout
     columns: Layout
     both: Layout
+    sharing: Layout  # the ranks that share sequences
     shape: tuple[int, int]  # rows and tokens of a row, of a micro-batch on a rank
 
     @staticmethod
@@ -58,9 +63,8 @@ class TensorTraffic:
                 params=outermost, params_backward=outermost, grads=outermost, optimizer=outermost,
             )  # fmt: skip
 
-        return TensorTraffic(
-            plan, line("rows"), line("columns"), line("columns", "rows"), batch_shape(plan, mesh, sequence)
-        )
+        lines = line("rows"), line("columns"), line("columns", "rows"), line(*SHARING)
+        return TensorTraffic(plan, *lines, batch_shape(plan, mesh, sequence))
 
     @property
     def tokens(self) -> int:
@@ -71,6 +75,10 @@ class TensorTraffic:
     def lines(self) -> tuple[Layout, Layout, Layout]:
         """The ranks that differ on rows, on columns, and on either."""
         return self.rows, self.columns, self.both
+
+    def lines_of(self, blocks: Sequence[BlockSpec]) -> list[Layout]:
+        """All lines of ranks between which `blocks` send messages."""
+        return [*self.lines, *([self.sharing] if any(choice_messages(self, block) for block in blocks) else [])]
 
     @property
     def splits_tokens(self) -> bool:
@@ -102,7 +110,8 @@ class TensorTraffic:
 
     def line(self, axes: tuple[str, ...]) -> Layout:
         """Layout of the ranks that differ only on `axes`."""
-        return {self.rows.axes: self.rows, self.columns.axes: self.columns, self.both.axes: self.both}[axes]
+        rows, columns, both, sharing = self.rows, self.columns, self.both, self.sharing
+        return {rows.axes: rows, columns.axes: columns, both.axes: both, sharing.axes: sharing}[axes]
 
     def hops(self, message: TensorMessage) -> list[Hop]:
         """The hops of a message that is gathered or reduced."""
@@ -202,6 +211,14 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
     forward += forward_norms
     backward += forward_norms
     return _crossing(tensor, forward), _crossing(tensor, backward)
+
+
+def choice_messages(tensor: TensorTraffic, block: BlockSpec) -> tuple[TensorMessage, ...]:
+    """What ranks that share sequences tell one another of the choices of a block, in its first forward."""
+    experts = block.config.experts if isinstance(block, DecoderBlock) and block.has_stacks else None
+    if experts is None or not experts.tells_choices or tensor.sharing.degree == 1:
+        return ()
+    return (TensorMessage(Leg.NUMBERS, tensor.sharing.axes, tensor.plan.micro_batch * experts.num_experts),)
 
 
 def _crossing(tensor: TensorTraffic, messages: list[TensorMessage]) -> list[TensorMessage]:

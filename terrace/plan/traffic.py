@@ -37,7 +37,7 @@ from terrace.plan.residency import recomputed, residencies
 from terrace.plan.routes import block_hops, control_numbers
 from terrace.plan.stage import SHORT, Stage, count_units, whole_stage
 from terrace.plan.state_bytes import tie_bytes
-from terrace.plan.tensor_traffic import TensorTraffic, block_messages
+from terrace.plan.tensor_traffic import TensorTraffic, block_messages, choice_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, COUNT_BYTES, ROUTES, MessageClass
 
 Bytes = dict[tuple[MessageClass, str], int]
@@ -112,6 +112,9 @@ def step_bytes(
             for table in (ahead, back, *([ahead] if index in again else [])):
                 for tier, num_bytes in table.items():
                     total[MessageClass.CONTEXT, layout.tiers[tier]] += num_micros * num_bytes
+        for told in choice_messages(tensor, blocks[index]):
+            for tier, num_bytes in tensor.sends(told):
+                total[told.message_class, layout.tiers[tier]] += num_micros * num_bytes
         forward, backward = block_messages(tensor, blocks, index)
         for inside in [*forward, *(forward if index in again else []), *backward]:
             for tier, num_bytes in tensor.sends(inside):

@@ -38,6 +38,7 @@ class MessageClass(StrEnum):
     DISPATCH = "dispatch"  # tokens to the ranks of their experts, and gradients of the experts' results
     COMBINE = "combine"  # results of experts back to the ranks of the tokens, and gradients of tokens
     ROUTE = "route"  # numbers of tokens for every expert rank, before each dispatch
+    CHOICES = "choices"  # of experts by sequence, inside a block, between ranks that share sequences
     COUNTS = "counts"  # tokens of every expert by layer, and rows sent, received and multiplied, once a step
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
@@ -49,7 +50,7 @@ class MessageClass(StrEnum):
 TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
 OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
-_AS_THEY_ARE = ("context", "route", "counts", "pipeline", "tie", "peer_copy", "control")
+_AS_THEY_ARE = ("context", "route", "choices", "counts", "pipeline", "tie", "peer_copy", "control")
 _COMPUTE = ("outer",)  # what travels in the compute dtype
 PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)

@@ -9,6 +9,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.steps import moves_rows
 from terrace.program.instruction import Op
 from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps, priced_experts
 from terrace.simulate.inside import InBlockPrices
@@ -43,11 +44,13 @@ class Experts:
             if traffic is None:
                 return _NOTHING
             prices = InBlockPrices(self.task.cluster, None, None, experts=traffic)
-            forward_s, backward_s = (
+            forward, backward = expert_steps(traffic)
+            passes = (Op.FORWARD, forward), (Op.BACKWARD, backward), (Op.BACKWARD, tuple(filter(moves_rows, forward)))
+            forward_s, backward_s, again_s = (
                 alone_s(tuple(pass_steps(steps, op, "", kind, own, prices))) - sum(map(own.of, steps))
-                for op, steps in zip((Op.FORWARD, Op.BACKWARD), expert_steps(traffic), strict=True)
+                for op, steps in passes
             )
-            found = self._waits[key] = forward_s, backward_s, forward_s
+            found = self._waits[key] = forward_s, backward_s, again_s
         return found
 
     def least_longer(self, kind: int, work: Work, accumulate: bool) -> Seconds:

@@ -221,7 +221,7 @@ class Program:
         for ranks in (self.stage_layout, self.world_layout):
             yield from control_message(self.stage_layout, ranks, self.plan, self.blocks).transfers
         yield from counts_message(self.stage_layout, self.plan, self.blocks).transfers
-        for line in self.tensor.lines:
+        for line in self.tensor.lines_of(self.blocks):
             yield line_transfer(line, self.plan, Leg.GATHER, line.degree)
         yield from self.expert_transfers
 
@@ -316,7 +316,8 @@ class Program:
 
     def alike_inside(self, block: int) -> tuple[int, bool]:
         """Kind of a block, and whether it is recomputed: blocks that agree in both share one block program."""
-        return self.kinds[block], block in self._recomputed
+        # A frozen first block has no backward, so it is of a kind of its own.
+        return self.kinds[block] if block or self.blocks[0].num_trainable else -1, block in self._recomputed
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:

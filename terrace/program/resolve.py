@@ -137,7 +137,7 @@ def tensor_message(tensor: TensorTraffic, message: TensorMessage) -> Message:
     else:
         transfer = line_transfer(line, plan, message.leg, message.numel)
     tiers = tuple(hop.tier for hop in transfer.hops)
-    return _collective(MessageClass.TENSOR, plan, INSIDE, tiers, line, [transfer])
+    return _collective(message.message_class, plan, INSIDE, tiers, line, [transfer])
 
 
 def number_transfer(line: Layout, plan: Plan, numel: int) -> Transfer:
@@ -147,7 +147,8 @@ def number_transfer(line: Layout, plan: Plan, numel: int) -> Transfer:
         if degree > 1:  # numbers gathered over the tiers inside travel on
             hops.append(Hop(tier, degree, wire, numel, pieces))
             pieces *= degree
-    return Transfer(message_class=MessageClass.TENSOR, lane=INSIDE, ranks=line, gathering=tuple(hops))
+    message_class = TensorMessage(Leg.NUMBERS, line.axes, numel).message_class
+    return Transfer(message_class=message_class, lane=INSIDE, ranks=line, gathering=tuple(hops))
 
 
 def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:

@@ -6,16 +6,19 @@ from torch import nn
 
 from terrace.comm.rounding import Origin
 from terrace.plan.layout import INSIDE
+from terrace.plan.tensor_traffic import choice_messages
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.experts.axis import ExpertAxis
+from terrace.runtime.experts.sharing import SharedChoices
 from terrace.runtime.head import Objective
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.tensor.apply import make_axis, parallelise
+from terrace.runtime.tensor.axis_comm import AxisComm
 
 Blocks = Sequence[nn.Module]
 Applied = tuple[InBlockAxis | None, Blocks, Objective]
@@ -63,5 +66,13 @@ def _experts(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlock
     return ExpertAxis(in_block, comm.program, comm.rank, comm.collectives, held, origin), blocks, objective
 
 
+def _choices(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
+    tensor, held = comm.program.tensor, comm.program.stage.held
+    if not any(choice_messages(tensor, comm.program.blocks[index]) for index in held):
+        return None, blocks, objective
+    ranks = AxisComm(tensor.sharing, comm.rank, comm.collectives, in_block, comm.device, comm.meter)
+    return SharedChoices(ranks, comm.program.plan, [blocks[index] for index in held]), blocks, objective
+
+
 # The tensor axis replaces modules, the context axis then replaces the attention of what runs.
-_AXES: tuple[Callable[[Blocks, Objective, Comm, InBlockComm], Applied], ...] = (_tensor, _context, _experts)
+_AXES: tuple[Callable[[Blocks, Objective, Comm, InBlockComm], Applied], ...] = (_tensor, _context, _experts, _choices)

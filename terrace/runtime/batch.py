@@ -20,7 +20,8 @@ class Batch:
 
     `positions`, int64 of the labels' shape, count the tokens of each document from 0, where a row holds several.
     `places`, alike, are the places of the tokens in the run (`places_of`), the same under every plan, and -1 for what
-    takes no part in choices of experts; models without experts need none.
+    takes no part in choices of experts; models without experts need none. `shares`, alike, fp64, weigh tokens in
+    losses of routers (`shares_of`); only a part of rows needs them.
     """
 
     inputs: Tensor
@@ -28,13 +29,14 @@ class Batch:
     positions: Tensor | None = None
     token_layout: TokenLayout | None = field(default=None, kw_only=True)
     places: Tensor | None = field(default=None, kw_only=True)
+    shares: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; from pinned memory the host does not wait."""
         given = (x for x in (self.inputs, self.labels, self.positions) if x is not None)
-        places = None if self.places is None else self.places.to(device, non_blocking=True)
+        places, shares = (None if x is None else x.to(device, non_blocking=True) for x in (self.places, self.shares))
         moved = (x.to(device, non_blocking=True) for x in given)
-        return Batch(*moved, token_layout=self.token_layout, places=places)
+        return Batch(*moved, token_layout=self.token_layout, places=places, shares=shares)
 
     def with_places(self, first_row: int, ignored: int = IGNORE_INDEX) -> "Batch":
         """This micro-batch of whole rows, the first of which is row `first_row` of the run, with its places."""
@@ -67,6 +69,8 @@ class Batch:
             part(positions, 0),
             token_layout=token_layout,
             places=None if self.places is None else part(self.places, -1),
+            # A model without places has no losses of routers.
+            shares=None if self.places is None else part(shares_of(self.labels, self.positions), 0),
         )
 
 
@@ -76,15 +80,30 @@ def places_of(rows: Tensor, labels: Tensor, positions: Tensor | None = None, *, 
     `rows` (B) number the rows through all global batches, in the order of terrace.data.batches. Documents, which
     `positions` tell apart, have the place -1 if all their labels are ignored; so does padding.
     """
+    documents, counts = _labels_of_documents(labels, positions, ignored)
+    places = rows.unsqueeze(1) * labels.shape[1] + torch.arange(labels.shape[1], device=labels.device)
+    return places.masked_fill((counts[documents] == 0).view(labels.shape), -1)
+
+
+def shares_of(labels: Tensor, positions: Tensor | None = None, *, ignored: int = IGNORE_INDEX) -> Tensor:
+    """The labels of the document of each token over its tokens, for whole rows with labels (B, S); fp64 (B, S).
+
+    So a document weighs as much in losses of routers, which are sums over its tokens, as in the main loss.
+    """
+    documents, counts = _labels_of_documents(labels, positions, ignored)
+    lengths = torch.bincount(documents, minlength=len(counts)).clamp(min=1)
+    return (counts.double() / lengths)[documents].view(labels.shape)
+
+
+def _labels_of_documents(labels: Tensor, positions: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
+    """The document of each token, (B S), and the labels of each document."""
     begins = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
     begins[:, 0] = True
     if positions is not None:
         begins |= document_begins(positions)
     documents = begins.flatten().cumsum(0) - 1
     counts = torch.zeros(labels.numel(), dtype=torch.int64, device=labels.device)
-    counts.index_add_(0, documents, (labels.flatten() != ignored).long())
-    places = rows.unsqueeze(1) * labels.shape[1] + torch.arange(labels.shape[1], device=labels.device)
-    return places.masked_fill((counts[documents] == 0).view(labels.shape), -1)
+    return documents, counts.index_add_(0, documents, (labels.flatten() != ignored).long())
 
 
 def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from terrace.comm.pace import Pacer
 from terrace.comm.rounding import relative_errors
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
-from terrace.plan.balance import check_balance
+from terrace.plan.balance import check_balance, telling_choices
 from terrace.plan.context import is_context_parallel
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
@@ -35,7 +35,7 @@ from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
-from terrace.runtime.head import Objective
+from terrace.runtime.head import Objective, ignored_label
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
@@ -89,12 +89,11 @@ class Engine:
         verified: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
-        settings = optimizer or OptimizerConfig()
+        settings, balance = optimizer or OptimizerConfig(), balance or BalanceConfig()
         check_settings(plan, settings)
-        specs = with_dims(describe(blocks, names, freeze), declared)
+        specs = telling_choices(balance, with_dims(describe(blocks, names, freeze), declared))
         run = rank, cluster, plan, specs, num_micros, sequence
         self.program = own_program(*run, given=program, verified=verified)
-        balance = balance or BalanceConfig()
         check_balance(balance, self.program.mesh, plan, specs)
         if compiled:
             check_compiles([self.program])
@@ -110,7 +109,7 @@ class Engine:
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
-        self.passages = Passages(blocks, self.program, balance, rank, self.device, seed)
+        self.passages = Passages(blocks, self.program, balance, rank, self.device, seed, ignored_label(objective))
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
         values = [dict(block.named_parameters()) for block in blocks]
         self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)
@@ -130,7 +129,8 @@ class Engine:
             keep_freed_memory()
         if compiled:
             compile_blocks(self.state.modules.values())
-        self.load = Load(self.program, self.state.modules, balance, self.device)
+        self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
+        self.passages.follow(self.state.choices)
         self.runner = StepRunner(
             self.state,
             self.comm,

@@ -9,6 +9,7 @@ from terrace.base.errors import PlanError
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.expert_counts import experts_of
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import rank_slices
@@ -28,7 +29,7 @@ class ModelState:
     `blocks` are the modules of the whole model as this rank runs them, `specs` the same blocks whole. Parameters of the
     held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else
     from `values`, the parameters of each whole block, which then must be the same on every rank. `meter` counts the
-    memory of the state by category.
+    memory of the state by category. `choices` has the tokens of each expert (E) in the last step, int64, by block.
     """
 
     def __init__(
@@ -83,6 +84,11 @@ class ModelState:
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
         replace_parameters(list(self.modules.values()), replacements)
+        self.choices = {
+            block: torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
+            for block in program.stage.own
+            if (experts := experts_of(program.blocks[block])) is not None
+        }
 
     def __iter__(self) -> Iterator[FlatParam]:
         for flats in self.flats.values():

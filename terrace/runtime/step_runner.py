@@ -266,7 +266,7 @@ class StepRunner:
 
     def _run_block(self, block: int, inputs: Tensor, micro: int) -> Tensor:
         batch = self._batches[micro]
-        self._passages.begin(micro)
+        self._passages.begin(micro, block if self._trains and block in self._recomputed else None)
         for axis in self._axes:
             axis.begin(micro, batch, block in self._recomputed)
         module = self._state.modules[block]

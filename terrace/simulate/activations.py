@@ -48,8 +48,8 @@ class BlockActivations:
     """Bytes of one block and one micro-batch on one rank.
 
     `kept_bytes` is held from forward to backward: the block's input (the output of the block before, so it is counted
-    once) and the tensors its operations keep (`saved`); a recomputed block keeps only a random state. The peaks hold
-    the kept tensors, both ends of the block, gradients and temporary tensors.
+    once) and the tensors its operations keep (`saved`); a recomputed block keeps only a random state, and a
+    mixture its choices. The peaks hold the kept tensors, both ends of the block, gradients and temporary tensors.
     """
 
     tape: "_Tape"
@@ -67,7 +67,8 @@ class BlockActivations:
     def saved(self) -> dict[str, int]:
         """Bytes kept by each operation."""
         if self._again:
-            return {"random state": self._random} if self._random else {}
+            kept = {"random state": self._random, "choices": self._choices}
+            return {name: num_bytes for name, num_bytes in kept.items() if num_bytes}
         return kept_by_operation(self.tape.operations, self.tape.sizes)
 
     @property
@@ -90,7 +91,8 @@ class BlockActivations:
         # A head that runs in its backward computes nothing in the forward pass.
         if self.tape.runs_at_once:
             return self.input_bytes
-        return forward_peak(self.tape.operations, self.tape.sizes, keeping=not self._again) + self._random
+        peak = forward_peak(self.tape.operations, self.tape.sizes, keeping=not self._again)
+        return peak + self._random + self._choices
 
     @cached_property
     def backward_peak_bytes(self) -> int:
@@ -99,7 +101,7 @@ class BlockActivations:
         if self._again:
             # The gradient of the output is there already while the forward runs for the second time.
             peak = max(peak, forward_peak(operations, sizes, keeping=True) + sizes[OUTPUT])
-        return peak + self._random
+        return peak + self._random + self._choices
 
     @property
     def _again(self) -> bool:
@@ -110,6 +112,10 @@ class BlockActivations:
     def _random(self) -> int:
         recomputes = self.is_recomputed and not self.tape.runs_at_once
         return _RANDOM_STATE_BYTES[self.tape.backend] if recomputes else 0
+
+    @property
+    def _choices(self) -> int:
+        return self.tape.choices_bytes if self.is_recomputed else 0
 
 
 def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActivations:

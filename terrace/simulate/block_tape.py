@@ -25,6 +25,7 @@ class BlockTape:
     sizes: dict[str, int] = field(default_factory=dict)
     logits_bytes: int = 0
     fixed_bytes: int = 0  # kept, whatever the number of sequences
+    choices_bytes: int = 0  # of a mixture, which a recomputed block keeps
     runs_at_once: bool = False  # whether the backward runs the whole block, and the forward nothing
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.instruction import PASSES, Instruction
 from terrace.program.program import Program
-from terrace.simulate.inside import WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
+from terrace.simulate.inside import WAIT_CHOICES, WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
 from terrace.simulate.recording import COMPUTE, Recording, Span
 
 
@@ -173,7 +173,11 @@ def inside_shares(program: Program, instruction: Instruction, category: str) -> 
 
 
 # Waits inside a block -> the class of the messages.
-INSIDE = {WAIT_TENSOR: MessageClass.TENSOR, WAIT_CONTEXT: MessageClass.CONTEXT}
+INSIDE = {
+    WAIT_TENSOR: MessageClass.TENSOR,
+    WAIT_CONTEXT: MessageClass.CONTEXT,
+    WAIT_CHOICES: MessageClass.CHOICES,
+}
 
 
 def _shares(weights: Mapping[int, float]) -> dict[int, float]:

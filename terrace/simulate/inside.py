@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 WAIT_TENSOR = f"wait {MessageClass.TENSOR.value}"  # the category of their seconds, of a clock as of a prediction
 WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"
+WAIT_CHOICES = f"wait {MessageClass.CHOICES.value}"
 
 Rounds = tuple[tuple[float, float], tuple[float, float]]  # (forward, backward) s of the first and of later rounds
 Rooms = Mapping[Compute, float]  # seconds of the pieces behind which messages hide
 
-_CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT)  # all that hide behind pieces of computing
+_CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT, MessageClass.CHOICES)  # all that hide behind pieces of computing
 _PIECES = (
     *map(Compute, (ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS)),
     *(Compute(kind, step) for kind in (ComputeKind.ROUND, ComputeKind.ROUND_GRADIENTS) for step in (0, 1)),

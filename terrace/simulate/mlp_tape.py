@@ -28,12 +28,14 @@ fp32:
     cosine          projected tokens and their directions, (T, D) each, two norms (T), cosines (T, E); rows of experts
                     (E, D) with a length of 1, two norms (E)
     expert_choice   which choices are not taken, (T, E) in bool
+
+A recomputed block keeps the choices (T, k) alone, in 4 bytes each (terrace.model.experts.gating).
 """
 
 import math
 
 from terrace.model.experts.config import ExpertsConfig
-from terrace.plan.expert_traffic import mean_units
+from terrace.plan.expert_traffic import NUMBER_BYTES, mean_units
 from terrace.simulate.block_tape import BlockTape
 from terrace.simulate.work import Work
 
@@ -69,6 +71,7 @@ class _GateTape(BlockTape):
         """Router and gate; the name of the weights of the choices."""
         tokens = self.work.routed
         scores, chosen = tokens * experts.num_experts * self.wide, tokens * experts.num_choices * self.wide
+        self.choices_bytes = tokens * experts.num_choices * NUMBER_BYTES
         self.sizes |= {"logits": scores, "scores": scores, "chosen": chosen, "sums": tokens * self.wide}
         self.sizes |= {"experts": tokens * experts.num_choices * _INDEX_BYTES, "weights": chosen, "scaled": chosen}
         self._logits(source, experts)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from terrace.cluster.cluster import Cluster
+from terrace.plan.expert_counts import choices_bytes
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES
 from terrace.plan.plan import Plan
@@ -70,8 +71,10 @@ def part_bytes(program: Program, rank: int) -> int:
 
     Exact for the first rank of each stage; the parts of others may be smaller by the padding of tensor slices.
     """
-    blocks = (program.flats[block] for block in program.stage.own)
-    return sum(_flat_bytes(program.plan, flat, rank) for flats in blocks for flat in flats)
+    own = program.stage.own
+    found = sum(_flat_bytes(program.plan, flat, rank) for block in own for flat in program.flats[block])
+    is_first = not any(program.stage_layout.coordinates(rank))  # it writes what all ranks of the stage have
+    return found + (sum(choices_bytes(program.blocks[block]) for block in own) if is_first else 0)
 
 
 def residual_bytes(program: Program) -> int:

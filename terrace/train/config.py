@@ -28,7 +28,7 @@ from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
-from terrace.plan.balance import check_balance
+from terrace.plan.balance import check_balance, telling_choices
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
@@ -144,7 +144,7 @@ class RunConfig:
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Block specs with frozen parameters marked."""
-        specs = block_specs(self.model)
+        specs = telling_choices(self.balance, block_specs(self.model))
         return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     @property

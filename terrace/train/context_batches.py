@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from terrace.plan.context import CHUNKS_PER_RING_RANK, ContextGroup, chunk_token
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.runtime.batch import places_of
+from terrace.runtime.batch import places_of, shares_of
 from terrace.sequence.balanced import balanced_group_layout
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import WorkCost
@@ -43,13 +44,14 @@ ReadRows = Callable[[Ids], Arrays]
 class LocalMicro:
     """A rank's part of a micro-batch, its arrays int64 (1, T); padding is token 0 at position 0 without a label.
 
-    `places` are those of terrace.runtime.batch.places_of, where they were asked for.
+    `places` and `shares` are those of terrace.runtime.batch, where they were asked for.
     """
 
     inputs: Ids
     labels: Ids
     positions: Ids
     places: Ids | None
+    shares: npt.NDArray[np.float64] | None
     token_layout: TokenLayout
 
 
@@ -147,25 +149,31 @@ def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None,
     rows = rows_of(token_layout.tokens, sequence)
     inputs, labels, *given = read(rows)
     positions = given[0] if given else np.broadcast_to(np.arange(sequence), inputs.shape)
-    arrays = [inputs, labels, positions]
+    # Padding: token 0 at position 0, without a label, a place and a share.
+    arrays: list[npt.NDArray[Any]] = [inputs, labels, positions]
+    paddings = [0, IGNORED, 0]
     if first_row is not None:
-        arrays.append(places_of(*map(torch.from_numpy, (first_row + rows, labels, *given))).numpy())
-    held = np.zeros((len(arrays), token_layout.num_local_tokens), dtype=np.int64)
-    # Padding: token 0 at position 0, without a label and a place.
-    held[1], held[3:] = IGNORED, -1
+        told, *rest = map(torch.from_numpy, (labels, *given))
+        arrays += [places_of(torch.from_numpy(first_row + rows), told, *rest).numpy(), shares_of(told, *rest).numpy()]
+        paddings += [-1, 0]
+    held: list[npt.NDArray[Any]] = [
+        np.full((1, token_layout.num_local_tokens), padding, np.float64 if array.dtype == np.float64 else np.int64)
+        for array, padding in zip(arrays, paddings, strict=True)
+    ]
     end = 0
     for start, stop in token_layout.tokens:
         # The rows between the first and the last of a run are all there, so that it is one run here, too.
         first = int(np.searchsorted(rows, start // sequence)) * sequence + start % sequence
         for target, source in zip(held, arrays, strict=True):
-            target[end : end + stop - start] = source.reshape(-1)[first : first + stop - start]
+            target[0, end : end + stop - start] = source.reshape(-1)[first : first + stop - start]
         end += stop - start
-    inputs, labels, positions, *places = held[:, None]
+    places, shares = held[3:] if first_row is not None else (None, None)
     return LocalMicro(
-        inputs=inputs,
-        labels=labels,
-        positions=positions,
-        places=places[0] if places else None,
+        inputs=held[0],
+        labels=held[1],
+        positions=held[2],
+        places=places,
+        shares=shares,
         token_layout=token_layout,
     )
 

@@ -22,6 +22,7 @@ from terrace.program.lowering import build_stages
 from terrace.program.report import StepReport
 from terrace.program.stages import blocks_by_stage
 from terrace.runtime.engine import Engine
+from terrace.runtime.experts.load import Load
 from terrace.runtime.head import ignored_label
 from terrace.runtime.random_state import random_state, restored
 from terrace.simulate.step import Prediction, Step, predict_step
@@ -47,7 +48,7 @@ class FirstStep:
     def watching(self, engine: Engine) -> Iterator[None]:
         """Watches the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
         modules = engine.state.modules
-        handles = [self._watch(index, modules[index]) for index in engine.program.stage.own]
+        handles = [self._watch(index, modules[index], engine.load) for index in engine.program.stage.own]
         # Running statistics would differ between ranks, so any changed buffer is refused.
         before = {index: _buffers(modules[index]) for index in engine.program.stage.own}
         try:
@@ -65,7 +66,7 @@ class FirstStep:
                         "LayerNorm for BatchNorm"
                     )
 
-    def _watch(self, index: int, block: nn.Module) -> RemovableHandle:
+    def _watch(self, index: int, block: nn.Module, load: Load) -> RemovableHandle:
         def look(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
             # A module may serve as several blocks, and running it again comes by here.
             if index in self.seconds:
@@ -73,7 +74,8 @@ class FirstStep:
             self._check(index, output)
             self.seconds[index] = 0.0
             if self.times:
-                self.seconds[index] = self._time(block, inputs)
+                with load.paused(index):
+                    self.seconds[index] = self._time(block, inputs)
 
         # The runtime runs the head of a decoder part by part, when it has its loss to itself, but its norm as it is.
         return (block.norm if isinstance(block, Head) else block).register_forward_hook(look)

@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError
+from terrace.base.schema import load
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.launch.machines import boot_id, check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
+from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan
 from terrace.runtime.gathered import gather_plain
+from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import section
 
 FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it
@@ -111,6 +114,20 @@ def read_plan(
     # A master copy in fp32 would round fp64 parameters at every step.
     master = "fp64" if compute == "fp64" and "master" not in table else found.master
     return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
+
+
+def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:
+    """The optimizer of a value or a table, with learning rate `lr`. Raises `ConfigError`."""
+    if isinstance(optimizer, OptimizerConfig):
+        return replace(optimizer, lr=lr)
+    if optimizer is not None and "lr" in optimizer:
+        raise ConfigError("optimizer has an lr: give it to Trainer as lr alone")
+    return load(OptimizerConfig, {**(optimizer or {}), "lr": lr}, "optimizer")
+
+
+def read_balance(balance: BalanceConfig | Mapping[str, Any] | None) -> BalanceConfig:
+    """The losses, capacity and bias of routers of a value or a table. Raises `ConfigError`."""
+    return balance if isinstance(balance, BalanceConfig) else load(BalanceConfig, balance or {}, "balance")
 
 
 def _fitted(cluster: Cluster, world_size: int) -> Cluster:

@@ -42,6 +42,7 @@ class MicroBatches:
                 *map(self._tensor, (micro.inputs, micro.labels, micro.positions)),
                 token_layout=micro.token_layout,
                 places=None if micro.places is None else self._tensor(micro.places),
+                shares=None if micro.shares is None else self._tensor(micro.shares),
             )
             for micro in local.micros
         ]
@@ -57,7 +58,7 @@ class MicroBatches:
         assert batch.places is not None, "just made"
         return replace(batch, places=batch.places.pin_memory()) if self._pinned else batch
 
-    def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         # Page-locked memory lets the copy to a GPU overlap with compute.
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._pinned else tensor

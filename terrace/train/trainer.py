@@ -8,7 +8,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, TerraceError, TrainingError
-from terrace.base.schema import load
 from terrace.base.words import counted
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, resume
@@ -26,6 +24,7 @@ from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import IGNORE_INDEX, token_loss
+from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import has_routers
@@ -40,7 +39,7 @@ from terrace.runtime.head import ignored_label
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_sums import StepResult
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
-from terrace.train.joining import find_world, read_cluster, read_plan
+from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan
 from terrace.train.trainer_report import TrainerReport
 from terrace.train.user_blocks import digest, hidden_dims, move_buffers, named, places, spread
 from terrace.train.whole import whole_values
@@ -71,6 +70,7 @@ class Trainer:
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
     - `predict`: time the blocks and the links during the first step, about a second, to predict the following steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
+    - `balance`: keys of the section `[balance]` of a run, for blocks with routers of experts; `seed` draws their noise.
 
     Under torchrun, srun or mpirun the trainer joins the world; a world that the user has joined is used as it is. Every
     rank makes the trainer and calls its methods at the same points. Raises a `TerraceError` for a setup that cannot
@@ -94,14 +94,15 @@ class Trainer:
         broadcast: bool = True,
         predict: bool = True,
         timeout_s: float = 600.0,
+        balance: BalanceConfig | Mapping[str, Any] | None = None,
+        seed: int = 0,
         say: Callable[[str], None] = print,
     ) -> None:
         self.names, self._blocks = named(blocks)
         if num_micros < 1:
             raise ConfigError(f"num_micros = {num_micros}: a rank cuts its part of a batch into 1 or more")
-        self.lr = lr
-        self.num_steps = 0
-        self._optimizer = _optimizer(optimizer, lr)
+        self.lr, self.num_steps = lr, 0
+        self._optimizer, balance = read_optimizer(optimizer, lr), read_balance(balance)
         # Kept for `unload`, which puts plain parameters back where they were.
         self._places = list(places(self.names, self._blocks))
         self._dtypes = {key: module.get_parameter(name).dtype for module, name, key in self._places}
@@ -110,8 +111,7 @@ class Trainer:
             raise ModelError("no parameter of the blocks has requires_grad on: leave something to train")
         self._local_batches, self._predicts = local_batches, predict
         self._time_s: dict[str, float] = defaultdict(float)
-        self._num_timed = 0
-        self._is_new = True
+        self._num_timed, self._is_new = 0, True
         self.predicted: StepReport | None = None  # after the first step
         self._is_closed = False
         self._say, self._ignored = say, ignored_label(loss)
@@ -150,6 +150,8 @@ class Trainer:
                 sequence=0 if activation is None else activation[0],
                 timeout=timedelta(seconds=2 * timeout_s),  # the watchdog speaks first
                 progress=self._progress,
+                balance=balance,
+                seed=seed,
             )
         # A world joined here must not outlive a trainer that was never made.
         except BaseException:
@@ -387,11 +389,3 @@ class Trainer:
         with dog.guard():
             yield
         dog.idle("between steps")
-
-
-def _optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:
-    if isinstance(optimizer, OptimizerConfig):
-        return replace(optimizer, lr=lr)
-    if optimizer is not None and "lr" in optimizer:
-        raise ConfigError("optimizer has an lr: give it to Trainer as lr alone")
-    return load(OptimizerConfig, {**(optimizer or {}), "lr": lr}, "optimizer")

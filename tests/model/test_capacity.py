@@ -64,7 +64,7 @@ def test_a_layer_drops_in_training_alone() -> None:
     counts = torch.stack([torch.bincount(each.flatten(), minlength=8) for each in _chosen(module, x).chunk(2)])
     dropped = (counts - 4).clamp(min=0).sum()
     assert int(dropped) > 0
-    assert gating.sums.tolist() == [0.0, 0.0, float(dropped)]
+    assert gating.sums.tolist() == [0.0, 0.0, 0.0, float(dropped)]
     assert not torch.equal(module(x), whole)
 
 

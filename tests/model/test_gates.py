@@ -267,12 +267,14 @@ def test_a_temperature_begins_above_zero() -> None:
 @pytest.mark.parametrize(
     ("balance", "gate", "mapping", "said"),
     [
-        ({"sequence": 0.1}, "softmax", {"node": {"context": 2}}, "balance.sequence = 0.1 goes by the tokens of whole"),
+        ({"sequence": 0.1}, "softmax", {"node": {"context": 2}}, ""),
         ({"capacity": 1.5}, "softmax", {"node": {"context": 2}}, "balance.capacity = 1.5 goes by the tokens of whole"),
         ({}, "expert_choice", {"node": {"context": 2}}, "gate = 'expert_choice' goes by the tokens of whole sequences"),
         ({"capacity": 1.5}, "expert_choice", {}, "balance.capacity has no effect with gate = 'expert_choice'"),
         ({"capacity": 4.0}, "softmax", {}, "balance.capacity = 4.0 has no effect: an expert may then take every token"),
-        ({"z": 0.1}, "noisy", {"node": {"context": 2}}, ""),
+        ({"step": 0.1}, "expert_choice", {}, "balance.step has no effect with gate = 'expert_choice'"),
+        ({"step": 0.1, "capacity": 1.5}, "softmax", {}, "balance.step = 0.1 goes by the tokens that experts took, and"),
+        ({"z": 0.1, "step": 0.1}, "noisy", {"node": {"context": 2}}, ""),
     ],
 )
 def test_what_goes_by_whole_sequences(
@@ -289,13 +291,21 @@ def test_what_goes_by_whole_sequences(
             check_balance(BalanceConfig(**balance), Mesh.of(cluster, plan), plan, block_specs(dense))
 
 
-def test_a_bias_moves_no_even_route() -> None:
+def test_documents_that_are_dealt_out_have_no_sequence_loss() -> None:
+    cluster = cluster_of(1, 2)
+    plan = replace(preset("zero3", cluster), balance="cost")
+    with pytest.raises(PlanError, match=r"balance.sequence = 0.1 goes by the choices of whole sequences, and plan"):
+        check_balance(BalanceConfig(sequence=0.1), Mesh.of(cluster, plan), plan, block_specs(parse_model(MIXTRAL)))
+
+
+def test_even_routes_have_nothing_to_balance() -> None:
     cluster = cluster_of(2)
     plan, config = preset("zero3", cluster), parse_model(MIXTRAL | {"route": "even"})
     assert config.experts is not None
     blocks = block_specs(replace(config, experts=replace(config.experts, biased=True)))
-    with pytest.raises(ModelError, match=r"balance.bias = 0.1 has no effect with route = 'even'"):
-        check_balance(BalanceConfig(bias=0.1), Mesh.of(cluster, plan), plan, blocks)
+    for name in ("bias", "step"):
+        with pytest.raises(ModelError, match=rf"balance.{name} = 0.1 has no effect with route = 'even'"):
+            check_balance(BalanceConfig(**{name: 0.1}), Mesh.of(cluster, plan), plan, blocks)
 
 
 def test_even_routing_needs_a_token_for_each_expert() -> None:

@@ -11,10 +11,16 @@ from torch import Tensor
 from terrace.base.errors import ConfigError
 from terrace.model.experts.balance import FIGURES, BalanceConfig
 from terrace.model.experts.gating import Gating, Passage
-from terrace.model.experts.losses import add_losses, sequence_loss, z_loss
+from terrace.model.experts.losses import add_losses, choices_by_sequence, loads_of, share_loss, z_loss
 from terrace.model.experts.mixture import Mixture
-from terrace.runtime.batch import places_of
+from terrace.runtime.batch import places_of, shares_of
 from tests.support.mixtures import PLAIN, mixture
+
+
+def sequence_loss(scores: Tensor, experts: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
+    """Of tokens that weigh 1."""
+    choices = choices_by_sequence(experts, sequences, num_sequences, scores.shape[1])
+    return share_loss(scores, loads_of(choices, scores.dtype)[sequences])
 
 
 def test_the_sequence_loss_by_hand() -> None:
@@ -49,6 +55,35 @@ def test_even_choices_have_the_least_sequence_loss() -> None:
 def test_the_z_loss_by_hand() -> None:
     logits = torch.tensor([[0.0, 0.0], [math.log(3.0), math.log(5.0)]])
     assert float(z_loss(logits)) == pytest.approx(math.log(2) ** 2 + math.log(8) ** 2)
+    weighed = z_loss(logits, torch.tensor([0.5, 2.0], dtype=torch.float64))
+    assert float(weighed) == pytest.approx(math.log(2) ** 2 / 2 + 2 * math.log(8) ** 2)
+
+
+def test_the_step_loss_by_hand() -> None:
+    """f_i = E n_i / sum n of the choices before; without any the loss and its gradient are 0."""
+    scores = torch.tensor([[4.0, 3.0, 1.0], [1.0, 2.0, 5.0]], requires_grad=True)
+    loads = loads_of(torch.tensor([3, 1, 0]), torch.float32)
+    assert loads.tolist() == pytest.approx([9 / 4, 3 / 4, 0])
+    weights = torch.tensor([1.0, 0.5])
+    expected = 9 / 4 * (4 / 8 + 1 / 8 / 2) + 3 / 4 * (3 / 8 + 2 / 8 / 2)
+    assert float(share_loss(scores.detach(), loads, weights)) == pytest.approx(expected)
+    first = share_loss(scores, loads_of(torch.zeros(3, dtype=torch.int64), torch.float32))
+    torch.autograd.backward(first)
+    assert float(first.detach()) == 0
+    assert scores.grad is not None
+    assert not scores.grad.any()
+
+
+def test_shares() -> None:
+    """Labels of a document over its tokens: a masked prompt takes part, and its document weighs what its labels do."""
+    labels = torch.tensor([[-100, -100, 7, 7], [-100, 7, -100, 7]])
+    assert shares_of(labels).tolist() == [[0.5] * 4, [0.5] * 4]
+    positions = torch.tensor([[0, 0, 1, 2], [0, 1, 2, 0]])
+    assert shares_of(labels, positions).tolist() == [
+        [0, pytest.approx(2 / 3), pytest.approx(2 / 3), pytest.approx(2 / 3)],
+        [pytest.approx(1 / 3), pytest.approx(1 / 3), pytest.approx(1 / 3), 1],
+    ]
+    assert shares_of(labels.clamp(min=0), ignored=0).equal(shares_of(labels))
 
 
 def test_losses_act_by_their_gradient_and_are_counted_once() -> None:
@@ -78,11 +113,16 @@ def mixture_with(gating: Gating) -> Mixture:
     return found
 
 
-@pytest.mark.parametrize(("sequence", "z"), [(0.7, 0.0), (0.0, 0.3), (0.7, 0.3)])
-def test_gradients_of_losses_equal_finite_differences(sequence: float, z: float) -> None:
-    gating = Gating(BalanceConfig(sequence=sequence, z=z))
+@pytest.mark.parametrize(
+    "balance",
+    [BalanceConfig(sequence=0.7), BalanceConfig(z=0.3), BalanceConfig(step=0.9), BalanceConfig(sequence=0.7, z=0.3)],
+)
+def test_gradients_of_losses_equal_finite_differences(balance: BalanceConfig) -> None:
+    gating = Gating(balance)
+    gating.choices = {0: torch.tensor([3, 0, 5, 1, 1, 2, 0, 0])}
     module = mixture_with(gating)
-    gating.passage = Passage(None, torch.tensor([0, 0, 0, 1, 1, 1]), 2)
+    weights = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.5, 0.5], dtype=torch.float64)
+    gating.passage = Passage(None, torch.tensor([0, 0, 0, 1, 1, 1]), 2, weights=weights)
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
 
     def loss_of(inputs: Tensor) -> float:
@@ -112,7 +152,7 @@ def test_tokens_that_take_no_part_meet_the_shared_expert_alone() -> None:
     torch.autograd.backward(output.sum())
     with torch.no_grad():
         expected = z_loss(x[0, [1, 2, 4]] @ module.router.weight.t())
-    assert float(gating.sums[1]) == pytest.approx(float(expected))
+    assert float(gating.sums[FIGURES.index("z")]) == pytest.approx(float(expected))
     gating.passage = None
     whole = module(x)
     assert module.shared is not None

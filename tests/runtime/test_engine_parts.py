@@ -46,7 +46,7 @@ def fresh_state() -> tuple[ModelState, list[torch.nn.Module]]:
 
 def runner_of(state: ModelState, comm: Comm) -> StepRunner:
     passages = Passages((), comm.program, BalanceConfig(), comm.rank, CPU)
-    load = Load(state.program, state.modules, BalanceConfig(), CPU)
+    load = Load(state.program, state.modules, BalanceConfig(), state.choices, CPU)
     clock, weights, objective = make_clock(CPU), WeightGradients(), MODEL.objective
     return StepRunner(state, comm, objective=objective, clock=clock, weights=weights, load=load, passages=passages)
 

@@ -48,7 +48,7 @@ def test_a_row_that_was_not_multiplied_stops_the_run() -> None:
     cluster = cluster_of(1)
     program = build(cluster, preset("ddp", cluster), block_specs(model), 1, 4)
     blocks = dict(enumerate(build_blocks(model)))
-    load = Load(program, blocks, BalanceConfig(), CPU)
+    load = Load(program, blocks, BalanceConfig(), {2: torch.zeros(8, dtype=torch.int64)}, CPU)
     (mixed,) = (module for module in blocks[2].modules() if isinstance(module, Mixture))
     torch.nn.init.normal_(mixed.router.weight)
     load.begin()

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from terrace.checkpoint.parts import COUNTS
 from terrace.checkpoint.reading import Checkpoint
 from terrace.launch.start import World
 from terrace.model.experts.balance import BalanceConfig
@@ -26,11 +28,9 @@ def make(
     compute: str = "fp64",
     scale: float = 1.0,
     model: str = "toy",
-    bias: float = 0.0,
+    balance: BalanceConfig | None = None,
 ) -> Engine:
-    """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint; `bias` is
-    the step of gates' biases.
-    """
+    """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
     cluster = cluster_of(*tiers)
     dtypes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
     blocks = MODELS[model].blocks(torch.float64)
@@ -46,7 +46,7 @@ def make(
         declared=MODELS[model].declared,
         rank=world.rank,
         optimizer=OptimizerConfig(lr=1e-2),
-        balance=BalanceConfig(bias=bias),
+        balance=balance,
     )
 
 
@@ -68,10 +68,11 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
-    """Every parameter of a checkpoint, whole, in all its kinds."""
+    """Every parameter of a checkpoint, whole, in all its kinds; and the tokens of each expert in the last step."""
     checkpoint = Checkpoint(folder)
     checkpoint.verify()
-    return {
+    held = [tensor for name in checkpoint.files for tensor in load_file(folder / name).items()]
+    return {name: counts for name, counts in held if name.endswith(f"/{COUNTS}")} | {
         f"{block}.{name}/{kind}": value
         for block in checkpoint.layout
         for name, values in checkpoint.read(block).items()

@@ -25,6 +25,7 @@ from terrace.base.errors import ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.experts.mixture import Router
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -245,6 +246,7 @@ def serial(
 
     losses, norms = [], []
     loads: dict[str, list[object]] = defaultdict(list)
+    before: dict[Router, list[int]] = {}
     for step in range(num_steps):
         whole = rows.batch(step, batch)
         optimizer.zero_grad()
@@ -253,12 +255,13 @@ def serial(
         with scored(blocks, rows, balance) as routers:
             for x, y in rows.apart(whole.inputs, whole.labels):
                 total = total + model.objective(run_blocks(blocks, x), y) / count
-        of_routers = [loss / count for loss in router_losses(routers, rows, whole.labels, balance)]
+        of_routers = [loss / count for loss in router_losses(routers, rows, whole.labels, balance, before)]
         torch.autograd.backward(torch.stack([total, *of_routers]).sum())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, ADAMW.clip)))
         optimizer.step()
         losses += [float(loss.detach()) for loss in (total, *of_routers)]
-        for router, counts in router_counts(routers, rows, whole.labels).items():
+        before = router_counts(routers, rows, whole.labels)
+        for router, counts in before.items():
             (name,) = (f"block.{index}" for index, block in enumerate(blocks) if router in block.modules())
             loads[name].append(counts)
             if router.bias is not None and balance.bias:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,23 +63,38 @@ def begin_noise(blocks: Sequence[nn.Module], batch: Batch) -> None:
                 router.gating.passage = Passage(None, None, places=batch.places.flatten())
 
 
-def router_losses(routers: Seen, rows: Rows, labels: Tensor, balance: BalanceConfig) -> list[Tensor]:
-    """The sums over layers and tokens of the losses that are on; the tokens of `labels` (B, S) in order."""
-    sums = {"sequence": torch.zeros(()).double(), "z": torch.zeros(()).double()}
-    taking = [place for document in counting_documents(rows, labels) for place in document]
+def router_losses(
+    routers: Seen, rows: Rows, labels: Tensor, balance: BalanceConfig, before: Mapping[Router, list[int]]
+) -> list[Tensor]:
+    """The sums over layers and tokens of the losses that are on; the tokens of `labels` (B, S) in order.
+
+    `before` are the tokens of each expert in the step before, none in the first step.
+    """
+    sums = {name: torch.zeros(()).double() for name in ("sequence", "step", "z")}
+    # A document weighs as many labels as it has, whichever of its tokens have them.
+    weights = {
+        place: int((labels.flatten()[list(document)] != -100).sum()) / len(document)
+        for document in counting_documents(rows, labels)
+        for place in document
+    }
+    taking = list(weights)
     for router, passes in routers.items():
         tokens, chosen, _ = (torch.cat(each) for each in zip(*passes, strict=True))
         logits = _logits(router, tokens)
         for place in taking:
-            sums["z"] = sums["z"] + balance.z * logits[place].exp().sum().log() ** 2
+            sums["z"] = sums["z"] + balance.z * weights[place] * logits[place].exp().sum().log() ** 2
         scores = logits.sigmoid() if router.config.gate == "sigmoid" else logits.softmax(-1)
+        for expert, number in enumerate(before.get(router, ())):
+            shares = [weights[place] * scores[place, expert] / scores[place].sum() for place in taking]
+            load = router.config.num_experts * number / sum(before[router])
+            sums["step"] = sums["step"] + balance.step * load * torch.stack(shares).sum()
         for row in range(len(labels)):
             places = [place for place in taking if place // labels.shape[1] == row]
             for expert in range(router.config.num_experts) if places else ():
-                share = torch.stack([scores[place, expert] / scores[place].sum() for place in places]).mean()
+                shares = [weights[place] * scores[place, expert] / scores[place].sum() for place in places]
                 number = sum(expert in chosen[place] for place in places)
                 load = router.config.num_experts * number / (router.config.per_token * len(places))
-                sums["sequence"] = sums["sequence"] + balance.sequence * len(places) * load * share
+                sums["sequence"] = sums["sequence"] + balance.sequence * load * torch.stack(shares).sum()
     return [sums[name] for name in balance.losses]
 
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from terrace.checkpoint.layout import Files, encode, manifest_of
-from terrace.checkpoint.parts import slices_of
+from terrace.checkpoint.parts import choices_of, slices_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.snapshot import Snapshot
 from terrace.comm.ledger import Meter
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
+from terrace.plan.expert_counts import experts_of
 from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
 from terrace.plan.slices import rank_slices
@@ -150,11 +152,21 @@ def filled(program: Program, rank: int, truth: Truth) -> list[FlatParam]:
     return flats
 
 
+def mixtures_of(program: Program) -> Iterator[tuple[int, ExpertsConfig]]:
+    """The mixtures that a rank runs, by block."""
+    for block in program.stage.own:
+        experts = experts_of(program.blocks[block])
+        if experts is not None:
+            yield block, experts
+
+
 def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoint:
     """Write a checkpoint of all simulated ranks."""
     files: Files = {}
     for rank, program in enumerate(spread.programs(blocks)):
-        snapshot = Snapshot(filled(program, rank, truth), slices_of(program.mesh, rank))
+        counts = {block: torch.arange(experts.num_experts) for block, experts in mixtures_of(program)}
+        beside = () if any(program.stage_layout.coordinates(rank)) else choices_of(program, counts)
+        snapshot = Snapshot(filled(program, rank, truth), slices_of(program.mesh, rank), beside)
         snapshot.take()
         if snapshot.pieces:
             files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")

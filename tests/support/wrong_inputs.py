@@ -109,6 +109,7 @@ _CONFLICTS = (
     "--lora.rank 4 --plan.mapping.node.tensor 2",
     "--balance.z 0.1",
     "--balance.bias 0.001",
+    "--balance.step 0.01",
     "--balance.sequence -1",
     "--balance.capacity 1.25",
     "--resume auto",

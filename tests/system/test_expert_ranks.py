@@ -10,10 +10,15 @@ import torch
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
+from terrace.program.instruction import Instruction, Op
+from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine
+from tests.support.in_block import complaint, record_in_block
 from tests.support.nightly import nightly
 from tests.support.parity import Case, check, deviation, engine_of, exact, reference, run
-from tests.support.toys import cluster_of
+from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -156,3 +161,47 @@ def test_faults_are_noticed(pool: LocalPool) -> None:
     cases = [replace(sound, sabotage=fault) for fault in FAULTS]
     for case, outcomes in zip(cases, run(pool, cluster, cases), strict=True):
         assert max(deviation(outcomes, reference(cluster, case)).values()) > 1e-6, case.sabotage
+
+
+def frozen_first(world: World, cluster: Cluster, frozen: tuple[str, ...], recompute: tuple[str, ...]) -> list[str]:
+    """What the layers of a decoder alone issue in two steps, against their programs; the first reads no gradient."""
+    model = MODELS["experts"]
+    specs = freeze(model.declared[1:-1], frozen)
+    plan = spread(cluster, "zero3", {"package": {"expert": 2}}, recompute=recompute)
+    engine = Engine(
+        model.blocks(torch.float64)[1:-1],
+        names=[spec.name for spec in specs],
+        cluster=cluster,
+        plan=plan,
+        num_micros=1,
+        objective=lambda output, labels: output.square().sum(),
+        rank=world.rank,
+        freeze=frozen,
+        declared=specs,
+        sequence=SEQUENCE,
+    )
+    recording = record_in_block(engine)
+    labels = torch.zeros(plan.micro_batch, SEQUENCE, dtype=torch.int64)
+    inputs = torch.randn(plan.micro_batch, SEQUENCE, 8, generator=torch.Generator().manual_seed(world.rank)).double()
+    for _ in range(2):
+        engine.step([Batch(inputs, labels)], 1e-3)
+    engine.check_bytes()
+    backward = engine.program.messages_inside(Instruction(Op.BACKWARD, 0, 0))
+    engine.close()
+    classes = {message.message_class.value for message in backward}
+    return [complaint(engine.program, recording, 2), *sorted(classes)]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "recompute", "sent"),
+    [
+        (("layers.0.*",), (), []),
+        (("layers.0.*",), ("layers.0",), ["combine", "dispatch"]),  # its forward, once more
+        (("layers.0.mlp.*",), (), ["combine", "dispatch"]),
+    ],
+)
+def test_a_frozen_first_block_sends_no_gradients(
+    pool: LocalPool, frozen: tuple[str, ...], recompute: tuple[str, ...], sent: list[str]
+) -> None:
+    for said, *classes in pool.run(2, frozen_first, cluster_of(2), frozen, recompute):
+        assert (said, classes) == ("", sent)

@@ -13,6 +13,7 @@ import pytest
 from terrace.checkpoint.reading import Checkpoint, restore, resume
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
+from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from tests.support.checkpoints import contents, differing, make, train
@@ -137,19 +138,20 @@ def test_bf16_stays_close_to_one_process_in_bf16(pool: LocalPool, name: str) -> 
     assert not outcomes[0].complaint
 
 
-STEP = 0.05  # of the bias of gates, so that other experts are chosen
+# The bias moves far enough that other experts are chosen; the loss goes by the choices of the step before.
+MOVED = {"mixture, grouped": BalanceConfig(bias=0.05, step=0.5), "mixture, shared expert": BalanceConfig(step=0.5)}
 
 
 def saved_and_going_on(
     world: World, folder: Path, sizes: Sizes, plan: str, compute: str, model: str
 ) -> tuple[list[float], list[float], list[str]]:
     """Losses of six steps; those of the last three, from a checkpoint of the middle; and what then differs."""
-    bias = STEP if model == "mixture, grouped" else 0.0
-    straight = make(world, sizes, plan, compute, model=model, bias=bias)
+    balance = MOVED.get(model)
+    straight = make(world, sizes, plan, compute, model=model, balance=balance)
     losses = train(straight, 0, 3)
     saved = save(straight, folder, 3, {}, keep=2)
     losses += train(straight, 3, 6)
-    other = make(world, sizes, plan, compute, scale=2.0, model=model, bias=bias)
+    other = make(world, sizes, plan, compute, scale=2.0, model=model, balance=balance)
     assert resume(other, Checkpoint(saved)) == ""
     again, ends = train(other, 3, 6), [save(straight, folder / "ends", 6, {}, keep=9)]
     ends.append(save(other, folder / "again", 6, {}, keep=9))
@@ -158,7 +160,7 @@ def saved_and_going_on(
 
 def going_on_elsewhere(world: World, source: Path, sizes: Sizes, plan: str, model: str) -> list[float]:
     """Losses of three more steps from a checkpoint of another plan."""
-    engine = make(world, sizes, plan, scale=2.0, model=model, bias=STEP if model == "mixture, grouped" else 0.0)
+    engine = make(world, sizes, plan, scale=2.0, model=model, balance=MOVED.get(model))
     restore(engine.state, Checkpoint(source))
     engine.refresh()
     return train(engine, 3, 6)
@@ -172,13 +174,15 @@ def going_on_elsewhere(world: World, source: Path, sizes: Sizes, plan: str, mode
     ],
 )
 def test_going_on(pool: LocalPool, tmp_path: Path, sizes: Sizes, plan: str, compute: str, model: str) -> None:
-    """The same bits under the same plan, the same numbers under another; a bias that moves goes on."""
+    """The same bits under the same plan, the same numbers under another; a bias and a loss by the last step go on."""
     ranks = cluster_of(*sizes).world_size
     for losses, again, unequal in pool.run(ranks, saved_and_going_on, tmp_path, sizes, plan, compute, model):
         assert again == losses[3:]
         assert unequal == []
     biases = [name for name in contents(tmp_path / "checkpoints" / "step-00000003") if "router.bias" in name]
     assert len(biases) == (model == "mixture, grouped")
+    loads = [name for name in contents(tmp_path / "checkpoints" / "step-00000003") if name.endswith("/counts")]
+    assert len(loads) == (1 if model == "mixture, grouped" else 2)  # layers with experts
     source = tmp_path / "checkpoints" / "step-00000003"
     for other, name in (((1,), "ddp"), ((1, 2), "three-level")) if compute == "fp64" else ():
         for again in pool.run(cluster_of(*other).world_size, going_on_elsewhere, source, other, name, model):

@@ -34,8 +34,13 @@ def bounded(
     ranks[order] = torch.arange(len(order), device=order.device) - begins
     lengths = torch.bincount(sequences, minlength=num_sequences)
     beyond = ranks.view_as(choice.experts) >= capacities(lengths, factor, config)[sequences].unsqueeze(-1)
+    return without(choice, beyond), beyond.sum()
+
+
+def without(choice: Choice, beyond: Tensor) -> Choice:
+    """`choice` with the choices of `beyond` (T, k) dropped."""
     experts, weights = choice.experts.masked_fill(beyond, -1), choice.weights.masked_fill(beyond, 0.0)
-    return choice._replace(experts=experts, weights=weights, is_whole=False), beyond.sum()
+    return choice._replace(experts=experts, weights=weights, is_whole=False)
 
 
 def capacities(lengths: Tensor, factor: float, config: ExpertsConfig) -> Tensor:

@@ -46,23 +46,30 @@ class Router(nn.Module):
         if self.config.biased:
             self.bias = nn.Parameter(torch.empty(num_experts, **where), requires_grad=False)
         self.gating: Gating | None = None
-        self.layer = 0  # its block in the model, which noise follows from
+        self.layer = 0  # its block in the model
 
     def forward(self, x: Tensor, passage: Passage) -> Choice:
         """The experts of tokens x (T, H), all that take part in the passage."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = self._logits(x.to(wide), passage)  # (T, E)
-        if self.config.gate == "expert_choice":
-            assert passage.sequences is not None, "checked before the first step"
-            choice = expert_choice.choose(logits, passage.sequences, passage.num_sequences, self.config)
-        else:
-            bias = None if self.bias is None else self.bias.to(wide)
-            choice = GATES[self.config.gate](logits, bias, self.config)
-        if self.config.route == "even":
-            choice = even.instead(choice, self.config)
-        if self.gating is not None:
-            choice = self.gating.balanced(choice, logits, passage, self.config)
+        logits, gating = self._logits(x.to(wide), passage), self.gating  # (T, E)
+        choice = self._chosen(logits, passage, None if gating is None else gating.again())
+        if gating is not None:
+            chosen, kept = choice.experts, gating.kept
+            choice = gating.balanced(choice, logits, passage, self.config, self.layer)
+            if kept is not None and kept.experts is None:
+                kept.keep(chosen, choice.experts)
         return choice._replace(scores=None)  # which would be kept until the experts are done
+
+    def _chosen(self, logits: Tensor, passage: Passage, again: Tensor | None) -> Choice:
+        config = self.config
+        if config.gate == "expert_choice":
+            assert passage.sequences is not None, "checked before the first step"
+            return expert_choice.choose(logits, passage.sequences, passage.num_sequences, config, again)
+        bias = None if self.bias is None else self.bias.to(logits.dtype)
+        if again is not None:
+            again = torch.where(again < 0, ~again, again)  # before any was dropped
+        choice = GATES[config.gate](logits, bias, config, again)
+        return even.instead(choice, config) if config.route == "even" else choice
 
     def _logits(self, x: Tensor, passage: Passage) -> Tensor:
         weight = self.weight.to(x.dtype)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.expert_traffic import ExpertTraffic
-from terrace.plan.tensor_traffic import TensorTraffic
+from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
 from terrace.program.block_program.attention import attention_steps
 from terrace.program.block_program.experts import expert_steps
 from terrace.program.block_program.regions import tensor_steps
-from terrace.program.block_program.steps import BlockProgram, Steps
+from terrace.program.block_program.steps import Await, BlockProgram, Send, Steps
 
 
 def block_program(
@@ -24,10 +24,15 @@ def block_program(
     forward, backward = attention = attention_of(context, block)
     experts = ExpertTraffic.of(tensor, block)
     there, back = ((), ()) if experts is None else expert_steps(experts)
+    # No gradient leaves the first block: one in which nothing is trained has no backward.
+    back = back if index or block.num_trainable else ()
     shared: tuple[Steps, Steps] = (), ()
     # Attention's steps stand inside the tensor axis' steps.
     if tensor.degree > 1:
         (forward, backward), shared = tensor_steps(tensor, blocks, block, attention, recomputed)
+    told = choice_messages(tensor, block)
+    if told:
+        forward = (*forward, Send(told), Await(Send(told)))
     return BlockProgram(forward, backward, recomputed, (there, back), shared)
 
 

@@ -17,8 +17,9 @@ With m tiers on the way, chunk c + 1 is on the innermost while chunk c is multip
 A backward has gaps for parts of the gradients before it, where the plan names them: once the messages before the
 products of a chunk are under way, and after the last combine (terrace.plan.gaps). The link would idle there.
 
-Half a backward leaves the gradients of weights to the other half. Attention comes before the steps of a forward, and
-after the steps of a backward. Each message takes the lane of its tier (terrace.program.resolve).
+Half a backward leaves the gradients of weights to the other half. A recomputed forward has kept the table. Attention
+comes before the steps of a forward, and after the steps of a backward. Each message takes the lane of its tier
+(terrace.program.resolve).
 """
 
 from collections.abc import Iterator

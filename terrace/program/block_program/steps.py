@@ -26,6 +26,9 @@ from terrace.program.instruction import PASSES, Op
 InBlockMessage = TensorMessage | ContextMessage | ExpertMessage
 
 
+_TOLD = (MessageClass.CHOICES, MessageClass.ROUTE)
+
+
 class ComputeKind(StrEnum):
     """Pieces of computing that hide messages."""
 
@@ -119,11 +122,20 @@ class BlockProgram:
         # block are computed while its messages travel, so the first half has all their steps.
         if op is Op.BACKWARD_INPUT and self.experts[0]:
             backward = tuple(each for each in backward if not _weighs(each))
-        return forward + backward if self.recomputed else backward
+        if not self.recomputed:
+            return backward
+        # Choices and routes of the first forward are kept, so the second begins with rows.
+        return (*filter(moves_rows, forward), *backward)
 
     @cached_property
     def _moments(self) -> "dict[Op, tuple[Moment, ...]]":
         return {}
+
+
+def moves_rows(step: BlockStep) -> bool:
+    """Whether a step is no part of a message that tells of choices or of routes, which a first forward alone sends."""
+    send = step.send if isinstance(step, Await) else step
+    return not (isinstance(send, Send) and send.messages[0].message_class in _TOLD)
 
 
 def _weighs(step: BlockStep) -> bool:

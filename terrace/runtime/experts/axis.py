@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,18 @@ from torch import Tensor, nn
 from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
 from terrace.model.experts.gates import Choice
+from terrace.model.experts.gating import Kept
 from terrace.model.experts.mixture import Mixture
 from terrace.plan.expert_traffic import spans_of, uncoded_bytes
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.layout import Layout
 from terrace.plan.wire import MessageClass, WireFormat
-from terrace.program.block_program.steps import Await, BlockStep, Send, Steps
+from terrace.program.block_program.steps import Steps, moves_rows
 from terrace.program.message import Transfer
 from terrace.program.program import Program
 from terrace.runtime.experts.crossing import Crossing
-from terrace.runtime.experts.route import HopRows, count_prefixes, route_of
+from terrace.runtime.experts.route import HopRows, Route, count_prefixes, route_of
 from terrace.runtime.experts.way import Way
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
@@ -48,12 +50,14 @@ class ExpertAxis(InBlockAxis):
         places = [line.coordinates(rank) for line in self._lines]
         self._places = [_taken(place, tiers) for place, tiers in zip(places, self._tiers, strict=True)]
         self._declared = Counter[tuple[MessageClass, str]]()
+        # Of recomputed blocks between their two forwards, piece by piece.
+        self._routes = WeakKeyDictionary[Kept, list[Route]]()
         self._programs: dict[Mixture, tuple[tuple[Steps, Steps], int]] = {}  # steps behind the table, pieces of tokens
         for index, block in blocks.items():
             traffic, (forward, backward) = program.experts(index), program.block_program(index).experts
             for mixture in (module for module in block.modules() if isinstance(module, Mixture)):
                 assert traffic is not None, "a block with a mixture sends to its experts"
-                steps = tuple(filter(_moves_rows, forward)), backward
+                steps = tuple(filter(moves_rows, forward)), backward
                 self._programs[mixture] = steps, traffic.pieces
                 mixture.spread, mixture.shares_waits = self._spread, traffic.shares
         self._num_choices = max((mixture.router.config.num_choices for mixture in self._programs), default=0)
@@ -72,7 +76,15 @@ class ExpertAxis(InBlockAxis):
         self, mixture: Mixture, tokens: Tensor, choice: Choice, all_tokens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         num_experts, (steps, pieces) = mixture.router.config.num_experts, self._programs[mixture]
-        ways, size = self._ways(choice.experts, num_experts, pieces), num_experts // math.prod(self._degrees[0])
+        gating, size = mixture.router.gating, num_experts // math.prod(self._degrees[0])
+        kept = None if gating is None else gating.kept
+        routes = None if kept is None else self._routes.get(kept)
+        if routes is None:
+            routes = self._gathered_routes(choice.experts, num_experts, pieces)
+            if kept is not None:
+                self._routes[kept] = routes
+        spans, units = spans_of(len(tokens), pieces), self._units(num_experts)
+        ways = [Way(stop - start, hops, units) for (start, stop), hops in zip(spans, routes, strict=True)]
         first = _index(self._places[0], self._degrees[0]) * size
         if mixture.tally is not None:
             hops = [hop for way in ways for hop in way.hops]
@@ -81,10 +93,12 @@ class ExpertAxis(InBlockAxis):
         passed, shared = crossing.through(tokens, choice, all_tokens)
         return passed, shared if mixture.shares_waits else None
 
-    def _ways(self, experts: Tensor, num_experts: int, pieces: int) -> list[Way]:
+    def _gathered_routes(self, experts: Tensor, num_experts: int, pieces: int) -> list[Route]:
         """The routes of choices (T, k), piece by piece, after every rank has learnt the counts of all."""
-        spans, degrees = spans_of(len(experts), pieces), self._degrees[0]
-        each = [count_prefixes(experts[start:stop], num_experts, degrees) for start, stop in spans]
+        degrees = self._degrees[0]
+        each = [
+            count_prefixes(experts[start:stop], num_experts, degrees) for start, stop in spans_of(len(experts), pieces)
+        ]
         numbers = torch.cat(each).int()
         table, num_bytes = numbers, numbers.nbytes
         for line in (self._rows, self._experts):
@@ -98,9 +112,7 @@ class ExpertAxis(InBlockAxis):
             table = self._gathered(transfer, table)
         # On CUDA the host waits: from here on, it knows the sizes of all messages.
         counts = table.view(-1, pieces, len(each[0])).cpu().long()
-        units = self._units(num_experts)
-        routes = (route_of(counts[:, piece], self._tiers, self._degrees, self._places) for piece in range(pieces))
-        return [Way(stop - start, hops, units) for (start, stop), hops in zip(spans, routes, strict=True)]
+        return [route_of(counts[:, piece], self._tiers, self._degrees, self._places) for piece in range(pieces)]
 
     def _units(self, num_experts: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The experts of each unit of every hop, by peer; the units outside are this rank's."""
@@ -159,12 +171,6 @@ class ExpertAxis(InBlockAxis):
         transfer = self._transfers[message.message_class, self._line(message).axes, message.tier]
         (hop,) = transfer.gathering
         return transfer, hop
-
-
-def _moves_rows(step: BlockStep) -> bool:
-    """Whether a step is behind the table of counts."""
-    send = step.send if isinstance(step, Await) else step
-    return not (isinstance(send, Send) and send.messages[0].message_class is MessageClass.ROUTE)
 
 
 def _hop_of(way: Way, message: ExpertMessage) -> HopRows:

@@ -24,12 +24,20 @@ from terrace.program.program import Program
 
 
 class Load:
-    """Counts the tokens of each expert in the mixtures of `modules`, by block, in the training steps of a program."""
+    """Counts the tokens of each expert in the mixtures of `modules`, by block, in the training steps of a program.
+
+    `choices`, by block (E), are set to the tokens of the newest step that was not given up.
+    """
 
     def __init__(
-        self, program: Program, modules: Mapping[int, nn.Module], balance: BalanceConfig, device: torch.device
+        self,
+        program: Program,
+        modules: Mapping[int, nn.Module],
+        balance: BalanceConfig,
+        choices: Mapping[int, Tensor],
+        device: torch.device,
     ) -> None:
-        self._balance = balance
+        self._balance, self._choices = balance, choices
         blocks = self._blocks = mixtures(program.blocks, program.stage.own)
         self.layers = tuple(program.blocks[block].name for block in blocks)
         self._mixtures = [_mixture(modules[block]) for block in blocks]
@@ -68,6 +76,19 @@ class Load:
         finally:
             tally.is_open = False
 
+    @contextmanager
+    def paused(self, block: int) -> Iterator[None]:
+        """Around a further forward of a block inside the first."""
+        tally = self._tallies.get(block)
+        was_open = tally is not None and tally.is_open
+        if tally is not None:
+            tally.is_open = False
+        try:
+            yield
+        finally:
+            if tally is not None:
+                tally.is_open = was_open
+
     def add_up(self, collectives: Collectives, transfer: Transfer) -> None:
         """Sum up over the ranks of the stage; on its lane."""
         self._sums = collectives.sum_counts(transfer, self._numbers)
@@ -88,6 +109,8 @@ class Load:
                     f"{layer}: in this step ranks sent {sent} rows to experts and received {received}, and experts "
                     f"multiplied {multiplied} of {due}; every row that is sent must be received and multiplied"
                 )
+        for block, row in zip(self._blocks, counts, strict=True):
+            self._choices[block].copy_(row)
         if self._balance.bias:
             self._move(counts)
 

@@ -1,19 +1,20 @@
 """The micro-batches of a step, as the routers of a rank's mixtures need to know them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
+from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.experts.balance import FIGURES, BalanceConfig
-from terrace.model.experts.gating import Gating, Passage
+from terrace.model.experts.gating import Gating, Kept, Passage
 from terrace.model.experts.mixture import Router
 from terrace.plan.dims import has_routers
 from terrace.plan.mesh import position
 from terrace.plan.tensor_traffic import row_tokens
 from terrace.program.program import Program
-from terrace.runtime.batch import Batch
+from terrace.runtime.batch import Batch, shares_of
 
 _BY_PLACE = ("gate = 'noisy'", "gate = 'expert_choice'")
 
@@ -29,18 +30,22 @@ class Passages:
         rank: int,
         device: torch.device,
         seed: int = 0,
+        ignored: int = IGNORE_INDEX,
     ) -> None:
         rows = program.tensor.rows
         self._row = rows.degree, position(rows.degrees, rows.coordinates(rank))
+        self._plan, self._sequence = program.plan, program.sequence
         # All stages agree on the numbers of CLIP, also one without a mixture.
         self._counts = has_routers(program.blocks)
-        self._gating = Gating(balance, device, seed)
+        self._gating, self._ignored = Gating(balance, device, seed), ignored
         self._passages: list[Passage] = []
+        self._kept: dict[tuple[int | None, int], Kept] = {}  # by block and micro-batch, between its two forwards
         self._routers: list[Router] = []
         for block, module in enumerate(modules if self._counts else ()):
             for router in (each for each in module.modules() if isinstance(each, Router)):
                 router.gating, router.layer = self._gating, block
                 self._routers.append(router)
+        self._layers: frozenset[int | None] = frozenset(router.layer for router in self._routers)
         # Why this rank needs the places of tokens; "" if it does not.
         gates = {f"gate = {router.config.gate!r}" for router in self._routers} & set(_BY_PLACE)
         self._reason = next(iter((*(f"balance.{name}" for name in balance.active), *sorted(gates))), "")
@@ -60,6 +65,10 @@ class Passages:
         """Sums of this rank's tokens and layers since `take`, one for each of `names`, fp64."""
         return self._gating.sums[: len(self.names)]
 
+    def follow(self, choices: Mapping[int, Tensor]) -> None:
+        """Have losses go by `choices`, by block the tokens of each expert in the step before."""
+        self._gating.choices = choices
+
     def take(self, batches: Sequence[Batch], *, trains: bool) -> None:
         """Prepare for a step, or for its forwards alone, on a rank's parts of its micro-batches.
 
@@ -68,6 +77,7 @@ class Passages:
         if not self._counts:
             return
         self._gating.sums.zero_()
+        self._kept.clear()
         self._gating.trains = trains
         for batch in batches:
             if batch.places is None and self._reason:
@@ -77,29 +87,65 @@ class Passages:
                 )
         # A table of choices deals with all tokens, so that loads are even whatever the labels.
         all_take_part = any(router.config.route == "even" for router in self._routers)
-        self._passages = [_passage(batch, *self._row, all_take_part) for batch in batches]
+        weighs = trains and bool(self.balance.losses)
+        self._passages = [
+            self._passage(batch, all_take_part, self._shares(batch) if weighs else None) for batch in batches
+        ]
 
     def remove(self) -> None:
         """Leave the routers to themselves."""
         for router in self._routers:
             router.gating = None
 
-    def begin(self, micro: int) -> None:
-        """Select the micro-batch that the next pass is of."""
-        if self._counts:
-            self._gating.passage = self._passages[micro]
+    def begin(self, micro: int, recomputed: int | None = None) -> None:
+        """Select the micro-batch that the next pass is of; `recomputed` is its block, if the backward runs it again."""
+        if not self._counts:
+            return
+        self._gating.passage, self._gating.kept = self._passages[micro], None
+        if recomputed in self._layers:
+            # The second pass takes what the first has left.
+            kept = self._kept.pop((recomputed, micro), None)
+            if kept is None:
+                kept = self._kept[recomputed, micro] = Kept()
+            self._gating.kept = kept
 
+    def _shares(self, batch: Batch) -> Tensor:
+        if batch.shares is not None:
+            return batch.shares
+        if batch.token_layout is not None:
+            raise ModelError(
+                f"{self._reason} weighs tokens by the labels of their documents, and a part of rows does not have "
+                "all of them: give Batch their shares (terrace.runtime.batch.shares_of)"
+            )
+        return shares_of(batch.labels, batch.positions, ignored=self._ignored)
 
-def _passage(batch: Batch, num_rows: int, row: int, all_take_part: bool) -> Passage:
-    """The passage of a micro-batch on a tensor row, which routes a part of its tokens."""
-    num, sequence = batch.labels.shape[0], batch.labels.shape[-1]
-    places = torch.arange(batch.labels.numel(), device=batch.labels.device) if batch.places is None else batch.places
-    of_row = places.flatten()[row_tokens(places.numel(), num_rows, row)]
-    taking = of_row >= 0
-    # The one read of a micro-batch: most have nothing to leave out.
-    kept = None if all_take_part or bool(taking.all()) else taking.nonzero().squeeze(1)
-    of_kept = of_row if kept is None else of_row[kept]
-    if batch.token_layout is not None or num_rows > 1:
-        return Passage(kept, None, places=of_kept)
-    index = torch.arange(taking.numel(), device=taking.device) if kept is None else kept
-    return Passage(kept, index // sequence, num, of_kept)
+    def _passage(self, batch: Batch, all_take_part: bool, shares: Tensor | None) -> Passage:
+        """The passage of a micro-batch on a tensor row, which routes a part of its tokens."""
+        of_row = row_tokens(batch.labels.numel(), *self._row)
+        device, places = batch.labels.device, batch.places
+        own = (torch.arange(batch.labels.numel(), device=device) if places is None else places.flatten())[of_row]
+        taking = own >= 0
+        # The one read of a micro-batch: most have nothing to leave out.
+        kept = None if all_take_part or bool(taking.all()) else taking.nonzero().squeeze(1)
+
+        def taken(values: Tensor) -> Tensor:
+            return values if kept is None else values[kept]
+
+        weights = None if shares is None else taken(shares.flatten()[of_row])
+        sequences = self._sequences(batch)
+        of_kept = None if sequences is None else taken(sequences[of_row])
+        num = batch.labels.shape[0] if batch.token_layout is None else self._plan.micro_batch
+        return Passage(kept, of_kept, num, taken(own), weights)
+
+    def _sequences(self, batch: Batch) -> Tensor | None:
+        """The sequence of each token of a micro-batch, of all its tokens or of a rank's (T); None if unknown."""
+        num, device = batch.labels.numel(), batch.labels.device
+        if batch.token_layout is None:
+            return torch.arange(num, device=device) // batch.labels.shape[-1]
+        if self._plan.balance == "cost":  # documents of any rows
+            return None
+        places = [torch.arange(start, stop) for start, stop in batch.token_layout.tokens]
+        # Padding takes no part, so that it may be of any sequence.
+        sequences = torch.zeros(num, dtype=torch.int64)
+        sequences[: sum(map(len, places))] = torch.cat([sequences[:0], *places]) // self._sequence
+        return sequences.to(device)

@@ -45,6 +45,9 @@ class HopRows:
         return sum(self.receives) - self.receives[self.position]
 
 
+Route = tuple[HopRows, ...]  # the hops on the way of some tokens to their experts, and back
+
+
 def count_prefixes(experts: Tensor, num_experts: int, degrees: Sequence[int]) -> Tensor:
     """Number of tokens with an expert in each prefix of units: int64, the prefixes of one length after the other.
 
@@ -66,7 +69,7 @@ def route_of(
     tiers: Sequence[Sequence[int]],
     degrees: Sequence[Sequence[int]],
     places: Sequence[Sequence[int]],
-) -> tuple[HopRows, ...]:
+) -> Route:
     """The hops of the rank at `places` from the counts of all ranks, `table` (d_1 .. d_m w_1 .. w_q, prefixes).
 
     `tiers`, `degrees` and `places` are of the expert axis and of the rows, the outermost tier first.

@@ -13,21 +13,28 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import Choice, coarse
 
 
-def choose(logits: Tensor, sequences: Tensor, num_sequences: int, config: ExpertsConfig) -> Choice:
+def choose(
+    logits: Tensor, sequences: Tensor, num_sequences: int, config: ExpertsConfig, again: Tensor | None = None
+) -> Choice:
     """Choose by the softmax of logits (T, E) over the experts; `sequences` (T), ascending, has each token's sequence.
 
     The choices are (T, E), -1 where an expert leaves a token to others; of equal scores the earlier token is taken.
+    `again` (T, E) are choices to be made as before.
     """
     scores = logits.softmax(-1)
-    ranks = places_in_sequences(coarse(scores), sequences, num_sequences)
-    lengths = torch.bincount(sequences, minlength=num_sequences)
-    most = -(-config.per_token * lengths // config.num_experts)  # C of each sequence
-    taken = ranks < most[sequences].unsqueeze(1)
+    taken = _taken(scores, sequences, num_sequences, config) if again is None else again >= 0
     experts = torch.arange(config.num_experts, device=logits.device).expand_as(taken)
     weights = scores.masked_fill(~taken, 0.0)
     if config.scale != 1.0:
         weights = weights * config.scale
     return Choice(experts.masked_fill(~taken, -1), weights, scores, is_whole=False)
+
+
+def _taken(scores: Tensor, sequences: Tensor, num_sequences: int, config: ExpertsConfig) -> Tensor:
+    ranks = places_in_sequences(coarse(scores), sequences, num_sequences)
+    lengths = torch.bincount(sequences, minlength=num_sequences)
+    most = -(-config.per_token * lengths // config.num_experts)  # C of each sequence
+    return ranks < most[sequences].unsqueeze(1)
 
 
 def places_in_sequences(scores: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:

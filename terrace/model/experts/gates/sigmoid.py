@@ -12,18 +12,22 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import TINY, Choice, best
 
 
-def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice:
-    """Choose by the sigmoids of logits (T, E) plus `bias` (E); the weights are without it."""
+def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig, again: Tensor | None = None) -> Choice:
+    """Choose by the sigmoids of logits (T, E) plus `bias` (E), or as before, `again` (T, k); weights are without it."""
     scores = logits.sigmoid()
-    ranked = scores.detach() if bias is None else scores.detach() + bias
-    if config.num_groups > 1:
-        grouped = ranked.view(-1, config.num_groups, config.num_experts // config.num_groups)  # (T, G, E/G)
-        kept = best(grouped.topk(2, -1).values.sum(-1), config.kept_groups)
-        dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
-        # Never chosen: below any bias.
-        ranked = grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1)
-    experts = best(ranked, config.per_token)
+    experts = _chosen(scores.detach(), bias, config) if again is None else again
     weights = scores.gather(-1, experts)
     if config.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     return Choice(experts, weights if config.scale == 1.0 else weights * config.scale, scores)
+
+
+def _chosen(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
+    ranked = scores if bias is None else scores + bias
+    if config.num_groups > 1:
+        grouped = ranked.view(-1, config.num_groups, config.num_experts // config.num_groups)  # (T, G, E/G)
+        kept = best(grouped.topk(2, -1).values.sum(-1), config.kept_groups)
+        dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, False)
+        # Never chosen: below any bias.
+        ranked = grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1)
+    return best(ranked, config.per_token)

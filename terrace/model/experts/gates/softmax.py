@@ -9,13 +9,13 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import Choice, best
 
 
-def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Choice:
-    """Choose by logits (T, E), to which `bias` (E) is added for the choice alone.
+def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig, again: Tensor | None = None) -> Choice:
+    """Choose by logits (T, E), to which `bias` (E) is added for the choice alone; or as before, `again` (T, k).
 
     Weights are the likelihoods of the chosen, divided by their sum if `normalized`.
     """
     likely = logits.softmax(-1)
-    experts = best(likely if bias is None else likely + bias, config.per_token)
+    experts = best(likely if bias is None else likely + bias, config.per_token) if again is None else again
     weights = likely.gather(-1, experts)
     if config.normalized:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -1,0 +1,36 @@
+"""Choices of whole sequences where several ranks have their tokens: each rank counts its own, and all add them up."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from terrace.model.experts.gating import Gating
+from terrace.model.experts.mixture import Router
+from terrace.plan.hops import number_bytes
+from terrace.plan.plan import Plan
+from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.tensor.axis_comm import AxisComm
+
+
+class SharedChoices(InBlockAxis):
+    """Puts itself into the gating of the routers of `blocks`, for ranks that share sequences."""
+
+    def __init__(self, comm: AxisComm, plan: Plan, blocks: Iterable[nn.Module]) -> None:
+        self.in_block, self._comm = comm.in_block, comm
+        # Gathered as the numbers of norms are, whose bytes the plan declares; these are whole.
+        self._dtype = torch.int32 if number_bytes(plan) == torch.int32.itemsize else torch.int64
+        routers = (module for block in blocks for module in block.modules() if isinstance(module, Router))
+        self._gatings: set[Gating] = {router.gating for router in routers if router.gating is not None}
+        for gating in self._gatings:
+            gating.add_up = self._add_up
+
+    def remove(self) -> None:
+        """Leave each rank to the tokens that it has."""
+        for gating in self._gatings:
+            gating.add_up = None
+
+    def _add_up(self, choices: Tensor) -> Tensor:
+        """The sum of `choices` (B, E) of all ranks."""
+        gathered = self._comm.every(choices.to(self._dtype).flatten())
+        return gathered.sum(0, dtype=choices.dtype).view(choices.shape)
