@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.claims import compared, judge, print_table, ratio
+from bench.claims import measured as measured_claim
 from bench.common import ADAMW, alternate, bench_parser, engine_of, over_ranks, real_blocks
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
@@ -39,6 +41,7 @@ from terrace.simulate.experts import ExpertSeconds
 from terrace.simulate.gap_shares import Shares, any_shares, shares_to_try
 
 DEGREES = (1, 2, 4)
+SECONDS_AND_RATE = ("forward_s", "backward_s", "attention_s", "rate")  # of a job, as options
 Contestant = tuple[int, bool]  # chunks, and whether gradients travel in gaps
 CONTESTANTS: tuple[Contestant, ...] = tuple((chunks, in_gaps) for in_gaps in (False, True) for chunks in DEGREES)
 
@@ -202,23 +205,32 @@ def contest(world: World, job: Job, shares: dict[Contestant, Shares]) -> dict[Co
 
 
 def main() -> int:
-    """Print a table."""
-    names = ("forward_s", "backward_s", "attention_s", "rate", "rounds")
-    options = bench_parser(__doc__, **{name: getattr(Job, name) for name in names}).parse_args()
-    job = Job(**{name: getattr(options, name) for name in names})
+    """Print a table, and hold its figures to their goals."""
+    parser = bench_parser(__doc__, rounds=Job.rounds)
+    for name in SECONDS_AND_RATE:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Job, name))
+    options = parser.parse_args()
+    job = Job(**{name: getattr(options, name) for name in (*SECONDS_AND_RATE, "rounds")})
     shares = {(chunks, in_gaps): best_shares(job, chunks) if in_gaps else () for chunks, in_gaps in CONTESTANTS}
     with LocalPool(job.cluster.world_size) as pool:
         found = pool.run(job.cluster.world_size, contest, job, shares, timeout_s=900.0)[0]
-    alone = found[1, False]
-    print("chunks  gradients                   predicted  measured  ratio  gain predicted  gain measured")
-    for contestant, (predicted, measured) in found.items():
+    alone_s, alone = found[1, False]
+    rows = []
+    for (chunks, in_gaps), (predicted, measured) in found.items():
+        words = ", ".join(f"{share:.3g}" for share in shares[chunks, in_gaps]) or "before the dispatch"
         median = statistics.median(measured)
-        words = ", ".join(f"{share:.3g}" for share in shares[contestant]) or "before the dispatch"
-        print(
-            f"{contestant[0]:>6}  {words:<26}  {predicted:>8.3f}s  {median:>7.3f}s  {median / predicted:>5.2f}"
-            f"  {alone[0] / predicted:>14.2f}  {statistics.median(alone[1]) / median:>13.2f}"
-        )
-    return 0
+        figures = predicted, median, median / predicted, alone_s / predicted, ratio(alone, measured)
+        rows.append([str(chunks), words, *(f"{figure:.2f}" for figure in figures)])
+    heading = ["chunks", "gradients", "predicted s", "measured s", "measured / predicted", "gain predicted", "gain"]
+    print_table(heading, rows)
+    predicted, best = found[max(DEGREES), True]
+    names = f"{max(DEGREES)} chunks, gradients in gaps", "one chunk, gradients before the dispatch"
+    claims = [
+        compared(f"{names[0]}: gain", alone, best, 1.15, at_least=True, rival=names[1]),
+        measured_claim(f"{names[0]}: measured over predicted", [each / predicted for each in best], 1.2),
+        compared("gradients in one message lose", found[max(DEGREES), False][1], best, 1.0, at_least=True),
+    ]
+    return judge(claims, options)
 
 
 if __name__ == "__main__":
