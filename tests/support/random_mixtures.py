@@ -1,8 +1,7 @@
 """Random plans and runs of mixtures of experts, drawn by a number: a drawn case of a dense model, with experts.
 
 Some things have no equal and are never drawn: Lion, and Muon where a token passes one expert of weight 1, would magnify
-the rounding errors that are all of a router's gradient where weights sum to 1; the order of samples in a run decides
-where a token stands, so its noise.
+the rounding errors that are all of a router's gradient where weights sum to 1.
 """
 
 import math
@@ -31,11 +30,17 @@ def draw_mixture(seed: int) -> Case:
 def draw_mixture_run(seed: int) -> Run:
     """A run of `terrace train` with experts and a section `[balance]`."""
     random = Random(f"mixture run {seed}")
-    run = next(found for found in map(draw_run, range(100 * seed, 100 * seed + 100)) if _can_route(found.case))
-    # A row is one document to the reference where texts are joined.
-    gates = [gate for gate in GATES if gate != "noisy" and (gate != "expert_choice" or run.documents == "join")]
+    runs = (found for found in map(draw_run, range(100 * seed, 100 * seed + 100)) if _can_route(found.case))
+    if seed % 2:
+        run = next(runs)
+    else:  # one whose routers may go by whole sequences
+        run = next(each for each in runs if each.documents != "whole" and not _splits_sequences(each.case))
+        plan = {**run.case.plan, "balance": "tokens"}
+        run = replace(run, case=replace(run.case, plan=plan), documents="join")
+    # Gates whose router has the matrix of a folder; a row is one document to the reference where texts are joined.
+    gates = ("softmax", "sigmoid", "expert_choice") if run.documents == "join" else ("softmax", "sigmoid")
     case = replace(_with_experts(random, run.case, gates), frozen=())
-    names = [name for name in BALANCE if random.random() < 0.6]
+    names = [name for name in BALANCE if random.random() < 0.8]
     is_whole = run.documents == "join" and not _splits_sequences(case) and case.plan["balance"] == "tokens"
     if not is_whole or gate_of(case.model) == "expert_choice":
         names = [name for name in names if name not in ("sequence", "capacity")]

@@ -17,8 +17,8 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
 from tests.support.comparisons import TOLERANCE, Drawn, compare_plan, compare_run, model_of, until
 from tests.support.independent import Reference
-from tests.support.random_mixtures import BALANCE, GATES, draw_mixture, draw_mixture_run, mixture_kinds
 from tests.support.random_mixtures import FAMILIES as MIXTURES
+from tests.support.random_mixtures import GATES, draw_mixture, draw_mixture_run, mixture_kinds
 from tests.support.random_plans import FAMILIES, MOST_IMPORTING, PRESETS, SCHEDULES, draw
 from tests.support.random_runs import RATES, WAYS, draw_run
 
@@ -54,7 +54,7 @@ OF_MIXTURES = (
     *("data", "rows", "ring", "ulysses", "pipeline", "units", "recomputed", "packed", "optimizer muon"),
     *("2 ranks", "4 ranks", "8 ranks"),
 )
-OF_MIXTURE_RUNS = (*BALANCE, "experts spread", "chunks", *(f"documents {way}" for way in WAYS))
+OF_MIXTURE_RUNS = ("z", "experts spread", "documents join", "documents separate")
 
 
 def load_transformers(world: World) -> None:
