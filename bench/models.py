@@ -1,7 +1,8 @@
-"""Published sizes of models that several benchmarks plan, as `config.json` has them."""
+"""Published sizes of models that benchmarks and tests plan, as `config.json` has them."""
 
 from typing import Any
 
+# Mixtral 8x7B (2401.04088, table 1).
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
     "vocab_size": 32000,
@@ -13,4 +14,19 @@ MIXTRAL: dict[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32768,
+}
+# Qwen3-30B-A3B (2505.09388, table 2).
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
 }

@@ -13,7 +13,7 @@ import sys
 import time
 
 from bench.claims import judge, measured, options_for_claims
-from bench.models import MIXTRAL
+from bench.models import MIXTRAL, QWEN3_30B
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
 from terrace.planner.pins import parse_pins
@@ -39,26 +39,12 @@ _GPT3 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-_QWEN3 = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
 # Name, model, cluster, batch, sequence, pin, goal in seconds.
 SEARCHES = (
     ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "", 0.5),
     ("GPT-3", _GPT3, "dgx-a100", 1536, 2048, "columns<=4", 1.0),
     ("Mixtral 8x7B", MIXTRAL, "dgx-h100", 4096, 4096, "", 2.0),
-    ("Qwen3-30B-A3B", _QWEN3, "dgx-h100", 4096, 4096, "", 2.0),
+    ("Qwen3-30B-A3B", QWEN3_30B, "dgx-h100", 4096, 4096, "", 2.0),
 )
 
 

@@ -1,7 +1,8 @@
-"""Models with mixtures of experts, small ones and two published shapes."""
+"""Models with mixtures of experts, small ones and two published ones."""
 
 from dataclasses import replace
 
+from bench import models
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.experts.config import ExpertsConfig
 
@@ -44,20 +45,4 @@ def mixture(
     return replace(parse_model(table | sizes), experts=replace(experts, dense_layers=dense_layers))
 
 
-def _published(vocab: int, hidden: int, layers: int, kv_heads: int, experts: ExpertsConfig) -> ModelConfig:
-    table = {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128,
-        "intermediate_size": experts.intermediate_size,
-    }
-    return replace(parse_model(table), experts=experts)
-
-
-# Mixtral 8x7B (2401.04088, table 1) and Qwen3-30B-A3B (2505.09388, table 2).
-MIXTRAL = _published(32000, 4096, 32, 8, ExpertsConfig(num_experts=8, per_token=2, intermediate_size=14336))
-QWEN3_30B = _published(151936, 2048, 48, 4, ExpertsConfig(num_experts=128, per_token=8, intermediate_size=768))
+MIXTRAL, QWEN3_30B = map(parse_model, (models.MIXTRAL, models.QWEN3_30B))
