@@ -14,6 +14,7 @@ from terrace.simulate.layers import model_flops
 from terrace.simulate.step import Step, predict_step
 
 _SEQUENCE = 4096
+_ONE = {"forward": 1, "backward": 1}  # chunk: neither system hid its dispatch
 
 _TEXT = """
 TFLOP/s a GPU in bf16, dropless with even routing: the model FLOPs of a step (active experts, the whole square of
@@ -62,6 +63,7 @@ def _mixtral() -> _Published:
         preset("zero1", cluster),
         mapping={"node": {"data": 8}, "system": {"data": 2, "pipeline": 4}},
         experts={"node": {"expert": 8}},
+        expert_chunks=_ONE,
         schedule="interleaved:8",
     )
     return _Published(name="Mixtral 8x7B", model=model, cluster=cluster, plan=plan, batch=256, teraflops=438.0)
@@ -92,6 +94,7 @@ def _qwen3() -> _Published:
         preset("zero1", cluster),
         mapping={"rack": {"data": 8, "pipeline": 2}, "system": {"pipeline": 4}},
         experts={"tray": {"expert": 4}, "rack": {"expert": 8}},
+        expert_chunks=_ONE,
         schedule="interleaved:3",
     )
     return _Published(name="Qwen3-235B-A22B", model=model, cluster=cluster, plan=plan, batch=8192, teraflops=728.0)

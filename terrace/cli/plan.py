@@ -21,18 +21,23 @@ from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_t
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
-from terrace.plan.plan import AXES
+from terrace.plan.plan import AXES, Plan
+from terrace.planner.evaluate import step_of
+from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.pins import Pins, parse_axes, parse_pins
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.search import Found, find, runs_today
 from terrace.planner.space import Space, divisors
 from terrace.planner.task import MOST_SEQUENCES, Task, plan_of
+from terrace.planner.unsatisfied import unsatisfied
 from terrace.planner.verdicts import lack
 from terrace.program.schedules.registry import schedule_names
+from terrace.report.experts import alternatives_words
 from terrace.report.plans import figures_words, plan_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
 from terrace.simulate.advice import Advice, Job, advice, worst_words
+from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
 
 
@@ -78,7 +83,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"{task_words(task)}\n")
     console.print(plans_table(task, found.best, f"the best plans with the {_axes(axes)}"))
     print(f"{_how(found)}\n")
-    console.print(plan_table(task.cluster, plan_of(task, best.candidate)))
+    plan = _chosen(task, best)
+    console.print(plan_table(task.cluster, plan))
     print(f"{figures_words(task, best)}\n")
     console.print(split_table(best.time_s, "seconds of a step", "s"))
     capacity = task.cluster.device.memory_bytes
@@ -86,7 +92,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
     )
     console.print(split_table(best.memory_bytes, title, "B", capacity))
-    job = Job(cluster=task.cluster, plan=plan_of(task, best.candidate), num_micros=best.num_micros)
+    job = Job(cluster=task.cluster, plan=plan, num_micros=best.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
     print(f"{worst}\n" if worst else "", end="")
     sent, tiers = best.sent_bytes, [tier.name for tier in task.cluster.tiers]
@@ -94,6 +100,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # After the tables above, since the verdicts simulate further plans.
     near = reasons(space, evaluator, best.candidate)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
+    if plan.experts:
+        step = step_of(task, plan)
+        print(f"{alternatives_words(predict_step(step), alternatives(step))}\n")
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
     print(outcome)
     return 0
@@ -149,10 +158,7 @@ def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]
         # A pin on an axis that is not searched contradicts --axes; say so instead of blaming the batch.
         if name not in axes and pins.ranges.get(name, (1, 1))[0] > 1:
             return f"{words}: the {name} axis is pinned above 1 but not searched; add --axes {','.join(axes)},{name}"
-    most_tensor = max(pins.ranges.get(name, (1, 1))[0] for name in ("tensor", "columns"))
-    if task.model.experts is not None and most_tensor > 1:
-        return f"{words}: the search puts no tensor ranks beside experts; pin their number to 1"
-    words += ": drop a pin"
+    words += f": {unsatisfied(Space(task=task, axes=tuple(axes), pins=pins)) or 'drop a pin'}"
     return words if set(axes) == set(AXES) else f"{words}, or search more axes, as with --axes all"
 
 
@@ -181,15 +187,18 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
         f"cluster {name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
         f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
-    plan = plan_of(task, best.candidate)
-    plan = replace(plan, stages=best.stages)  # so that the priced stages run
-    table = dump(plan)
+    table = dump(_chosen(task, best))
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
     write_file("--output", options.output, sealed_toml(head + tomli_w.dumps(table)))
     look = f"to look at its step: terrace simulate {quote(str(options.output))}"
     if refused is not None:
         return f"wrote {options.output}, to be looked at: it cannot be trained, since {refused}\n{look}"
     return f"wrote {options.output}\n{_to_train(task.cluster, options.output)}\n{look}"
+
+
+def _chosen(task: Task, best: Estimate) -> Plan:
+    # With the stages and the chunks of experts that were priced, so that they run.
+    return replace(plan_of(task, best.candidate), stages=best.stages, expert_chunks=best.expert_chunks)
 
 
 def _to_train(cluster: Cluster, path: Path) -> str:

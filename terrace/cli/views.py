@@ -12,12 +12,14 @@ from terrace.cli.files import write_file
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cli.terminal import Terminal
 from terrace.plan.context import is_context_parallel
+from terrace.planner.expert_tiers import alternatives
 from terrace.program.program import Program
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.program.stages import plan_orders
 from terrace.program.text import program_text
 from terrace.report.advice import advice_words, timeline_text
+from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.inside import ASSIGNED, attention_table, experts_table, inside_table
 from terrace.report.page import page_html
 from terrace.report.stage_tables import (
@@ -152,8 +154,17 @@ def step_words(run: RunConfig) -> str:
 
 
 def show_plan(view: StepView) -> None:
-    """Axes and placements."""
+    """Axes, placements, and the division of experts."""
     view.console.print(plan_table(view.run.cluster, view.run.plan))
+    if view.run.plan.experts:
+        print(f"{experts_words(view.run.plan)}\n")
+
+
+def show_alternatives(view: StepView) -> None:
+    """What other divisions of experts would cost."""
+    found = alternatives(view.predicted.step)
+    if found:
+        print(f"{alternatives_words(view.predicted, found)}\n")
 
 
 def show_blocks(view: StepView) -> None:
@@ -275,7 +286,7 @@ def show_program(view: StepView) -> None:
 
 Section = Callable[[StepView], None]
 _DRAWN: tuple[Section, ...] = (show_exposed, show_order, show_timeline, show_advice, show_memory_over_time)
-_FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time)
+_FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time, show_alternatives)
 VIEWS: dict[str, tuple[Section, ...]] = {
     "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_advice, show_memory_over_time),
     "program": (show_plan, show_blocks, *_FIGURES, show_order, show_program),

@@ -133,6 +133,11 @@ class Mesh:
         return self.group(*HOLDERS)
 
     @cached_property
+    def stack_state(self) -> tuple[int, ...]:
+        """Ranks per tier that hold the same experts and shard their states; tensor rows do not cut them."""
+        return self.group(*STAGE) if self.experts is None else self.experts.state
+
+    @cached_property
     def inside(self) -> "Mesh":
         """Only the axes whose ranks send messages inside a block: tensor, context, and those of experts."""
         found = self.only("tensor", "context")

@@ -359,7 +359,7 @@ class Bounds:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""
         mesh = core.shape.mesh
         states = self.estimator.state_bytes(mesh.state, placement)
-        of_stacks = states if mesh.experts is None else self.estimator.state_bytes(mesh.experts.state, placement)
+        of_stacks = self.estimator.state_bytes(mesh.stack_state, placement)
         layout, _ = self.estimator.layout(core.shape.mesh.state, placement)
         gathered = core.sizes.gathered_bytes if layout.frees else 0
         times = 1 if core.unit else unit

@@ -8,24 +8,25 @@ terrace.planner.inner.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec, Computes, ParamSpec
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.experts import Experts
 from terrace.planner.inner import Inner, PassSeconds
 from terrace.planner.parts import Part, Split, kinds_of
+from terrace.planner.stage_specs import data_cluster, flat_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import activations_of
+from terrace.simulate.chunks import Numbers
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
     CUDA_ALLOCATOR_FACTOR,
@@ -34,7 +35,7 @@ from terrace.simulate.footprint import (
     stage_footprint,
 )
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
-from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
+from terrace.simulate.links import send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.states import StageBlocks, stage_blocks, state_layout
 from terrace.simulate.work import Work
@@ -63,9 +64,7 @@ class Estimator:
         # Whether a rank's computing follows from its tokens, in whatever context form: not so the tiles of products of
         # scores, which depend on the shape of each.
         one = Work(model=task.model, sequence=task.sequence, flash=self._flash, compute=task.compute)
-        # Experts are divided in ways of their own.
-        flash = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
-        self.computes_by_tokens = flash and task.experts is None
+        self.computes_by_tokens = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
         self._works: dict[tuple[object, ...], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[object, ...], PassSeconds] = {}
@@ -167,7 +166,10 @@ class Estimator:
         # The key has only what kernels depend on, so that many meshes share an entry: only attention sees sequences.
         tensor, columns, ulysses, ring = mesh.inside_degrees
         spec = self.specs[kind]
-        key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch, *mesh.expert_degrees)
+        key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
+        if mesh.experts is not None:
+            chunks = self.experts.chunks(mesh, self.work(mesh, micro_batch), accumulate)
+            key = (*key, *mesh.expert_degrees, max(chunks))
         if not spec.attends:
             key = (kind, tensor, columns, accumulate, self.work(mesh, micro_batch).tokens)
         found = self._kernels.get(key)
@@ -182,6 +184,10 @@ class Estimator:
             in_chunks = spec.computes is Computes.LOGITS and tensor == 1
             found = self._kernels[key] = at_once(found) if in_chunks else found
         return found
+
+    def chunks(self, mesh: Mesh, micro_batch: int) -> Numbers:
+        """Chunks in which tokens go to experts, in a forward and in a backward."""
+        return self.experts.chunks(mesh, self.work(mesh, micro_batch), self.accumulates(mesh, micro_batch))
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
         """Seconds to send an activation to the next stage, on the slowest tier that a boundary crosses."""
@@ -260,7 +266,8 @@ class Estimator:
             work = self.work(mesh, 1, again)
             held = activations_of(work, spec, self.task.backend)
             found = held.kept_bytes - held.fixed_bytes
-            if mesh.experts is not None:  # rows of several sequences are rounded up together
+            if mesh.experts is not None or (mesh.total("tensor") > 1 and spec.has_stacks):
+                # Rows of several sequences are rounded up together.
                 found -= 2 * found // work.tokens
             self._kept[key] = found
         # Every other tensor that is kept has a row for each sequence.
@@ -271,8 +278,8 @@ class Estimator:
         return self._held(mesh, range(len(self.task.blocks))).sizes
 
     def own_numels(self, mesh: Mesh) -> tuple[int, ...]:
-        """As `numels`, without parameters shared by tensor ranks, since their states are sharded over tensor ranks, and
-        without experts that ranks divide; for bounds.
+        """As `numels`, without parameters that tensor ranks share, experts among them, since their states are sharded
+        over these ranks, and without experts that ranks divide; for bounds.
         """
         key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
         if key not in self._numels:
@@ -280,17 +287,22 @@ class Estimator:
         return self._numels[key]
 
     def stack_numels(self, mesh: Mesh) -> tuple[int, ...]:
-        """Elements of the experts of a rank in a block of each kind; 0 where ranks do not divide them."""
+        """Elements of the experts of a rank in a block of each kind; 0 where they are among `own_numels`."""
         if mesh.experts is None:
-            return (0,) * len(self.specs)
+            return self._all_stacks if mesh.total("tensor") > 1 else (0,) * len(self.specs)
         flats = self._held(mesh, range(len(self.task.blocks))).flats
         return tuple(map(sum, zip(*(each.sizes for each in flats if each.stacked), strict=True)))
 
     def least_numels(self, mesh: Mesh) -> tuple[int, ...]:
         """`own_numels` without any experts, however ranks divide them."""
-        specs = self.task.kinds.sliced({axis: mesh.total(axis) for axis in TENSOR})
-        stacks = [sum(param.numel for param in spec.params if param.is_stack and param.trainable) for spec in specs]
-        return tuple(numel - stack for numel, stack in zip(self.own_numels(mesh), stacks, strict=True))
+        if mesh.total("tensor") > 1:
+            return self.own_numels(mesh)
+        return tuple(numel - stack for numel, stack in zip(self.own_numels(mesh), self._all_stacks, strict=True))
+
+    @cached_property
+    def _all_stacks(self) -> tuple[int, ...]:
+        stacks = ((param.numel for param in spec.params if param.is_stack and param.trainable) for spec in self.specs)
+        return tuple(map(sum, stacks))
 
     def _held(self, mesh: Mesh, blocks: Sequence[int]) -> StageBlocks:
         tensor, columns = mesh.total("tensor"), mesh.total("columns")
@@ -321,7 +333,7 @@ class Estimator:
 
     def chunk_numels(self, part: Part, mesh: Mesh) -> list[int]:
         """Parameters of each chunk of a stage on a tensor rank."""
-        if mesh.experts is not None:
+        if mesh.experts is not None or any(self.stack_numels(mesh)):
             raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
         sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
         return [sum(islice(sizes, len(kinds_of(runs)))) for runs in part.chunks]
@@ -361,25 +373,3 @@ class Estimator:
             # Without a schedule: memory knows it by `waiting`.
             self._plans[candidate] = replace(plan_of(self.task, candidate), schedule=None)
         return self._plans[candidate]
-
-
-def flat_params(numel: int, stack: int, experts: tuple[int, int]) -> tuple[ParamSpec, ...]:
-    """The parameters of a block as one, and as another the experts, of which a rank has `stack` elements; `experts` are
-    the degrees of expert and of rows.
-    """
-    whole = ParamSpec(name="all", shape=(numel,))
-    if not stack:
-        return (whole,)
-    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("hidden", stack))
-    return whole, ParamSpec(name="experts", shape=(*experts, stack), dims=dims)
-
-
-@lru_cache(maxsize=4096)
-def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
-    """The cluster seen by one tensor, context and pipeline coordinate: its data ranks, on the same links."""
-    tiers = []
-    for index, (tier, here) in enumerate(zip(cluster.tiers, degrees, strict=True)):
-        # Fewer members reach less of a tier that is wired in pairs.
-        reach = rate_bytes_per_s(cluster, index, 0, degree=here) / rate_bytes_per_s(cluster, index, 0)
-        tiers.append(replace(tier, size=here, bandwidth_bytes_per_s=reach * tier.bandwidth_bytes_per_s))
-    return replace(cluster, tiers=tuple(tiers))

@@ -25,19 +25,21 @@ from itertools import accumulate
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
+from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import ROUTES, MessageClass
 from terrace.planner.bound import Bounds
-from terrace.planner.estimate import data_cluster
 from terrace.planner.parts import Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
+from terrace.planner.stage_specs import data_cluster, whole_blocks
 from terrace.planner.stages import SERIAL, pipeline
 from terrace.planner.task import Candidate, Task, Wire, num_micros, plan_of
 from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
 from terrace.program.schedules.registry import takes_unit
+from terrace.simulate.chunks import as_table
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
 from terrace.simulate.footprint import work_of
@@ -88,8 +90,11 @@ class Evaluator:
         self._played: dict[tuple[object, ...], _Played] = {}
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate."""
-        return plan_of(self.task, candidate)
+        """The plan of a candidate, with the chunks of its experts."""
+        plan = plan_of(self.task, candidate)
+        if candidate.mesh.experts is None:
+            return plan
+        return replace(plan, expert_chunks=as_table(self.estimator.chunks(candidate.mesh, candidate.micro_batch)))
 
     def evaluate(self, candidate: Candidate) -> Estimate:
         """Cost of a candidate, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
@@ -115,6 +120,7 @@ class Evaluator:
             step_s=predicted.step_s,
             sent_bytes={(message.value, tier): size for (message, tier), size in sent.items()},
             stages=predicted.step.plan.stages,
+            expert_chunks=predicted.step.plan.expert_chunks,
         )
 
     def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
@@ -217,10 +223,15 @@ class Evaluator:
         """
         estimator, task, mesh = self.estimator, self.task, candidate.mesh
         # Without a pipeline the plan's own program is small enough to simulate, messages inside blocks included.
-        inside = mesh.total("tensor") * mesh.total("context") > 1 or mesh.experts is not None
+        mixes = any(estimator.specs[kind].has_stacks for kind in part.kinds)
+        inside = mesh.total("tensor") * mesh.total("context") > 1 or mixes
         if candidate.schedule == SERIAL and inside:
             return self._whole_program(part, candidate, micros)
+        if mixes and mesh.total("tensor") > 1 and not takes_unit(candidate.schedule):
+            return self._stage_program(part, candidate, micros)
         plan = replace(self.plan(candidate), mapping={}, wire=_data_wire(task), schedule=None)
+        if not mixes:
+            plan = replace(plan, experts={}, expert_chunks={})
         if takes_unit(candidate.schedule):
             return self._chunks_program(part, candidate, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
@@ -254,6 +265,20 @@ class Evaluator:
             program=program,
         )
         return program, costs
+
+    def _stage_program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
+        task, mesh = self.task, candidate.mesh
+        cluster = data_cluster(task.cluster, mesh.group(*STAGE))
+        rows = mesh.only("tensor", "context", "data").mapping([tier.name for tier in cluster.tiers])
+        blocks = whole_blocks(task, part.kinds)
+        plan = replace(
+            self.plan(candidate),
+            mapping={tier: row for tier, row in rows.items() if row.keys() - {"data"}},
+            schedule=None,
+            recompute=tuple(block.name for block in blocks if candidate.recompute and not block.at_an_end),
+        )
+        program = build(cluster, plan, blocks, micros, task.sequence)
+        return program, step_costs(program, self.estimator.work(mesh, candidate.micro_batch))
 
     def _whole_program(self, part: Part, candidate: Candidate, micros: int) -> tuple[Program, Costs]:
         task = self.task

@@ -1,23 +1,29 @@
-"""Seconds of the experts of one task where ranks hold different ones, or parts of them; each is found once."""
+"""Seconds of the experts of one task where ranks hold different ones, or parts of them; each is found once.
+
+Tokens go to them in the numbers of chunks with which a layer is fastest (terrace.simulate.chunks), which depend on the
+division of the experts, on the tokens that a rank routes and on little else of a plan.
+"""
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 from terrace.base.errors import PlanError
 from terrace.plan.expert_traffic import ExpertTraffic
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import EXPERT_AXES, Mesh
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
-from terrace.program.block_program.experts import expert_steps
-from terrace.program.block_program.steps import moves_rows
-from terrace.program.instruction import Op
-from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps, priced_experts
-from terrace.simulate.inside import InBlockPrices
+from terrace.simulate.chunks import Layer, Numbers, Orders, best_chunks
+from terrace.simulate.experts import ExpertSeconds, priced_experts
 from terrace.simulate.masks import work_in
 from terrace.simulate.mixture import Seconds
 from terrace.simulate.work import Work
 
 _NOTHING: Seconds = (0.0, 0.0, 0.0)
+_WHOLE: Numbers = (1, 1)
+_Priced = tuple[ExpertSeconds, Seconds]
 
 
 class Experts:
@@ -25,47 +31,59 @@ class Experts:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._priced: dict[tuple[object, ...], tuple[ExpertSeconds, Seconds]] = {}
-        self._waits: dict[tuple[object, ...], Seconds] = {}
+        specs, order = task.kinds.specs, task.kinds.order
+        self._stacked = [(order.count(kind), kind) for kind, spec in enumerate(specs) if spec.has_stacks]
+        self._layers: dict[tuple[object, ...], Layer | None] = {}
+        self._traffics: dict[tuple[object, ...], ExpertTraffic] = {}
+        self._orders: Orders = {}
+        self._numbers: dict[tuple[object, ...], Numbers] = {}
+        self._priced: dict[tuple[object, ...], _Priced] = {}
         self._least: dict[tuple[object, ...], Seconds] = {}
+
+    def chunks(self, mesh: Mesh, work: Work, accumulate: bool) -> Numbers:
+        """The numbers of chunks in a forward and in a backward."""
+        if mesh.experts is None:
+            return _WHOLE
+        key = (_division(mesh), *_load(work), accumulate)
+        found = self._numbers.get(key)
+        if found is None:
+            each = ((times, self._layer(kind, mesh, work, accumulate)) for times, kind in self._stacked)
+            layers = [(times, layer) for times, layer in each if layer is not None]
+            found = self._numbers[key] = best_chunks(layers) if layers else _WHOLE
+        return found
 
     def longer(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Seconds:
         """Seconds by which a block's forward, input gradients and weight gradients are longer than with all experts
         on every rank, messages aside.
         """
-        return self._of(kind, mesh, work, accumulate)[1]
+        layer = self._layer(kind, mesh, work, accumulate)
+        if layer is None:
+            return _NOTHING
+        pieces = max(self.chunks(mesh, work, accumulate))
+        return self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, pieces)[1]
 
     def waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Seconds:
         """Seconds that a forward, a backward and a recomputation wait for messages that meet no others."""
-        key = (kind, mesh.experts, work.tokens, accumulate)
-        found = self._waits.get(key)
-        if found is None:
-            traffic, (own, _) = self._traffic(kind, mesh, work.micro_batch), self._of(kind, mesh, work, accumulate)
-            if traffic is None:
-                return _NOTHING
-            prices = InBlockPrices(self.task.cluster, None, None, experts=traffic)
-            forward, backward = expert_steps(traffic)
-            passes = (Op.FORWARD, forward), (Op.BACKWARD, backward), (Op.BACKWARD, tuple(filter(moves_rows, forward)))
-            forward_s, backward_s, again_s = (
-                alone_s(tuple(pass_steps(steps, op, "", kind, own, prices))) - sum(map(own.of, steps))
-                for op, steps in passes
-            )
-            found = self._waits[key] = forward_s, backward_s, again_s
-        return found
+        layer = self._layer(kind, mesh, work, accumulate)
+        if layer is None:
+            return _NOTHING
+        numbers = self.chunks(mesh, work, accumulate)
+        forward_s, backward_s = layer.waits_s(numbers)
+        return forward_s, backward_s, forward_s - layer.tables_s(numbers)
 
     def least_longer(self, kind: int, work: Work, accumulate: bool) -> Seconds:
-        """The least of `longer` over all divisions of the experts."""
-        key = (kind, work.tokens, accumulate)
+        """The least of `longer` over all divisions of the experts.
+
+        Of one piece: several products of as many rows together fill no fewer tiles, and are launched more often.
+        """
+        key = (kind, *_load(work), accumulate)
         found = self._least.get(key)
         if found is None:
-            num_tiers = len(self.task.cluster.tiers)
-            alone = (1,) * (num_tiers - 1)
-            meshes = [
-                Mesh(mesh.degrees, mesh)
-                for own, cut in self._degrees()
-                for mesh in [Mesh.build(num_tiers, expert=(*alone, own), rows=(*alone, cut))]
-            ]
-            each = [_NOTHING, *(self.longer(kind, mesh, work, accumulate) for mesh in meshes)]
+            each = [_NOTHING]
+            for own, cut in self._degrees():
+                traffic = self._traffic(kind, _alone(len(self.task.cluster.tiers), own, cut), work)
+                if traffic is not None:
+                    each.append(self._of(kind, (own, cut), work, accumulate, traffic, 1)[1])
             forward_s, input_s, weight_s = map(min, zip(*each, strict=True))
             found = self._least[key] = forward_s, input_s, weight_s
         return found
@@ -78,26 +96,66 @@ class Experts:
         degrees = [[each for each in range(1, number + 1) if number % each == 0] for number in most]
         return [(own, cut) for own in degrees[0] for cut in degrees[1] if own * cut > 1 and ranks % (own * cut) == 0]
 
-    def _of(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> tuple[ExpertSeconds, Seconds]:
-        key = (kind, mesh.expert_degrees, work.tokens, accumulate)
+    def _layer(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Layer | None:
+        key = (kind, _division(mesh), *_load(work), accumulate)
+        if key not in self._layers:
+            traffic = self._traffic(kind, mesh, work)
+            self._layers[key] = None
+            if traffic is not None:
+                seconds_of = partial(self._seconds, kind, mesh.expert_degrees, work, accumulate)
+                self._layers[key] = Layer(self.task.cluster, traffic, seconds_of, self._orders)
+        return self._layers[key]
+
+    def _seconds(
+        self, kind: int, degrees: tuple[int, int], work: Work, accumulate: bool, traffic: ExpertTraffic
+    ) -> ExpertSeconds:
+        return self._of(kind, degrees, work, accumulate, traffic, traffic.pieces)[0]
+
+    def _of(
+        self, kind: int, degrees: tuple[int, int], work: Work, accumulate: bool, traffic: ExpertTraffic, pieces: int
+    ) -> _Priced:
+        # Computing knows no tiers.
+        key = (kind, degrees, *_load(work), accumulate, pieces)
         found = self._priced.get(key)
         if found is None:
-            traffic, spec = self._traffic(kind, mesh, work.micro_batch), self.task.kinds.specs[kind]
-            if traffic is None:
-                found = ExpertSeconds(), _NOTHING
-            else:
-                device = self.task.cluster.device
-                found = priced_experts(device, work_in(work, spec, self.task.backend), traffic, accumulate)
-            self._priced[key] = found
+            device = self.task.cluster.device
+            own = work_in(work, self.task.kinds.specs[kind], self.task.backend)
+            cut = replace(traffic, chunks=(pieces, pieces))
+            found = self._priced[key] = priced_experts(device, own, cut, accumulate)
         return found
 
-    def _traffic(self, kind: int, mesh: Mesh, micro_batch: int) -> ExpertTraffic | None:
+    def _traffic(self, kind: int, mesh: Mesh, work: Work) -> ExpertTraffic | None:
         spec = self.task.kinds.specs[kind]
         if mesh.experts is None or not spec.has_stacks:
             return None
+        # Of one division and another number of tokens only the number differs, unless it must divide evenly.
+        key = (kind, _division(mesh), work.tensor == 1)
+        known = self._traffics.get(key)
+        if known is not None and not known.is_even:
+            return replace(known, tokens=work.routed)
         # States, schedule and batch say nothing about messages inside a block.
-        plan = plan_of(self.task, Candidate(0, 1, "", 1, micro_batch, Placement(-1, -1, -1), mesh))
+        plan = plan_of(self.task, Candidate(0, 1, "", 1, work.micro_batch, Placement(-1, -1, -1), mesh))
         tiers = [tier.name for tier in self.task.cluster.tiers]
         with suppress(PlanError):  # a number of tokens that cannot be routed evenly: evaluation refuses it
-            return ExpertTraffic.of(TensorTraffic.of(mesh, tiers, plan, self.task.sequence), spec)
+            found = ExpertTraffic.of(TensorTraffic.of(mesh, tiers, plan, self.task.sequence), spec)
+            if found is not None:
+                # A bound prices divisions without the tensor ranks of a work.
+                found = replace(found, tokens=work.routed, shares=found.shares and work.tensor == 1)
+                self._traffics[key] = found
+            return found
         return None
+
+
+def _division(mesh: Mesh) -> Sequence[tuple[int, ...]]:
+    return () if mesh.experts is None else tuple(map(mesh.experts.group, EXPERT_AXES))
+
+
+def _load(work: Work) -> tuple[int, bool]:
+    # Tokens that a rank routes, and whether it has a whole shared expert beside the others.
+    return work.routed, work.tensor == 1
+
+
+def _alone(num_tiers: int, expert: int, rows: int) -> Mesh:
+    inside = (1,) * (num_tiers - 1)
+    of_experts = Mesh.build(num_tiers, expert=(*inside, expert), rows=(*inside, rows))
+    return Mesh(Mesh.build(num_tiers).degrees, of_experts)

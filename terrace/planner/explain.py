@@ -3,16 +3,16 @@
 A verdict is a predicted step or an objection: a broken rule of plans, or missing memory.
 """
 
-import math
 from dataclasses import replace
 
 from terrace.base.errors import ClusterError, PlanError
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import STAGE, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.planner.evaluate import Evaluator
+from terrace.planner.expert_tiers import one_tier_out
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, expert_forms, micro_batches, passing_units, placements, units
@@ -125,19 +125,6 @@ def _expert_neighbours(space: Space, mesh: Mesh) -> list[tuple[str, Mesh]]:
         alike.sort(key=lambda each: each.expert_degrees[axis])
         at = alike.index(mesh) if mesh in alike else 0
         found.update(alike[max(0, at - 1) : at + 2])
-    found.update(_one_tier_out(mesh))
+    further = one_tier_out(mesh)
+    found.update(() if further is None else [further])
     return [(expert_words(each.expert_table(names)), each) for each in sorted(found - {mesh})]
-
-
-def _one_tier_out(mesh: Mesh) -> list[Mesh]:
-    # As many as can be, of the experts of the innermost tier that divides them, on the ranks of the next one.
-    if mesh.experts is None:
-        return []
-    expert, rows = (list(mesh.experts.group(axis)) for axis in ("expert", "rows"))
-    inner = next((tier for tier, degree in enumerate(expert[:-1]) if degree > 1), None)
-    if inner is None:
-        return []
-    free = mesh.group(*STAGE)[inner + 1] // (expert[inner + 1] * rows[inner + 1])
-    moved = math.gcd(expert[inner], free)
-    expert[inner], expert[inner + 1] = expert[inner] // moved, expert[inner + 1] * moved
-    return [Mesh(mesh.degrees).with_experts(expert, rows)]

@@ -3,17 +3,16 @@
 Prices are cached by the placements a message depends on: a reduction does not depend on the optimizer's tier.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from terrace.model.spec import BlockSpec
+from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import DEVICE
-from terrace.plan.mesh import EXPERT_AXES, Mesh
-from terrace.plan.slices import slice_blocks
+from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Stage, whole_stage
-from terrace.planner.estimate import Estimator, data_cluster, flat_params
+from terrace.planner.estimate import Estimator
+from terrace.planner.stage_specs import data_cluster
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
@@ -22,8 +21,17 @@ from terrace.simulate.cost import Costs
 Numels = tuple[int, ...]  # elements of a block of each kind on a rank
 
 
+class Price(Protocol):
+    """The lane of a message, and its seconds for a block of each kind."""
+
+    @property
+    def lane(self) -> int: ...
+
+    def __getitem__(self, kind: int) -> float: ...
+
+
 class LanePrice:
-    """The lane of a message, and its seconds for a block of each kind; each is priced once it is asked for."""
+    """The price of a message among ranks that hold the same slice; each is found once it is asked for."""
 
     def __init__(self, instruction: Instruction, costs: Callable[[], Costs]) -> None:
         self._instruction, self._costs = instruction, costs
@@ -40,28 +48,30 @@ class LanePrice:
         return found
 
 
-class Holders(NamedTuple):
-    """Ranks that hold the same slice of a block, elements of a block of each kind, and the same of its experts.
+class JoinedPrice:
+    """A message that carries the buffers of two messages, one after the other, of blocks that have both."""
 
-    `experts` factors the ranks for experts that they divide.
-    """
+    def __init__(self, own: Price, stacks: Price, has_stacks: Sequence[bool]) -> None:
+        self._own, self._stacks, self._has_stacks = own, stacks, has_stacks
 
-    degrees: tuple[int, ...]
-    numels: Numels
-    stacks: Numels = ()
-    experts: Mesh | None = None
+    @cached_property
+    def lane(self) -> int:
+        return max(self._own.lane, self._stacks.lane)
+
+    def __getitem__(self, kind: int) -> float:
+        return self._own[kind] + (self._stacks[kind] if self._has_stacks[kind] else 0.0)
 
 
 class Messages(NamedTuple):
     """Data-parallel messages of a plan; `further` is the forward gather of every unit after the first."""
 
-    refresh: LanePrice
-    gather: LanePrice
-    reduce: LanePrice
-    sync: LanePrice
-    further: LanePrice
-    backward: LanePrice
-    control: LanePrice
+    refresh: Price
+    gather: Price
+    reduce: Price
+    sync: Price
+    further: Price
+    backward: Price
+    control: Price
 
 
 class MessagePrices:
@@ -70,8 +80,7 @@ class MessagePrices:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
         self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
-        self._holders: dict[Mesh, Holders] = {}
-        self._divided: dict[tuple[Holders, Placement], Messages] = {}
+        self._joined: dict[tuple[Mesh, Placement], Messages] = {}
         self._lanes: dict[tuple[object, ...], LanePrice] = {}
         self._costs: dict[tuple[object, ...], Costs] = {}
 
@@ -80,33 +89,30 @@ class MessagePrices:
         key = (degrees, numels, placement)
         found = self._messages.get(key)
         if found is None:
-            found = self._messages[key] = self._found(Holders(degrees, numels), placement)
+            found = self._messages[key] = self._found(degrees, numels, placement)
         return found
 
     def of_shape(self, mesh: Mesh, placement: Placement) -> Messages:
-        """Messages of the blocks of a mesh (`Estimator.own_numels`), with the experts that its ranks divide."""
-        numels = self.estimator.own_numels(mesh)
-        if mesh.experts is None:
-            return self.messages(mesh.state, numels, placement)
-        holders = self._holders.get(mesh)
-        if holders is None:
-            experts = Mesh.build(len(mesh.degrees), **{axis: mesh.experts.group(axis) for axis in EXPERT_AXES})
-            stacks = self.estimator.stack_numels(mesh)
-            holders = self._holders[mesh] = Holders(mesh.state, numels, stacks, Mesh(experts.degrees, experts))
-        key = (holders, placement)
-        found = self._divided.get(key)
+        """Messages of the blocks of a mesh (`Estimator.own_numels`), with their experts if others hold these."""
+        numels, stacks = self.estimator.own_numels(mesh), self.estimator.stack_numels(mesh)
+        own = self.messages(mesh.state, numels, placement)
+        if not any(stacks):
+            return own
+        found = self._joined.get((mesh, placement))
         if found is None:
-            found = self._divided[key] = self._found(holders, placement)
+            more, has = self.messages(mesh.stack_state, stacks, placement), [numel > 0 for numel in stacks]
+            joined = [JoinedPrice(*each, has) for each in zip(own, more, strict=True)]
+            found = self._joined[mesh, placement] = Messages(*joined)._replace(control=own.control)
         return found
 
-    def _found(self, holders: Holders, placement: Placement) -> Messages:
+    def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
         params, grads, optimizer, backward = placement
 
         def lane(instruction: Instruction, *places: int) -> LanePrice:
-            key = (holders, instruction, places)
+            key = (degrees, numels, instruction, places)
             found = self._lanes.get(key)
             if found is None:
-                found = self._lanes[key] = LanePrice(instruction, partial(self._priced, holders, placement))
+                found = self._lanes[key] = LanePrice(instruction, partial(self._priced, degrees, numels, placement))
             return found
 
         # Only the placements passed to `lane` enter its key, so placements that share them share a price.
@@ -121,27 +127,21 @@ class MessagePrices:
             control=lane(Instruction(Op.CLIP), params, grads, optimizer, backward),
         )
 
-    def _priced(self, holders: Holders, placement: Placement) -> Costs:
+    def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
         # Of a program that has a block of each kind and no instructions.
-        key = (holders, placement)
+        key = (degrees, numels, placement)
         if key not in self._costs:
-            layout, plan = self.estimator.layout(holders.degrees, placement)
-            cluster = data_cluster(self.estimator.task.cluster, holders.degrees)
-            if holders.experts is not None:
-                names = [tier.name for tier in cluster.tiers]
-                plan = replace(plan, experts=holders.experts.expert_table(names))
-            expert_degrees = (1, 1) if holders.experts is None else holders.experts.expert_degrees
+            layout, plan = self.estimator.layout(degrees, placement)
+            cluster = data_cluster(self.estimator.task.cluster, degrees)
             blocks = tuple(
-                BlockSpec(name=f"kind {kind}", params=flat_params(*each, expert_degrees))
-                for kind, each in enumerate(
-                    zip(holders.numels, holders.stacks or (0,) * len(holders.numels), strict=True)
-                )
+                BlockSpec(name=f"kind {kind}", params=(ParamSpec(name="all", shape=(numel,)),))
+                for kind, numel in enumerate(numels)
             )
             program = Program(
                 cluster=cluster,
                 plan=plan,
                 layout=layout,
-                blocks=slice_blocks(blocks, Mesh.of(cluster, plan)),
+                blocks=blocks,
                 stage=_stage(len(blocks)),
                 instructions=(),
             )

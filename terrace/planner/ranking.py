@@ -36,11 +36,12 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Cost):
-    """Cost of a candidate. Only `Evaluator.played` fills in bytes and the split of blocks."""
+    """Cost of a candidate. Only `Evaluator.played` fills in bytes, the split of blocks and the chunks of experts."""
 
     candidate: Candidate
     sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
     stages: tuple[int, ...] = ()  # blocks of every virtual stage
+    expert_chunks: Mapping[str, int] = field(default_factory=dict)  # as in a plan
 
     @property
     def simplicity(self) -> tuple[int, int, int, Candidate]:

@@ -192,7 +192,7 @@ def least_of(space: Space, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh,
     mesh, context = shape.mesh.only("tensor", "pipeline"), shape.mesh.total("context")
     common = math.gcd(micro_batch, context)
     queries = tuple(heads.queries for heads in space.task.heads(mesh.total("rows")))
-    return OpenMesh(_least_mesh(mesh, context // common, queries)), micro_batch // common
+    return OpenMesh(_least_mesh(mesh, context // common, queries), divides=shape.divides), micro_batch // common
 
 
 @lru_cache(maxsize=65536)
@@ -209,10 +209,10 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     """Every mesh, with the context forms left open."""
     task, pins = space.task, space.pins
     sizes = [tier.size for tier in task.cluster.tiers]
-    # Only parameters with declared dims can be cut, experts by no tensor axis; and only blocks with heads bring tokens
-    # of several ranks together.
+    # Only parameters with declared dims can be cut, and a token must be whole where its experts are chosen; only blocks
+    # with heads bring tokens of several ranks together.
     params = [param for block in task.kinds.specs for param in block.params if param.shape]
-    can_cut = all(param.dims and not param.is_stack for param in params)
+    can_cut, mixes = all(param.dims for param in params), any(param.is_stack for param in params)
     attends = any(block.attends for block in task.kinds.specs)
     # Messages between stages go by the hidden size.
     most_stages = max(1, len(task.inner)) if declared_hidden_size(task.kinds.specs) else 1
@@ -226,6 +226,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
         # Degrees only grow from tier to tier, and divisors of a valid degree are valid, so a failure ends the branch.
         return (
             (columns * rows == 1 or can_cut)
+            and (columns == 1 or not mixes)
             and (context == 1 or attends)
             and task.batch % data == 0
             and all(size % rows == 0 for size in cut_by_rows)

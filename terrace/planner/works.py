@@ -33,7 +33,9 @@ class Works:
         found = self._block_works.get(key)
         if found is None:
             numbers = micro_batch, recompute, accumulate
-            if context and shape.is_open and self.estimator.computes_by_tokens:
+            # Where ranks divide experts, the mesh has messages of its own.
+            by_tokens = self.estimator.computes_by_tokens and shape.mesh.experts is None
+            if context and shape.is_open and by_tokens:
                 each = self._with_messages(shape, *numbers)
             else:
                 forms, kinds = self.forms(shape), range(len(self.specs))
@@ -76,7 +78,8 @@ class Works:
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
             numels = self.estimator.least_numels(mesh) if shape.divides else self.estimator.own_numels(mesh)
-            stacks = self.estimator.stack_numels(mesh)
+            # How divided experts are held is open: then nothing is known of their states.
+            stacks = (0,) * len(numels) if shape.divides else self.estimator.stack_numels(mesh)
             kept = self._kept(shape, recompute)
             found = self._sizes[shape, recompute] = Sizes(
                 num_stages=mesh.total("pipeline"),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.context import attention_heads
+from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
@@ -219,19 +220,27 @@ def _from_work(program: "Program", work: Work) -> Costs:
     for index, (kind, block) in enumerate(zip(program.kinds, program.blocks, strict=True)):
         if kind not in known:
             seconds, experts = seconds_of(device, work, block, accumulate=accumulate), ExpertSeconds()
-            trained, own_work = _trained_part(block), work_in(work, block, device.backend)
             traffic = program.experts(index)
             if traffic is not None:
-                experts, longer = priced_experts(device, own_work, traffic, accumulate, trained)
+                experts, longer = expert_seconds(program, index, work, traffic)
                 seconds = seconds.longer(*longer)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
-            weight_s = seconds.weight_s * trained
-            rounds = core_rounds(device, own_work)
+            weight_s = seconds.weight_s * trained_part(block)
+            rounds = core_rounds(device, work_in(work, block, device.backend))
             known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, experts
     forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
     each_rounds, each_experts = ([known[kind][1] for kind in program.kinds], [known[kind][2] for kind in program.kinds])
     return _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_experts, in_chunks)
+
+
+def expert_seconds(
+    program: "Program", block: int, work: Work, traffic: ExpertTraffic
+) -> tuple[ExpertSeconds, tuple[float, float, float]]:
+    """Seconds of a block's experts with `traffic`, and how much longer a pass is than with all experts on each rank."""
+    device, spec = program.cluster.device, program.blocks[block]
+    own = work_in(work, spec, device.backend)
+    return priced_experts(device, own, traffic, program.num_micros > 1, trained_part(spec))
 
 
 def _costs(
@@ -259,7 +268,7 @@ def _costs(
     )
 
 
-def _trained_part(block: BlockSpec) -> float:
+def trained_part(block: BlockSpec) -> float:
     sizes = [(param.numel, param.trainable) for param in block.params if param.decays]
     total = sum(numel for numel, _ in sizes)
     # A tied head borrows its matrix and computes its gradient whole; a block without matrices counts as trained or not.
@@ -312,7 +321,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         weights = (block.num_trainable + block.num_frozen) * item
         # At the least, the weights are read once.
         forward.append(max(flops / peak, weights / bandwidth))
-        weight.append(forward[-1] * _trained_part(block))
+        weight.append(forward[-1] * trained_part(block))
         backward.append(forward[-1] + weight[-1])
         traffic = program.experts(index)
         experts.append(

@@ -10,9 +10,9 @@ inner size I/w. Router, gate and attention come before the messages in a forward
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Device
 from terrace.model.config import DecoderBlock
@@ -22,10 +22,12 @@ from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
 from terrace.program.instruction import Op
-from terrace.simulate.inside import InBlockPrices
 from terrace.simulate.mixture import Seconds, passed_seconds, shared_seconds
 from terrace.simulate.rank import Doing, Event, PassStep
 from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.simulate.inside import InBlockPrices
 
 FORWARD = (ComputeKind.EXPERTS, ComputeKind.SHARED)  # the computing of a forward, in a recomputed backward too
 
@@ -106,42 +108,67 @@ def shared_out(
     )
 
 
-def pass_steps(
-    steps: Steps, op: Op, category: str, block: int, own: ExpertSeconds, prices: InBlockPrices
-) -> Iterator[PassStep]:
-    """The steps of a pass as they are played."""
+def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | ExpertMessage, int]]:
+    """The steps of a pass: what each does, its computing or its message, and its number as in `PassStep`."""
     sent: list[Send] = []
     newest: dict[tuple[MessageClass, bool, int], int] = {}  # of each chunk, its last hop so far
     for step in steps:
         if isinstance(step, Compute):
-            yield PassStep(Doing.COMPUTE, Event(op, block, own.of(step), -1, category))
-        elif isinstance(step, Send):
-            (message,) = step.messages
-            assert isinstance(message, ExpertMessage), "the steps are of experts"
-            name, (seconds, penalty) = message.message_class.value, prices.price(message)
+            yield Doing.COMPUTE, step, -1
+            continue
+        if isinstance(step, Gap):
+            yield Doing.GAP, step, step.number
+            continue
+        (message,) = step.messages if isinstance(step, Send) else step.send.messages
+        assert isinstance(message, ExpertMessage), "the steps are of experts"
+        if isinstance(step, Send):
             # Rows of a chunk arrive over one tier before they go over the next.
             chunk = message.message_class, message.backward, message.chunk
             follows, newest[chunk] = newest.get(chunk, -1), len(sent)
-            lane = Event(op, block, seconds, message.tier, f"wait {name}", penalty=penalty, message=name)
-            yield PassStep(Doing.SEND, lane, follows)
+            yield Doing.SEND, message, follows
             sent.append(step)
-        elif isinstance(step, Gap):
-            yield PassStep(Doing.GAP, Event(op, block, 0.0, -1, category), step.number)
         else:
-            name = step.send.messages[0].message_class.value
-            yield PassStep(Doing.WAIT, Event(op, block, 0.0, -1, f"wait {name}"), sent.index(step.send))
+            yield Doing.WAIT, message, sent.index(step.send)
+
+
+def pass_steps(
+    steps: Steps, op: Op, category: str, block: int, own: ExpertSeconds, prices: "InBlockPrices"
+) -> Iterator[PassStep]:
+    """The steps of a pass as they are played."""
+    for does, item, number in ordered(steps):
+        if isinstance(item, Compute):
+            yield PassStep(does, Event(op, block, own.of(item), -1, category))
+            continue
+        if isinstance(item, Gap):
+            yield PassStep(does, Event(op, block, 0.0, -1, category), number)
+            continue
+        name = item.message_class.value
+        if does is Doing.SEND:
+            seconds, penalty = prices.price(item)
+            lane = Event(op, block, seconds, item.tier, f"wait {name}", penalty=penalty, message=name)
+            yield PassStep(does, lane, number)
+        else:
+            yield PassStep(does, Event(op, block, 0.0, -1, f"wait {name}"), number)
 
 
 def alone_s(steps: tuple[PassStep, ...]) -> float:
     """Seconds of steps whose messages meet no others on their lanes."""
-    now_s, lanes_s, arrivals_s = 0.0, dict[int, float](), list[float]()
-    for does, event, number in steps:
+    return played_s((does, event.seconds, event.lane, number) for does, event, number in steps)[0]
+
+
+def played_s(steps: Iterable[tuple[Doing, float, int, int]]) -> tuple[float, float]:
+    """Seconds of steps whose messages meet no others, and of these the waits, from what each step does, its seconds,
+    its lane and its number.
+    """
+    now_s, waited_s, lanes_s, arrivals_s = 0.0, 0.0, dict[int, float](), list[float]()
+    for does, seconds, lane, number in steps:
         if does is Doing.COMPUTE:
-            now_s += event.seconds
+            now_s += seconds
         elif does is Doing.SEND:
-            ready_s = max(now_s, lanes_s.get(event.lane, 0.0), arrivals_s[number] if number >= 0 else 0.0)
-            lanes_s[event.lane] = ready_s + event.seconds
-            arrivals_s.append(lanes_s[event.lane])
-        elif does is Doing.WAIT:
-            now_s = max(now_s, arrivals_s[number])
-    return now_s
+            ready_s = max(now_s, lanes_s.get(lane, 0.0), arrivals_s[number] if number >= 0 else 0.0)
+            lanes_s[lane] = ready_s + seconds
+            arrivals_s.append(lanes_s[lane])
+        elif does is Doing.WAIT and arrivals_s[number] > now_s:
+            waited_s += arrivals_s[number] - now_s
+            now_s = arrivals_s[number]
+    return now_s, waited_s

@@ -15,6 +15,7 @@ rank holds all experts; tensor ranks do not cut them.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
@@ -38,22 +39,29 @@ def mixture_seconds(device: Device, work: Work, experts: ExpertsConfig, accumula
     products = [(wide, 1, tokens, inputs, outputs) for inputs, outputs in router_products(experts, hidden)]
     if experts.shared_gate:
         products.append((work.compute, 1, work.stream_tokens, hidden, 1))
-    seconds = _with_products(device, work, _passes(device, work, experts), products, accumulate)
+    seconds = _with_products(device, work.compute, _passes(device, work, experts), products, accumulate)
     passed = passed_seconds(device, work, experts, tokens, accumulate)
     return seconds[0] + passed[0], seconds[1] + passed[1], seconds[2] + passed[2]
 
 
 def passed_seconds(device: Device, work: Work, experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
     """Seconds of `tokens` that pass their experts: order, spread, products, activation, weights, collect."""
-    hidden, inner, item = work.model.hidden_size, experts.intermediate_size, FORMATS[work.compute].element_bytes
+    return _passed_seconds(device, work.model.hidden_size, work.compute, experts, tokens, accumulate)
+
+
+@lru_cache(maxsize=65536)
+def _passed_seconds(
+    device: Device, hidden: int, compute: str, experts: ExpertsConfig, tokens: int, accumulate: bool
+) -> Seconds:
+    inner, item = experts.intermediate_size, FORMATS[compute].element_bytes
     products = []
     for count, each in even_loads(tokens, experts):
-        products += [(work.compute, 2 * count, each, hidden, inner), (work.compute, count, each, inner, hidden)]
+        products += [(compute, 2 * count, each, hidden, inner), (compute, count, each, inner, hidden)]
     rows, token = tokens * experts.per_token, item * hidden * tokens
     forward = (_INDEX_BYTES + 5 * item * hidden + 5 * item * inner) * rows + token
     backward = (5 * item * hidden + 11 * item * inner) * rows + token
     passes_s = memory_s(device, forward, _PASSED_OPERATORS), memory_s(device, backward, _PASSED_OPERATORS)
-    return _with_products(device, work, passes_s, products, accumulate)
+    return _with_products(device, compute, passes_s, products, accumulate)
 
 
 def shared_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
@@ -68,12 +76,12 @@ def shared_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulat
         products.append((work.compute, 1, tokens, hidden, 1))
     size = FORMATS[work.compute].element_bytes * inner * tokens
     forward_s, backward_s = (memory_s(device, each * size) for each in ((3, 5) if gated else (2, 3)))
-    return _with_products(device, work, (forward_s, backward_s), products, accumulate)
+    return _with_products(device, work.compute, (forward_s, backward_s), products, accumulate)
 
 
 def _with_products(
     device: Device,
-    work: Work,
+    compute: str,
     passes_s: tuple[float, float],
     products: Iterable[tuple[str, int, int, int, int]],  # dtype, number, rows of each, inputs, outputs
     accumulate: bool,
@@ -84,7 +92,7 @@ def _with_products(
         input_s += count * gemm_s(device, m, n, k, 1, dtype)
         weight_s += count * gemm_s(device, k, m, n, 1, dtype)
         if accumulate:
-            weight_s += stream_s(device, 3 * FORMATS[work.compute].element_bytes * count * k * n, count)
+            weight_s += stream_s(device, 3 * FORMATS[compute].element_bytes * count * k * n, count)
     return forward_s, input_s, weight_s
 
 

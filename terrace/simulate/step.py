@@ -12,15 +12,17 @@ under every schedule (tests/simulate/test_step.py).
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.mesh import Mesh
-from terrace.plan.plan import Plan
+from terrace.plan.plan import EXPERT_CHUNKS, Plan
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
@@ -29,9 +31,10 @@ from terrace.program.program import Program
 from terrace.program.report import StepReport, declared_ahead
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
-from terrace.simulate.cost import Costs, step_costs, update_seconds
+from terrace.simulate.chunks import Layer, as_table, best_chunks
+from terrace.simulate.cost import Costs, expert_seconds, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
-from terrace.simulate.experts import alone_s
+from terrace.simulate.experts import ExpertSeconds, alone_s
 from terrace.simulate.gap_shares import Shares, any_shares, shares_to_try
 from terrace.simulate.stages import Passed, simulate_stages, stages_seconds
 from terrace.simulate.work import Work
@@ -56,7 +59,8 @@ class Step:
     """A step to predict.
 
     `blocks` is the whole model. `work` prices its blocks kernel by kernel; a tuple holds the forward FLOPs of each on
-    one micro-batch instead. A plan that names no `stages` gets the best split (`resolved`).
+    one micro-batch instead. A plan that names no `stages` gets the best split, and one that leaves out numbers of
+    `expert_chunks` the best ones (`resolved`).
     """
 
     cluster: Cluster
@@ -188,9 +192,13 @@ def play_whole(step: Step) -> Prediction:
 
 
 def resolved(step: Step) -> Step:
-    """The step with a plan that says all: the blocks of every virtual stage, and shares of gradients in numbers."""
+    """The step with a plan that says all: blocks of every virtual stage, chunks of experts, shares of gradients.
+
+    Raises `PlanError` for a plan that cannot run.
+    """
     if step.plan.expert_gaps == "auto":
         return _with_gaps(step)
+    step = with_chunks(step)
     # Stages named by the plan are kept.
     if step.plan.stages or step.num_stages == 1:
         return step
@@ -220,6 +228,34 @@ def _with_gaps(step: Step) -> Step:
         if found_s < (1 - _WORTH_IT) * best_s:
             best, best_s = found, found_s
     return best
+
+
+def with_chunks(step: Step) -> Step:
+    """The step with the numbers of chunks that its plan leaves out (terrace.simulate.chunks).
+
+    From FLOPs alone nothing tells what small products take: such a step is as it is built. Raises `PlanError` for a
+    plan that cannot run.
+    """
+    plan, work = step.plan, step.work
+    if not plan.experts or len(plan.expert_chunks) == len(EXPERT_CHUNKS) or not isinstance(work, Work):
+        return step
+    frame, layers = step.frame, list[tuple[int, Layer]]()
+    for kind, times in Counter(frame.kinds).items():
+        first = frame.kinds.index(kind)
+        traffic = frame.experts(first)
+        if traffic is not None:
+            layers.append((times, Layer(step.cluster, traffic, partial(_experts_of, frame, first, work))))
+    if not layers:
+        return step
+    # Shares of gradients are of a number of chunks in a backward.
+    given = {"backward": 1, **plan.expert_chunks} if plan.expert_gaps else plan.expert_chunks
+    forward, backward = (given.get(name, 0) for name in EXPERT_CHUNKS)
+    numbers = best_chunks(layers, (forward, backward))
+    return replace(step, plan=replace(plan, expert_chunks=as_table(numbers)))
+
+
+def _experts_of(frame: Program, block: int, work: Work, traffic: ExpertTraffic) -> ExpertSeconds:
+    return expert_seconds(frame, block, work, traffic)[0]
 
 
 def best_stages(step: Step) -> tuple[int, ...]:

@@ -30,7 +30,6 @@ from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import has_routers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.validate import validate
 from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
@@ -38,7 +37,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.head import ignored_label
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_sums import StepResult
-from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
+from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict, resolved_plan
 from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan
 from terrace.train.trainer_report import TrainerReport
 from terrace.train.user_blocks import digest, hidden_dims, move_buffers, named, places, spread
@@ -121,7 +120,7 @@ class Trainer:
             self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.name)
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or hidden_dims(specs, activation)
-            validate(self.cluster, self.plan, with_dims(specs, declared))
+            self.plan = resolved_plan(self.cluster, self.plan, with_dims(specs, declared), num_micros, activation)
             if self.plan.balance == "cost":
                 raise ConfigError(
                     'plan.balance = "cost" assigns the documents of a whole batch to ranks before each step, which a '

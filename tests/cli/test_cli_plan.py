@@ -78,7 +78,11 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
         (["--best", "0"], "--best 0"),
         (["--train.steps", "3"], "figures of the cluster"),
         (["--cluster.tiers.system.sise", "3"], "sise"),
-        (["--pin", "micro_batch=3"], "drop a pin"),
+        (
+            ["--pin", "micro_batch=3"],
+            "micro_batch = 3 does not divide the 16 sequences of a step; micro_batch can be 1",
+        ),
+        (["--pin", "schedule=1f1b", "--pin", "pipeline=1"], "drop a pin"),
     ],
 )
 def test_bad_input_of_plan_is_one_line(here: Planning, words: list[str], said: str) -> None:

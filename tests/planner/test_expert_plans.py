@@ -11,6 +11,7 @@ from terrace.planner.pins import parse_pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, expert_forms, meshes
 from terrace.planner.task import Task, plan_of
+from terrace.planner.unsatisfied import unsatisfied
 from terrace.report.plans import plan_words
 from tests.support.exhaustive import check_search
 from tests.support.mixtures import MIXTRAL, QWEN3_30B
@@ -21,6 +22,9 @@ from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
     ("name", "axes", "batch"),
     [
         ("dgx 4x2", ("data",), 8),
+        ("dgx 4x2", ("data", "tensor"), 4),
+        pytest.param("frontier 2x1x2", ("data", "tensor", "pipeline"), 4, marks=pytest.mark.nightly),
+        pytest.param("ethernet 2x2", ("data", "tensor", "context", "pipeline"), 4, marks=pytest.mark.nightly),
         ("frontier 2x1x2", ("data", "pipeline"), 4),
         pytest.param("frontier 2x1x2", ("data", "pipeline"), 8, marks=pytest.mark.nightly),
         pytest.param("ethernet 2x2", ("data", "context", "pipeline"), 4, marks=pytest.mark.nightly),
@@ -84,3 +88,34 @@ def test_experts_among_16384_devices_take_few_evaluations() -> None:
     assert found.num_opened < 300
     assert found.num_evaluated <= 15
     assert all(plan_of(task, each.candidate).experts.keys() == {"node"} for each in found.best)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "said"),
+    [
+        (["expert=3"], "expert = 3 does not divide the 8 experts of a layer; expert can be 1, 2, 4 or 8"),
+        (["expert>=16"], "expert = 16 does not divide the 8 experts of a layer; expert can be 1, 2, 4 or 8"),
+        (["expert_rows=3"], "does not divide the inner size of an expert, 40; expert_rows can be 1, 2 or 4"),
+        (["expert_rows=8"], "an expert are on the innermost tier alone; expert_rows can be 1, 2 or 4"),
+        (["expert=8", "expert_rows=4"], "beside the other pins expert can be 1 or 2"),
+        (["expert=8", "pipeline=2"], "beside the other pins expert can be 1, 2 or 4"),
+        (["columns=2"], "columns = 2: a token must be whole where its experts are chosen; columns can be 1"),
+        (["pipeline=8"], "pipeline = 8 stages are more than the 4 layers; pipeline can be 1, 2 or 4"),
+        (["data=16"], "data = 16 does not divide the 8 sequences of a step; data can be 1, 2, 4 or 8"),
+        (
+            ["micro_batch=3"],
+            "does not divide the 8 sequences of a step; micro_batch can be 1, 2, 4 or 8",
+        ),
+        (["expert=2"], ""),
+    ],
+)
+def test_pins_that_no_plan_satisfies_say_why(pinned: list[str], said: str) -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], model=MIXED)
+    found = unsatisfied(Space(task=task, pins=parse_pins(pinned, task.cluster, ())))
+    assert found.endswith(said) if said else not found
+
+
+def test_a_pin_on_experts_of_a_dense_model_says_so() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], model=SMALL)
+    found = unsatisfied(Space(task=task, pins=parse_pins(["expert=2"], task.cluster, ())))
+    assert found == "expert = 2: no layer of this model has experts; expert can be 1"

@@ -13,7 +13,7 @@ from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import in_units, recomputations, schedules, units_of
 from terrace.planner.space import Group, OpenMesh, Space, closed, groups, micro_batches, open_meshes, placements
-from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, sized, small_task
+from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, evaluator_of, gpt, sized, small_task
 
 # Ulysses ranks cannot have 6 heads in fours, nor 2 key-value heads in threes; the logits of the last cost many layers.
 SIX_HEADS = gpt(6, 384, 6, vocab=1000, positions=512)
@@ -23,6 +23,7 @@ MODELS = {
     "six heads": SIX_HEADS,
     "six grouped": replace(SIX_HEADS, num_kv_heads=2),
     "large vocabulary": gpt(5, 128, 4, vocab=40_000, positions=512),
+    "mixed": MIXED,
 }
 TASKS = {
     f"{model}, {cluster}, {batch}": small_task(CLUSTERS.get(cluster, wide), batch, MODELS[model])
@@ -35,6 +36,7 @@ TASKS = {
         ("six grouped", "dgx 4x3", 12),
         ("large vocabulary", "dgx 4x2", 8),
         ("large vocabulary", "ethernet 2x2", 4),
+        ("mixed", "dgx 4x2", 8),
     ]
 }
 

@@ -17,7 +17,7 @@ from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES
 from terrace.plan.presets import PRESETS, preset
-from terrace.planner.estimate import Estimator, data_cluster
+from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import step_of
 from terrace.planner.explain import placement_of, preset_verdicts, reasons
 from terrace.planner.figures import hfu, mfu
@@ -26,6 +26,7 @@ from terrace.planner.ranking import TIE, Estimate, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import Search, cores_of, find
 from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
+from terrace.planner.stage_specs import data_cluster
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.program.lowering import build

@@ -54,6 +54,9 @@ SPREAD = {"system": {"expert": 2}, "node": {"expert": 2}}
 
 def step_of(cluster: Cluster, name: str = "three-level", num_micros: int = 3, **changes: Any) -> Step:
     plan: Plan = replace(preset(name, cluster), **({"experts": SPREAD} | changes))
+    plan = replace(
+        plan, expert_chunks={"forward": 1, "backward": 1, **plan.expert_chunks}
+    )  # what is left out is chosen
     blocks = tuple(block_specs(MODEL))
     work = work_of(cluster, plan, MODEL, SEQUENCE)
     return Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=SEQUENCE, work=work)

@@ -1,0 +1,65 @@
+"""Why experts are where a plan puts them: the step with them one tier further out, and with tokens in one chunk."""
+
+import math
+from dataclasses import dataclass, replace
+
+from terrace.base.errors import PlanError
+from terrace.plan.mesh import STAGE, Mesh
+from terrace.plan.plan import Plan
+from terrace.planner.task import expert_words
+from terrace.simulate.changes import crossing
+from terrace.simulate.chunks import as_table
+from terrace.simulate.step import Prediction, Step, predict_step
+from terrace.simulate.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another division of experts, or other chunks, and its step, or the reason why it cannot run."""
+
+    what: str
+    prediction: Prediction | None = None
+    reason: str = ""
+
+
+def one_tier_out(mesh: Mesh) -> Mesh | None:
+    """The mesh with experts of the innermost tier that divides them on the ranks of the next tier, as many as can be.
+
+    None where no rank of the next tier is free, or no tier divides experts.
+    """
+    if mesh.experts is None:
+        return None
+    expert, rows = (list(mesh.experts.group(axis)) for axis in ("expert", "rows"))
+    inner = next((tier for tier, degree in enumerate(expert[:-1]) if degree > 1), None)
+    if inner is None:
+        return None
+    free = mesh.group(*STAGE)[inner + 1] // (expert[inner + 1] * rows[inner + 1])
+    moved = math.gcd(expert[inner], free)
+    if moved == 1:
+        return None
+    expert[inner], expert[inner + 1] = expert[inner] // moved, expert[inner + 1] * moved
+    return Mesh(mesh.degrees).with_experts(expert, rows)
+
+
+def alternatives(step: Step) -> list[Alternative]:
+    """What one change of the division of experts or of the chunks makes of a step, whose plan names its chunks."""
+    plan, tiers = step.plan, [tier.name for tier in step.cluster.tiers]
+    found = []
+    if max(plan.expert_chunks.values(), default=1) > 1:
+        found.append(_alternative("in one chunk", step, replace(plan, expert_chunks=as_table((1, 1)))))
+    further = one_tier_out(Mesh.of(step.cluster, plan))
+    if further is not None:
+        table = further.expert_table(tiers)
+        moved = crossing(step.cluster, replace(plan, experts=table, expert_chunks={}))
+        found.append(_alternative(f"one tier out ({expert_words(table)})", step, moved))
+    return found
+
+
+def _alternative(what: str, step: Step, plan: Plan) -> Alternative:
+    work, (expert, rows) = step.work, Mesh.of(step.cluster, plan).expert_degrees
+    if isinstance(work, Work):
+        work = replace(work, expert=expert, expert_rows=rows)
+    try:
+        return Alternative(what=what, prediction=predict_step(replace(step, plan=plan, work=work)))
+    except PlanError as error:
+        return Alternative(what=what, reason=str(error))

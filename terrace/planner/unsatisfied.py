@@ -1,0 +1,100 @@
+"""Why no plan satisfies the pins: the rule that a pinned number breaks, and the numbers that would do."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from terrace.plan.dims import cut_sizes
+from terrace.plan.plan import AXES, CONTEXT_AXES
+from terrace.planner.pins import EXPERT_PINS, Pins
+from terrace.planner.space import OpenMesh, Space, context_forms, expert_forms, micro_batches, open_meshes
+from terrace.planner.task import Task
+
+_COUNTED = (*EXPERT_PINS, *AXES, *CONTEXT_AXES, "columns", "micro_batch")  # numbers that follow from a mapping table
+_MOST_TOLD = 8
+_MOST_COLUMNS = 64  # that are looked at where a pin on columns is the question
+
+
+def unsatisfied(space: Space) -> str:
+    """The first pinned number that no plan has, or none beside the other pins, and those that some has; "" if it is
+    none of the numbers that follow from a mapping table.
+    """
+    pinned = [name for name in _COUNTED if name in space.pins.ranges]
+    for name in pinned:
+        columns = {each: space.pins.ranges[each] for each in ("columns",) if each in pinned and each != name}
+        possible = _values(replace(space, pins=Pins(columns)), name)
+        if possible and not any(space.pins.allows(name, value) for value in possible):
+            value = _pinned(space.pins, name, possible)
+            return f"{_broken(space.task, name, value)}; {name} can be {_told(possible, value)}"
+    for name in pinned:
+        others = {each: span for each, span in space.pins.ranges.items() if each != name}
+        possible = _values(replace(space, pins=Pins(others, space.pins.schedule)), name)
+        if possible and not any(space.pins.allows(name, value) for value in possible):
+            return f"beside the other pins {name} can be {_told(possible, _pinned(space.pins, name, possible))}"
+    return ""
+
+
+def _values(space: Space, name: str) -> list[int]:
+    if name == "columns":
+        space = replace(space, pins=Pins(space.pins.ranges | {name: (1, _MOST_COLUMNS)}, space.pins.schedule))
+    return sorted({value for mesh in open_meshes(space) for value in _of_shape(space, mesh, name)})
+
+
+def _of_shape(space: Space, shape: OpenMesh, name: str) -> Iterator[int]:
+    if name in EXPERT_PINS:
+        at = EXPERT_PINS.index(name)
+        yield from (math.prod(form[at]) for form in expert_forms(space, shape.mesh))
+    elif name in CONTEXT_AXES:
+        yield from (mesh.total(name) for mesh in context_forms(space, shape))
+    elif name == "micro_batch":
+        yield from micro_batches(space, shape.mesh.total("data"))
+    else:
+        yield shape.mesh.total(name)
+
+
+def _pinned(pins: Pins, name: str, possible: list[int]) -> int:
+    # Of a range, the end that is nearer to what is possible.
+    low, high = pins.ranges[name]
+    return low if low > possible[0] else high
+
+
+def _told(possible: list[int], value: int) -> str:
+    near = sorted(sorted(possible, key=lambda each: (abs(math.log(each / value)), each))[:_MOST_TOLD])
+    words = " or ".join(filter(None, (", ".join(map(str, near[:-1])), str(near[-1]))))
+    return words if len(near) == len(possible) else f"{words}, among others"
+
+
+def _broken(task: Task, name: str, value: int) -> str:
+    """The rule that a number breaks, which is one that no plan of the task has."""
+    ranks = task.cluster.world_size
+    for number, of_what in _multiples(task, name):
+        if number % value:
+            return f"{name} = {value} does not divide {of_what}"
+    if name in EXPERT_PINS and task.experts is None:
+        return f"{name} = {value}: no layer of this model has experts"
+    if name == "columns" and task.model.experts is not None:
+        return f"columns = {value}: a token must be whole where its experts are chosen"
+    if value > ranks:
+        return f"{name} = {value} is more than the {ranks} ranks of the cluster"
+    if name == "pipeline" and value > len(task.inner):
+        return f"pipeline = {value} stages are more than the {len(task.inner)} layers"
+    if name == "expert_rows":
+        return f"expert_rows = {value}: ranks that cut an expert are on the innermost tier alone"
+    filled = ("expert", "tensor", "context", *CONTEXT_AXES, "columns")
+    rule = "fills a tier before it extends to the next" if name in filled else "is what other axes leave of the ranks"
+    return f"{name} = {value}: {name} divides the ranks of a tier, and {rule}"
+
+
+def _multiples(task: Task, name: str) -> Iterator[tuple[int, str]]:
+    # What a number must divide, whatever the others are.
+    if name == "expert" and task.experts is not None:
+        yield task.experts.num_experts, f"the {task.experts.num_experts} experts of a layer"
+    if name == "expert_rows" and task.experts is not None:
+        yield task.experts.intermediate_size, f"the inner size of an expert, {task.experts.intermediate_size}"
+    if name in ("data", "micro_batch"):
+        yield task.batch, f"the {task.batch} sequences of a step"
+    if name in ("context", *CONTEXT_AXES):
+        yield task.sequence, f"the {task.sequence} tokens of a sequence"
+    if name in ("tensor", "columns"):
+        axis = "rows" if name == "tensor" else "columns"
+        yield from ((size, f"{size}, which tensor {axis} cut") for size in cut_sizes(task.kinds.specs, axis))

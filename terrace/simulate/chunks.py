@@ -1,0 +1,190 @@
+"""Numbers of chunks in which tokens go to their experts, where a plan leaves them out: those of the fastest layer.
+
+More chunks hide more of the messages behind products, but smaller messages and smaller products take longer. All else
+of a step takes as long in any number of chunks. So a forward and a backward of the experts are played alone
+(terrace.simulate.experts) with both numbers, of which one divides the other. The larger one, of the pieces that are
+multiplied, is doubled until a layer is no faster twice in a row. FSMoE (2501.10714, section 4) minimises closed forms
+of such seconds.
+
+Messages slow the computing beside them: with B busy seconds of a lane, of which W are waited for, by its penalty times
+B - W; on several lanes at once by the largest of these, on a CPU by their sum.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from terrace.cluster.cluster import Cluster
+from terrace.plan.expert_traffic import ExpertTraffic
+from terrace.plan.in_block_messages import ExpertMessage
+from terrace.plan.plan import EXPERT_CHUNKS
+from terrace.plan.validate import MOST_CHUNKS
+from terrace.plan.wire import MessageClass
+from terrace.program.block_program.experts import expert_steps
+from terrace.program.block_program.steps import Compute, ComputeKind, Gap
+from terrace.simulate.experts import ExpertSeconds, ordered, played_s
+from terrace.simulate.inside import InBlockPrices
+from terrace.simulate.links import tier_penalty
+from terrace.simulate.rank import Doing
+
+_SLOWER = 2  # numbers of pieces in a row after which no larger one is tried
+_GAIN = 1e-3  # part of a layer's seconds that more pieces must save: a prediction is not exact to less
+
+Numbers = tuple[int, int]  # of chunks in a forward and in a backward
+_Item = Compute | ExpertMessage
+_Order = tuple[tuple[_Item, ...], tuple[tuple[Doing, int, int, int], ...]]
+Orders = dict[tuple[object, ...], _Order]
+
+
+class Layer:
+    """The experts of a layer in any number of chunks, on one micro-batch, whose messages meet no others.
+
+    `seconds_of` gives the computing of a number of pieces. Layers that share `orders` find the order of their steps
+    once.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        traffic: ExpertTraffic,
+        seconds_of: Callable[[ExpertTraffic], ExpertSeconds],
+        orders: Orders | None = None,
+    ) -> None:
+        self._cluster, self.traffic, self._seconds_of = cluster, traffic, seconds_of
+        self._orders: Orders = {} if orders is None else orders
+        self._own: dict[int, ExpertSeconds] = {}
+        self._passes: dict[tuple[bool, int, int], tuple[float, float]] = {}
+        self._sent: dict[tuple[ExpertMessage, int], float] = {}
+        self._penalties = [tier_penalty(cluster, tier) for tier in range(len(cluster.tiers))]
+
+    def allows(self, pieces: int) -> bool:
+        """Whether the tokens can be cut into so many pieces: some in each, and with even routing all experts in it."""
+        traffic = self.traffic
+        return not traffic.tokens % (traffic.num_experts * pieces) if traffic.is_even else pieces <= traffic.tokens
+
+    def of(self, numbers: Numbers) -> tuple[float, float]:
+        """Seconds of a forward and of a backward."""
+        pieces = max(numbers)
+        forward_s, backward_s = (self._pass(back, numbers[back], pieces)[0] for back in (False, True))
+        return forward_s, backward_s
+
+    def waits_s(self, numbers: Numbers) -> tuple[float, float]:
+        """Seconds that a forward and a backward wait for messages; penalties do not count."""
+        pieces = max(numbers)
+        forward_s, backward_s = (self._pass(back, numbers[back], pieces)[1] for back in (False, True))
+        return forward_s, backward_s
+
+    def tables_s(self, numbers: Numbers) -> float:
+        """Seconds of the tables of a forward, which come first and are waited for; a recomputed forward has none."""
+        forward, pieces = numbers[False], max(numbers)
+        items, _ = self._order(False, forward, pieces)
+        messages = (item for item in items if isinstance(item, ExpertMessage))
+        return sum(
+            self._message_s(item, forward, pieces) for item in messages if item.message_class is MessageClass.ROUTE
+        )
+
+    def _pass(self, backward: bool, number: int, pieces: int) -> tuple[float, float]:
+        key = (backward, number, pieces)
+        found = self._passes.get(key)
+        if found is None:
+            items, order = self._order(backward, number, pieces)
+            own = self._seconds(pieces)._replace(chunks=number)
+            each_s = [
+                own.of(item) if isinstance(item, Compute) else self._message_s(item, number, pieces) for item in items
+            ]
+            total_s, waited_s = played_s((does, each_s[item], lane, other) for does, item, lane, other in order)
+            busy_s = [0.0] * len(self._penalties)
+            for does, item, lane, _ in order:
+                if does is Doing.SEND:
+                    busy_s[lane] += each_s[item]
+            slowed = [
+                penalty * max(0.0, busy - waited_s) for penalty, busy in zip(self._penalties, busy_s, strict=True)
+            ]
+            slowed_s = sum(slowed) if self._cluster.device.backend == "cpu" else max(slowed)
+            found = self._passes[key] = total_s + slowed_s, waited_s
+        return found
+
+    def _order(self, backward: bool, number: int, pieces: int) -> _Order:
+        traffic = self.traffic
+        degrees = tuple(degree > 1 for line in (traffic.expert, traffic.rows) for degree in line)
+        key = (degrees, traffic.shares, backward, number, pieces)
+        found = self._orders.get(key)
+        if found is None:
+            chunks = (pieces, number) if backward else (number, pieces)
+            found = self._orders[key] = _order_of(replace(traffic, chunks=chunks), backward)
+        return found
+
+    def _seconds(self, pieces: int) -> ExpertSeconds:
+        found = self._own.get(pieces)
+        if found is None:
+            found = self._own[pieces] = self._seconds_of(replace(self.traffic, chunks=(pieces, pieces)))
+        return found
+
+    def _message_s(self, message: ExpertMessage, number: int, pieces: int) -> float:
+        # A table has a part for each piece, rows are of one chunk.
+        number = pieces if message.message_class is MessageClass.ROUTE else number
+        found = self._sent.get((message, number))
+        if found is None:
+            traffic = replace(self.traffic, chunks=(number, number))
+            prices = InBlockPrices(self._cluster, None, None, experts=traffic)
+            found = self._sent[message, number] = prices.seconds(message)
+        return found
+
+
+def _order_of(traffic: ExpertTraffic, backward: bool) -> _Order:
+    # Parts of a kind take as long as the first, but for weight gradients (`ExpertSeconds.of`).
+    numbers: dict[_Item, int] = {}
+    order = []
+    for does, item, other in ordered(expert_steps(traffic)[backward]):
+        if isinstance(item, Gap):
+            continue
+        alike: _Item
+        if isinstance(item, Compute):
+            later = item.kind is ComputeKind.EXPERT_WEIGHTS and item.number > 0
+            alike, lane = item._replace(number=int(later)), -1
+        else:
+            alike, lane = item._replace(chunk=0), item.tier
+        order.append((does, numbers.setdefault(alike, len(numbers)), lane, other))
+    return tuple(numbers), tuple(order)
+
+
+def best_chunks(layers: Sequence[tuple[int, Layer]], given: Numbers = (0, 0)) -> Numbers:
+    """The numbers of chunks with which the layers, each `times` over, are fastest; a number that is given is kept.
+
+    Where tokens cannot be cut at all, 1 for each that is not given.
+    """
+    best, least_s, slower = (given[0] or 1, given[1] or 1), math.inf, 0
+    for pieces in _doubled(max(1, *given)):
+        if not all(layer.allows(pieces) for _, layer in layers):
+            break
+        found = [
+            (sum(times * sum(layer.of(numbers)) for times, layer in layers), sum(numbers), numbers)
+            for numbers in _with_pieces(pieces, given)
+        ]
+        slower += 1
+        for seconds, _, numbers in sorted(found)[:1]:
+            if seconds < least_s * (1 - _GAIN):
+                best, least_s, slower = numbers, seconds, 0
+        if slower == _SLOWER:
+            break
+    return best
+
+
+def _doubled(pieces: int) -> Iterator[int]:
+    while pieces <= MOST_CHUNKS:
+        yield pieces
+        pieces *= 2
+
+
+def _with_pieces(pieces: int, given: Numbers) -> Iterator[Numbers]:
+    divisors = [number for number in range(1, pieces + 1) if pieces % number == 0]
+    forwards, backwards = ([number] if number else divisors for number in given)
+    for forward in forwards:
+        for backward in backwards:
+            if max(forward, backward) == pieces and pieces % min(forward, backward) == 0:
+                yield forward, backward
+
+
+def as_table(numbers: Numbers) -> dict[str, int]:
+    """The numbers as `Plan.expert_chunks`."""
+    return dict(zip(EXPERT_CHUNKS, numbers, strict=True))
