@@ -31,6 +31,8 @@ from terrace.checkpoint.layout import (
 from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, Slices, choices_of, held, parts_of, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.checkpoint.residuals import restore_residuals
+from terrace.model.spec import BlockSpec
+from terrace.plan.expert_counts import experts_of
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
@@ -143,7 +145,7 @@ class Checkpoint:
             part.values[kind][within(box, part.box)].copy_(stored)
 
     def has(self, block: str, name: str) -> bool:
-        """Whether there are elements of a parameter, or of what stands beside parameters under a name of its own."""
+        """Whether the checkpoint has any element of `name` in a block."""
         return bool(self._pieces.get((block, name)))
 
     def files_of(self, block: str, wanted: Iterable[BoxValues]) -> set[str]:
@@ -257,7 +259,8 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
     lacks_loads = (
         engine.passages.balance.step
         and checkpoint.step
-        and any(not checkpoint.has(block, CHOICES) for block, _ in choices_of(engine.program, engine.state.choices))
+        # Of the whole model: the stage of the rank that prints the note may have no mixture.
+        and lacks_choices(checkpoint, engine.program.blocks)
     )
     if lacks_loads:
         note = "; ".join(filter(None, (note, f"balance.step begins anew, since {checkpoint.folder.name} has no loads")))
@@ -267,6 +270,11 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
         raise CheckpointError(told[0])
     engine.refresh()
     return note
+
+
+def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
+    """Whether the checkpoint is without the tokens of each expert of a mixture among `blocks`."""
+    return any(experts_of(block) is not None and not checkpoint.has(block.name, CHOICES) for block in blocks)
 
 
 def restore(state: ModelState, checkpoint: Checkpoint) -> str:

@@ -33,7 +33,7 @@ from terrace.planner.task import MOST_SEQUENCES, Task, plan_of
 from terrace.planner.unsatisfied import unsatisfied
 from terrace.planner.verdicts import lack
 from terrace.program.schedules.registry import schedule_names
-from terrace.report.experts import alternatives_words
+from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.plans import figures_words, plan_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
 from terrace.simulate.advice import Advice, Job, advice, worst_words
@@ -102,7 +102,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
     if plan.experts:
         step = step_of(task, plan)
-        print(f"{alternatives_words(predict_step(step), alternatives(step))}\n")
+        lines = experts_words(plan), alternatives_words(predict_step(step), alternatives(step))
+        print("\n".join(filter(None, lines)) + "\n")
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
     print(outcome)
     return 0

@@ -54,7 +54,8 @@ from terrace.train.prediction import step_of
 
 @dataclass(frozen=True)
 class StepView:
-    """A step of a run with resolved stages, ready to print and write.
+    """A step of a run with a plan that names stages, chunks of experts and shares of gradients, ready to print and
+    write.
 
     Computes only the parts needed by a view: `program` predicts, `step` also records and tries changes.
     """

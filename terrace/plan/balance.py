@@ -45,6 +45,12 @@ def check_balance(balance: BalanceConfig, mesh: Mesh, plan: Plan, blocks: Sequen
             f"balance.step = {balance.step} goes by the tokens of each expert, and those of block {uncounted[0]!r} are "
             "not counted: declare it as a block of terrace.model.config, or use balance.sequence"
         )
+    if balance.sequence and uncounted and splits_sequences(mesh, plan):
+        raise PlanError(
+            f"balance.sequence = {balance.sequence} goes by the choices of whole sequences, which ranks share under "
+            f"this plan, and those of block {uncounted[0]!r} are not counted: declare it as a block of "
+            "terrace.model.config, or give the tiers of context and tensor rows to the data axis"
+        )
     for name in _BY_COUNTS:
         if getattr(balance, name) and plan.island is not None:
             raise PlanError(
@@ -76,7 +82,7 @@ def telling_choices(balance: BalanceConfig | None, blocks: Iterable[BlockSpec]) 
 def _telling(block: BlockSpec) -> BlockSpec:
     assert isinstance(block, DecoderBlock), "only these have experts"
     assert block.config.experts is not None, "and this one has"
-    experts = replace(block.config.experts, tells_choices=True)
+    experts = replace(block.config.experts, shares_choices=True)
     return replace(block, config=replace(block.config, experts=experts))
 
 

@@ -24,8 +24,7 @@ OF_ROWS = ("sent", "received", "multiplied")
 
 def experts_of(block: BlockSpec) -> ExpertsConfig | None:
     """The mixture of a block; None where it has none."""
-    experts = block.config.experts if isinstance(block, DecoderBlock) else None
-    return experts if any(param.is_stack for param in block.params) else None
+    return block.config.experts if isinstance(block, DecoderBlock) and block.has_stacks else None
 
 
 def mixtures(blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> tuple[int, ...]:

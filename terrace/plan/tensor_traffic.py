@@ -28,10 +28,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import batch_shape
 from terrace.plan.dims import hidden_size, is_inner, is_norm
+from terrace.plan.expert_counts import experts_of
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout
@@ -214,9 +214,11 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
 
 
 def choice_messages(tensor: TensorTraffic, block: BlockSpec) -> tuple[TensorMessage, ...]:
-    """What ranks that share sequences tell one another of the choices of a block, in its first forward."""
-    experts = block.config.experts if isinstance(block, DecoderBlock) and block.has_stacks else None
-    if experts is None or not experts.tells_choices or tensor.sharing.degree == 1:
+    """The message with which ranks that share sequences gather the counts of a block's choices, in its first
+    forward.
+    """
+    experts = experts_of(block)
+    if experts is None or not experts.shares_choices or tensor.sharing.degree == 1:
         return ()
     return (TensorMessage(Leg.NUMBERS, tensor.sharing.axes, tensor.plan.micro_batch * experts.num_experts),)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from terrace.base.errors import PlanError
 from terrace.plan.mesh import STAGE, Mesh
@@ -42,17 +43,23 @@ def one_tier_out(mesh: Mesh) -> Mesh | None:
 
 
 def alternatives(step: Step) -> list[Alternative]:
-    """What one change of the division of experts or of the chunks makes of a step, whose plan names its chunks."""
+    """The step with tokens in one chunk, and with experts one tier further out; the plan names its chunks."""
     plan, tiers = step.plan, [tier.name for tier in step.cluster.tiers]
     found = []
     if max(plan.expert_chunks.values(), default=1) > 1:
-        found.append(_alternative("in one chunk", step, replace(plan, expert_chunks=as_table((1, 1)))))
+        changed = _changed(plan, expert_chunks=as_table((1, 1)))
+        found.append(_alternative("with tokens in one chunk", step, changed))
     further = one_tier_out(Mesh.of(step.cluster, plan))
     if further is not None:
         table = further.expert_table(tiers)
-        moved = crossing(step.cluster, replace(plan, experts=table, expert_chunks={}))
-        found.append(_alternative(f"one tier out ({expert_words(table)})", step, moved))
+        moved = crossing(step.cluster, _changed(plan, experts=table, expert_chunks={}))
+        found.append(_alternative(f"with experts one tier out ({expert_words(table)})", step, moved))
     return found
+
+
+def _changed(plan: Plan, **changes: Any) -> Plan:
+    # Shares of gradients are of a number of chunks, so they are found anew.
+    return replace(plan, **changes, expert_gaps="auto" if plan.expert_gaps else ())
 
 
 def _alternative(what: str, step: Step, plan: Plan) -> Alternative:
@@ -60,6 +67,16 @@ def _alternative(what: str, step: Step, plan: Plan) -> Alternative:
     if isinstance(work, Work):
         work = replace(work, expert=expert, expert_rows=rows)
     try:
-        return Alternative(what=what, prediction=predict_step(replace(step, plan=plan, work=work)))
+        return Alternative(what=what, prediction=_predicted(replace(step, plan=plan, work=work)))
     except PlanError as error:
         return Alternative(what=what, reason=str(error))
+
+
+def _predicted(step: Step) -> Prediction:
+    try:
+        return predict_step(step)
+    except PlanError:
+        if not step.plan.expert_gaps:
+            raise
+        # Experts further out may share no lane with gradients.
+        return predict_step(replace(step, plan=replace(step.plan, expert_gaps=())))

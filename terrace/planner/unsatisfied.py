@@ -16,8 +16,8 @@ _MOST_COLUMNS = 64  # that are looked at where a pin on columns is the question
 
 
 def unsatisfied(space: Space) -> str:
-    """The first pinned number that no plan has, or none beside the other pins, and those that some has; "" if it is
-    none of the numbers that follow from a mapping table.
+    """Names the first pin that no plan satisfies, alone or beside the other pins, and the numbers that some plan has;
+    "" if no numeric pin is to blame.
     """
     pinned = [name for name in _COUNTED if name in space.pins.ranges]
     for name in pinned:

@@ -44,7 +44,7 @@ def has_gaps(program: "Program", instruction: Instruction) -> bool:
 
 
 def before_gaps(program: "Program") -> frozenset[int]:
-    """Passes of the stage, by number, whose gradients the next pass has gaps for."""
+    """Numbers of the passes that are followed by a backward with gaps for their gradients."""
     if not program.plan.expert_gaps:
         return frozenset()
     stage, found = program.stage, set[int]()

@@ -11,27 +11,23 @@ from terrace.simulate.step import Prediction
 
 
 def experts_words(plan: Plan) -> str:
-    """The ranks that divide experts and the chunks in which tokens go to them, in a line; "" where none do."""
-    if not plan.experts:
-        return ""
+    """The ranks that divide experts and the chunks in which tokens go to them, in a line."""
     forward, backward = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
     chunks = f"{counted(forward, 'chunk')} in a forward and {backward} in a backward"
     return f"experts on {expert_words(plan.experts)}; tokens go to them in {chunks}"
 
 
 def alternatives_words(base: Prediction, found: Sequence[Alternative]) -> str:
-    """`experts_words` of a step, and what each alternative makes of it, a line each."""
-    lines = [experts_words(base.step.plan)]
+    """The step under each alternative, a line each."""
+    lines = []
     for each in found:
         if each.prediction is None:
-            lines.append(f"  {each.what}: {each.reason}")
+            lines.append(f"{each.what}: {each.reason}")
             continue
         longer = each.prediction.step_s / base.step_s - 1
         why = _grown(base.times_s[base.busiest], each.prediction.times_s[each.prediction.busiest])
         of_it = f", by {why}" if longer > 0 and why else ""
-        lines.append(
-            f"  {each.what} the step would take {seconds(each.prediction.step_s)}, {100 * longer:+.1f} %{of_it}"
-        )
+        lines.append(f"{each.what} the step would take {seconds(each.prediction.step_s)}, {100 * longer:+.1f} %{of_it}")
     return "\n".join(lines)
 
 

@@ -91,7 +91,8 @@ def shares_of(labels: Tensor, positions: Tensor | None = None, *, ignored: int =
     So a document weighs as much in losses of routers, which are sums over its tokens, as in the main loss.
     """
     documents, counts = _labels_of_documents(labels, positions, ignored)
-    lengths = torch.bincount(documents, minlength=len(counts)).clamp(min=1)
+    # bincount would wait for the device, to learn its length.
+    lengths = torch.zeros_like(counts).index_add_(0, documents, torch.ones_like(documents)).clamp_(min=1)
     return (counts.double() / lengths)[documents].view(labels.shape)
 
 

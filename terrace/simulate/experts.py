@@ -160,15 +160,28 @@ def played_s(steps: Iterable[tuple[Doing, float, int, int]]) -> tuple[float, flo
     """Seconds of steps whose messages meet no others, and of these the waits, from what each step does, its seconds,
     its lane and its number.
     """
-    now_s, waited_s, lanes_s, arrivals_s = 0.0, 0.0, dict[int, float](), list[float]()
+    now_s = waited_s = 0.0
+    for does, _, ready_s, done_s in timed(steps):
+        if does is not Doing.SEND:
+            now_s = done_s
+        if does is Doing.WAIT:
+            waited_s += done_s - ready_s
+    return now_s, waited_s
+
+
+def timed(steps: Iterable[tuple[Doing, float, int, int]]) -> Iterator[tuple[Doing, int, float, float]]:
+    """(What it does, its lane, when it begins, when it is done) of each step, as in `played_s`."""
+    now_s, lanes_s, arrivals_s = 0.0, dict[int, float](), list[float]()
     for does, seconds, lane, number in steps:
-        if does is Doing.COMPUTE:
-            now_s += seconds
-        elif does is Doing.SEND:
+        if does is Doing.SEND:
             ready_s = max(now_s, lanes_s.get(lane, 0.0), arrivals_s[number] if number >= 0 else 0.0)
             lanes_s[lane] = ready_s + seconds
             arrivals_s.append(lanes_s[lane])
-        elif does is Doing.WAIT and arrivals_s[number] > now_s:
-            waited_s += arrivals_s[number] - now_s
-            now_s = arrivals_s[number]
-    return now_s, waited_s
+            yield does, lane, ready_s, lanes_s[lane]
+            continue
+        ready_s = now_s
+        if does is Doing.COMPUTE:
+            now_s += seconds
+        elif does is Doing.WAIT:
+            now_s = max(now_s, arrivals_s[number])
+        yield does, lane, ready_s, now_s

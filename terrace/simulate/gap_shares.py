@@ -17,6 +17,7 @@ from terrace.plan.gaps import num_gaps
 from terrace.program.gaps import has_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
 from terrace.simulate.cost import Costs
+from terrace.simulate.experts import timed
 from terrace.simulate.rank import Doing, PassStep
 
 Shares = tuple[float, ...]
@@ -52,24 +53,22 @@ def idle_s(steps: Sequence[PassStep], lane: int) -> list[float]:
 
     Nothing else is on any lane.
     """
-    now_s, lanes_s, arrivals_s = 0.0, dict[int, float](), list[float]()
+    now_s, free_s = 0.0, 0.0
     found, since_s = [0.0], 0.0
     waits = True  # for the first message behind the gap
-    for does, event, number in steps:
-        if does is Doing.COMPUTE:
-            now_s += event.seconds
-        elif does is Doing.WAIT:
-            now_s = max(now_s, arrivals_s[number])
-        elif does is Doing.GAP:
+    for does, own, ready_s, done_s in timed((does, event.seconds, event.lane, number) for does, event, number in steps):
+        if does is Doing.SEND:
+            if own != lane:
+                continue
+            if waits:
+                found[-1], waits = ready_s - since_s, False
+            free_s = done_s
+            continue
+        now_s = done_s
+        if does is Doing.GAP:
             found[-1] = max(0.0, now_s - since_s) if waits else found[-1]
             found.append(0.0)
-            since_s, waits = max(now_s, lanes_s.get(lane, 0.0)), True
-        else:
-            ready_s = max(now_s, lanes_s.get(event.lane, 0.0), arrivals_s[number] if number >= 0 else 0.0)
-            if waits and event.lane == lane:
-                found[-1], waits = ready_s - since_s, False
-            lanes_s[event.lane] = ready_s + event.seconds
-            arrivals_s.append(lanes_s[event.lane])
+            since_s, waits = max(now_s, free_s), True
     if waits:
         found[-1] = max(0.0, now_s - since_s)
     return found

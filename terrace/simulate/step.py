@@ -89,7 +89,7 @@ class Step:
 class Prediction:
     """A steady step, by stage. `programs`, `costs` and `passes` are those of the longest step that was played."""
 
-    step: Step  # with its stages resolved
+    step: Step  # its plan names stages, chunks of experts and shares of gradients
     times_s: tuple[Times, ...]
     expected_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]  # of experts under even routing
     programs: tuple[Program, ...]

@@ -26,7 +26,9 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
 
 
 def resolved_run(run: RunConfig) -> RunConfig:
-    """The run with the blocks of every virtual stage in its plan; raises `PlanError` for a plan that cannot run."""
+    """The run with a plan that names stages, chunks of experts and shares of gradients; raises `PlanError` for a plan
+    that cannot run.
+    """
     return replace(run, plan=step_of(run).plan)
 
 

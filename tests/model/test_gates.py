@@ -17,6 +17,7 @@ from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.mixture import Mixture, Router
 from terrace.model.hf.config import published_table
 from terrace.model.init import initial_value
+from terrace.model.spec import BlockSpec
 from terrace.plan.balance import check_balance
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.mesh import Mesh
@@ -296,6 +297,16 @@ def test_documents_that_are_dealt_out_have_no_sequence_loss() -> None:
     plan = replace(preset("zero3", cluster), balance="cost")
     with pytest.raises(PlanError, match=r"balance.sequence = 0.1 goes by the choices of whole sequences, and plan"):
         check_balance(BalanceConfig(sequence=0.1), Mesh.of(cluster, plan), plan, block_specs(parse_model(MIXTRAL)))
+
+
+def test_choices_that_are_not_counted_are_not_told() -> None:
+    cluster = cluster_of(1, 2)
+    own = [BlockSpec(name=spec.name, params=spec.params) for spec in block_specs(parse_model(MIXTRAL))]
+    plan, balance = preset("zero3", cluster), BalanceConfig(sequence=0.1)
+    check_balance(balance, Mesh.of(cluster, plan), plan, own)
+    plan = replace(plan, mapping={"node": {"context": 2}})
+    with pytest.raises(PlanError, match=r"which ranks share under this plan, and those of block 'layers.0' are not co"):
+        check_balance(balance, Mesh.of(cluster, plan), plan, own)
 
 
 def test_even_routes_have_nothing_to_balance() -> None:

@@ -86,6 +86,13 @@ def test_shares() -> None:
     assert shares_of(labels.clamp(min=0), ignored=0).equal(shares_of(labels))
 
 
+def test_counts_do_not_wait_for_the_device() -> None:
+    """No shape follows from values, which tensors without values would refuse."""
+    labels = torch.empty(2, 4, dtype=torch.int64, device="meta")
+    assert shares_of(labels, labels).shape == (2, 4)
+    assert choices_by_sequence(labels, labels[:, 0], 3, 5).shape == (3, 5)
+
+
 def test_losses_act_by_their_gradient_and_are_counted_once() -> None:
     x, sums = torch.tensor([2.0, 3.0], requires_grad=True), torch.zeros(2, dtype=torch.float64)
 

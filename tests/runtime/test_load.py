@@ -2,21 +2,30 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from terrace.base.errors import ProgramError
+from terrace.checkpoint.boxes import to_text, whole
+from terrace.checkpoint.layout import Files, encode, manifest_of
+from terrace.checkpoint.parts import CHOICES
+from terrace.checkpoint.reading import Checkpoint, lacks_choices
 from terrace.model.config import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.balance import BalanceConfig
-from terrace.model.experts.mixture import Mixture
+from terrace.model.experts.config import Gate
+from terrace.model.experts.mixture import Mixture, Router
 from terrace.model.experts.tally import Tally
 from terrace.plan.presets import preset
 from terrace.program.loads import Loads
 from terrace.program.lowering import build
+from terrace.runtime.batch import Batch
 from terrace.runtime.experts.load import Load
-from tests.support.mixtures import mixture
+from terrace.runtime.experts.passages import Passages
+from terrace.runtime.settings import OptimizerConfig
+from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of
 
 CPU = torch.device("cpu")
@@ -62,3 +71,39 @@ def test_a_row_that_was_not_multiplied_stops_the_run() -> None:
     load._numbers[-1] -= 1  # no numbers follow: one rank pads nothing
     with pytest.raises(ProgramError, match=r"layers.1: .* experts multiplied 7 of 8; every row"):
         load.settle()
+
+
+@pytest.mark.parametrize(
+    ("balance", "gate", "needed"),
+    [
+        (BalanceConfig(step=0.1, z=0.1), "softmax", False),
+        (BalanceConfig(sequence=0.1), "softmax", True),
+        (BalanceConfig(capacity=1.5), "softmax", True),
+        (BalanceConfig(), "expert_choice", True),
+    ],
+)
+def test_sequences_of_tokens_are_found_where_something_goes_by_them(
+    balance: BalanceConfig, gate: Gate, needed: bool
+) -> None:
+    model, cluster = mixture(replace(PLAIN, gate=gate, normalized=gate == "softmax"), layers=1), cluster_of(1)
+    program = build(cluster, preset("ddp", cluster), block_specs(model), 1, 4)
+    blocks = build_blocks(model)
+    passages = Passages(blocks, program, balance, 0, CPU)
+    tokens = torch.arange(4).unsqueeze(0)
+    passages.take([Batch(tokens, tokens).with_places(0)], trains=True)
+    passages.begin(0)
+    (gating,) = (module.gating for module in blocks[1].modules() if isinstance(module, Router))
+    assert gating is not None
+    assert gating.passage is not None
+    assert (gating.passage.sequences is not None) == needed
+
+
+def test_loads_are_missed_in_any_block_of_the_model(tmp_path: Path) -> None:
+    """Whatever stage a rank has: one of dense layers has no loads of its own."""
+    blocks = block_specs(mixture(layers=2, dense_layers=(0,)))
+    box = to_text(whole([8]))
+    stored: Files = {"a": {"pieces": {blocks[2].name: {CHOICES: [box]}}}}
+    for files, lacks in (({}, True), (stored, False)):
+        checkpoint = Checkpoint(tmp_path, encode(manifest_of(blocks, OptimizerConfig(), 1, 1, {}, files)))
+        assert lacks_choices(checkpoint, blocks) == lacks
+        assert not lacks_choices(checkpoint, blocks[:2])

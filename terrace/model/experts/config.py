@@ -25,7 +25,7 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     gate: Gate = "softmax"
     router_size: int = 0  # dims that the gate "cosine" projects a token to; 0 for all others
-    tells_choices: bool = False  # in a run: a loss goes by the choices of whole sequences, which ranks may share
+    shares_choices: bool = False  # set for a run whose sequence loss needs whole sequences
     route: Route = "gate"  # "even": for measuring, experts follow from a token's place among those of a rank
     normalized: bool = True  # the weights of a token's experts are divided by their sum
     scale: float = 1.0  # and multiplied by this

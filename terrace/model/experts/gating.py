@@ -26,7 +26,7 @@ class Passage:
     """The tokens of one micro-batch that take part in choices."""
 
     kept: Tensor | None  # (T) int64, their indexes among all tokens; None: all take part
-    sequences: Tensor | None  # (T) int64, the sequence of each, ascending on one rank; None: unknown
+    sequences: Tensor | None  # (T) int64, the sequence of each, ascending on one rank; None: not needed
     num_sequences: int = 0
     places: Tensor | None = None  # (T) int64, in the run
     weights: Tensor | None = None  # (T) fp64, what each counts in losses of routers; None: 1
@@ -45,7 +45,9 @@ class Kept:
     So that the two cannot part ways where scores are equal or differ by rounding, and rows go the same way.
     """
 
-    experts: Tensor | None = None  # (T, k) int32, -1: none; -1 - i for a choice of expert i beyond its capacity
+    # (T, k) int32; of a gate that chooses for tokens, `~i` is expert i beyond its capacity; where experts choose, -1 is
+    # none (the two exclude each other)
+    experts: Tensor | None = None
     choices: Tensor | None = None  # (B, E), of whole sequences where ranks share them
 
     def keep(self, chosen: Tensor, within: Tensor) -> None:

@@ -16,7 +16,9 @@ from terrace.model.experts.gates import TINY
 def choices_by_sequence(experts: Tensor, sequences: Tensor, num_sequences: int, num_experts: int) -> Tensor:
     """The choices (T, k) of each expert in each sequence, int64 (B, E); `sequences` (T) has the sequence of a token."""
     cells = (sequences.unsqueeze(-1) * num_experts + experts).flatten()
-    return torch.bincount(cells, minlength=num_sequences * num_experts).view(num_sequences, num_experts)
+    # bincount would wait for the device, to learn its length.
+    counts = cells.new_zeros(num_sequences * num_experts).scatter_add_(0, cells, torch.ones_like(cells))
+    return counts.view(num_sequences, num_experts)
 
 
 def loads_of(choices: Tensor, dtype: torch.dtype) -> Tensor:

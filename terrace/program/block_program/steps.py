@@ -133,7 +133,7 @@ class BlockProgram:
 
 
 def moves_rows(step: BlockStep) -> bool:
-    """Whether a step is no part of a message that tells of choices or of routes, which a first forward alone sends."""
+    """Whether a second forward has this step: all but the messages of choices and routes."""
     send = step.send if isinstance(step, Await) else step
     return not (isinstance(send, Send) and send.messages[0].message_class in _TOLD)
 

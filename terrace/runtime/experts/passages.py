@@ -46,6 +46,9 @@ class Passages:
                 router.gating, router.layer = self._gating, block
                 self._routers.append(router)
         self._layers: frozenset[int | None] = frozenset(router.layer for router in self._routers)
+        # Whether a loss, a capacity or a gate goes by the sequence of a token.
+        looks_ahead = any(router.config.looks_ahead for router in self._routers)
+        self._by_sequence = bool(balance.sequence or balance.capacity) or looks_ahead
         # Why this rank needs the places of tokens; "" if it does not.
         gates = {f"gate = {router.config.gate!r}" for router in self._routers} & set(_BY_PLACE)
         self._reason = next(iter((*(f"balance.{name}" for name in balance.active), *sorted(gates))), "")
@@ -125,14 +128,14 @@ class Passages:
         device, places = batch.labels.device, batch.places
         own = (torch.arange(batch.labels.numel(), device=device) if places is None else places.flatten())[of_row]
         taking = own >= 0
-        # The one read of a micro-batch: most have nothing to leave out.
+        # The host waits for the device here, and once more where there is something to leave out, which is rare.
         kept = None if all_take_part or bool(taking.all()) else taking.nonzero().squeeze(1)
 
         def taken(values: Tensor) -> Tensor:
             return values if kept is None else values[kept]
 
         weights = None if shares is None else taken(shares.flatten()[of_row])
-        sequences = self._sequences(batch)
+        sequences = self._sequences(batch) if self._by_sequence else None
         of_kept = None if sequences is None else taken(sequences[of_row])
         num = batch.labels.shape[0] if batch.token_layout is None else self._plan.micro_batch
         return Passage(kept, of_kept, num, taken(own), weights)

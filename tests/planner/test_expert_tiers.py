@@ -1,0 +1,35 @@
+"""Other chunks and divisions of experts than those of a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from terrace.model.config import block_specs
+from terrace.plan.presets import preset
+from terrace.planner.expert_tiers import alternatives
+from terrace.simulate.footprint import work_of
+from terrace.simulate.step import Step
+from tests.support.mixtures import PLAIN, mixture
+from tests.support.toys import cluster_of
+
+
+@pytest.mark.parametrize(("tier", "is_shared"), [("package", False), ("node", True)])
+def test_a_plan_with_shares_of_gradients_has_both(tier: str, is_shared: bool) -> None:
+    """The plan's four shares are of two chunks; on the tier behind the package no gradient shares a link."""
+    cluster, model = cluster_of(2, 2, 2), mixture(replace(PLAIN, num_experts=16))
+    plan = replace(
+        preset("three-level", cluster),
+        grads=tier,
+        experts={tier: {"expert": 2}},
+        expert_chunks={"forward": 2, "backward": 2},
+        expert_gaps=(0.2, 0.3, 0.1, 0.4),
+    )
+    work = work_of(cluster, plan, model, 128)
+    step = Step(cluster=cluster, plan=plan, blocks=tuple(block_specs(model)), num_micros=3, sequence=128, work=work)
+    found = alternatives(step)
+    assert [each.reason for each in found] == ["", ""]
+    one_chunk, further = (each.prediction.step.plan for each in found if each.prediction is not None)
+    assert one_chunk.expert_chunks == {"forward": 1, "backward": 1}
+    assert len(one_chunk.expert_gaps) <= 3, "of one chunk"
+    assert further.experts != plan.experts
+    assert is_shared or not further.expert_gaps
