@@ -58,7 +58,7 @@ def plan_of(name: str, cluster: Cluster) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "name", ["reduce", "both", "units, recomputed", "stages", *nightly("sync", "sync behind its reduce", "all behind")]
+    "name", ["both", *nightly(*(name for name in PLANS if name not in ("both", "rows and stages")))]
 )
 def test_parts_have_the_bits_of_one_message(pool: LocalPool, name: str) -> None:
     cluster = cluster_of(2, 2)
@@ -136,6 +136,7 @@ def test_lanes_keep_the_order_of_the_program(pool: LocalPool) -> None:
             assert all(measured == declared for measured, declared in held.values()), held
 
 
+@pytest.mark.nightly
 def test_parts_in_a_format_with_feedback(pool: LocalPool) -> None:
     """Bytes and residuals add up to those of one message; replicas keep the same values."""
     cluster = cluster_of(2, 2)

@@ -91,7 +91,7 @@ EIGHT: dict[str, tuple[Table, Table, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*nightly(*[each for each in EIGHT if each != "stages"]), "stages"])
+@pytest.mark.parametrize("name", nightly(*EIGHT))
 def test_beside_other_axes(pool: LocalPool, name: str) -> None:
     mapping, experts, changes = EIGHT[name]
     cases = [

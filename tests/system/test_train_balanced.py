@@ -16,6 +16,7 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.wire import OF_EXPERTS
 from terrace.runtime.experts.axis import ExpertAxis
 from terrace.train.trainer import Trainer
+from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, NO_BALANCE, NUM_STEPS, Case, check, engine_of, exact, serial
 from tests.support.token_layouts import dealt_out
 from tests.support.toys import MODELS, Rows, cluster_of
@@ -28,7 +29,11 @@ ALL, STEP = BalanceConfig(sequence=0.3, step=0.4, z=0.2), BalanceConfig(step=0.4
 DOCUMENTS = Rows(23, ((5, 1, 17), (23,), (4, 4, 4, 11)))
 
 
-def test_losses_of_routers(pool: LocalPool) -> None:
+HALVES = pytest.mark.parametrize("half", [0, *nightly(1)], ids=["in turns", "the rest"])
+
+
+@HALVES
+def test_losses_of_routers(pool: LocalPool, half: int) -> None:
     cluster = cluster_of(2, 2)
     spread = {"package": {"expert": 2}, "node": {"rows": 2}}
     ring, stages = {"node": {"context": {"ring": 2}}}, {"node": {"pipeline": 2}}
@@ -67,10 +72,11 @@ def test_losses_of_routers(pool: LocalPool) -> None:
             balance=STEP,
         ),
     ]
-    check(pool, cluster, cases)
+    check(pool, cluster, cases[half::2])
 
 
-def test_gates(pool: LocalPool) -> None:
+@HALVES
+def test_gates(pool: LocalPool, half: int) -> None:
     """Noise goes by the place in the run; where experts choose or have a capacity, tokens are left to nobody."""
     cluster = cluster_of(2, 2)
     spread = {"package": {"expert": 2}, "node": {"rows": 2}}
@@ -95,7 +101,7 @@ def test_gates(pool: LocalPool) -> None:
             model="deep experts choose",
         ),
     ]
-    check(pool, cluster, cases)
+    check(pool, cluster, cases[half::2])
 
 
 def sent_of_experts(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[list[dict[Any, int]]]:
