@@ -145,15 +145,16 @@ def test_layers_are_shared_as_well_as_they_can_be(layers: int, virtual: int, hea
         assert slowest == pytest.approx(min(others))
 
 
-def test_experts_are_cut_by_no_tensor_axis() -> None:
-    """Layers of two kinds are shared among stages, and the best plan is one that runs."""
+def test_experts_are_cut_by_no_tensor_columns() -> None:
+    """Layers of two kinds are shared among stages and tensor rows, and the best plan is one that runs."""
     task = Task(model=mixture(dense_layers=(0,)), cluster=CLUSTERS["dgx 4x2"], batch=8, sequence=64)
-    found = list(meshes(Space(task=task)))
-    assert {mesh.total("tensor") for mesh in found} == {1}
+    found = list(meshes(Space(task=task, pins=parse_pins(["columns<=2"], task.cluster, []))))
+    assert {mesh.total("columns") for mesh in found} == {1}
+    assert {mesh.total("rows") for mesh in found} == {1, 2}
     assert {mesh.total("pipeline") for mesh in found} == {1, 2, 4}
     best = find(Space(task=task), count=1)[0].best[0]
     validate(task.cluster, plan_of(task, best.candidate), task.blocks)
-    pins = parse_pins(["tensor=2"], task.cluster, schedule_names())
+    pins = parse_pins(["columns=2"], task.cluster, schedule_names())
     assert not list(meshes(Space(task=task, pins=pins)))
     # Formats of rows are of plans that spread experts, and exclude no others.
     rounded = replace(task, wire={"dispatch": {"node": "fp8"}, "combine": {"node": "fp8"}})

@@ -56,7 +56,8 @@ def test_a_run_says_what_it_does(trained: tuple[Path, str]) -> None:
         ", below the target 5.4",
     ):
         assert words in said
-    shown = [line.split()[1] for line in said.splitlines() if line.startswith("step ")]
+    # On a busy machine a line may say that a rank is slow: "step 8: ...".
+    shown = re.findall(r"^step (\d+/\d+) ", said, re.M)
     assert shown == ["1/12", "4/12", "8/12", "12/12"]
     assert re.findall(r"^saved run/checkpoints/step-0*(\d+)$", said, re.M) == ["0", "4", "8", "12"]
     assert "DIFFER" not in said.upper()
