@@ -62,8 +62,10 @@ def digest(program: Program) -> str:
         "micro_batch",
         "unit",
     )
-    table = {name: asdict(plan)[name] for name in fields}
-    table |= {"expert_gaps": plan.expert_gaps} if plan.expert_gaps else {}  # each part has residuals of its own
+    values = asdict(plan)
+    table = {name: values[name] for name in fields}
+    # Stacks of experts have buffers of their own, and each part of a gradient has residuals of its own.
+    table |= {name: values[name] for name in ("experts", "expert_gaps") if values[name]}
     table |= {"wire": wires, "tiers": [(tier.name, tier.size) for tier in cluster.tiers]}
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()[:16]
 

@@ -16,6 +16,7 @@ from terrace.report.plans import plan_words
 from terrace.report.tables import quantity, seconds
 from terrace.simulate.advice import Job, advice, fullest_stage, worst_words
 from terrace.train.config import RunConfig
+from terrace.train.prediction import resolved_run
 
 _LIMIT = 400  # plans that the doctor simulates, as many as terrace plan
 # The start of a run must not wait for a search. On up to _SMALL_WORLD ranks _FEW simulations take a few tenths of a
@@ -26,7 +27,8 @@ _SMALL_WORLD, _FEW, _SOON_S = 32, 40, 0.1
 def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Finding]:
     """Findings about a run with readable parts; `plan_command` is the command that searches for a faster plan."""
     try:
-        checked_programs(run)
+        known = resolved_run(run)
+        checked_programs(known)
     except TerraceError as error:
         return [Finding(level="blocks", about="plan", words=str(error))]
     ranks = run.cluster.world_size
@@ -34,8 +36,8 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
     words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {counted(ranks, 'rank')} and this model"
     return [
         Finding(level="fine", about="plan", words=words),
-        _memory(run),
-        *_place(run, machine),
+        _memory(known),
+        *_place(known, machine),
         *_speed(run, plan_command),
     ]
 
@@ -97,7 +99,7 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
 
     `device_bytes`: the memory of each CUDA device; with fewer of these than ranks, the ranks share `memory_bytes`.
     """
-    ranks = run.cluster.world_size
+    run, ranks = resolved_run(run), run.cluster.world_size
     if len(device_bytes) >= ranks:
         job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
         needed = sum(fullest_stage(job, run.blocks(), run.train.sequence, "cuda")[1].values())

@@ -68,6 +68,10 @@ def prepare(
     check_installed(config.train.metrics)
     check_passes(config, "trained")
     programs = checked_programs(config)
+    plan = resolved_run(config).plan
+    # Kept, so that on other figures, too, a resumed run multiplies the same parts. It may have other stages, so its
+    # file names none that nobody gave.
+    config = replace(config, plan=replace(config.plan, expert_chunks=plan.expert_chunks))
     if config.train.compile:
         check_compiles(programs)
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -109,7 +113,7 @@ def prepare(
             shutil.rmtree(chosen, ignore_errors=True)
         raise _unusable(chosen, error) from error
     return RunJob(
-        run=resolved_run(config),  # a resumed run may have other stages, so its file names none that nobody gave
+        run=replace(config, plan=plan),
         folder=chosen,
         sources=sources,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -142,10 +146,12 @@ def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[str,
     if not old:
         return ("the settings of the earlier start cannot be read, so changes of them are not known",)
     found = []
-    for section in ("train", "optimizer", "plan", "lora"):
+    for section in ("train", "optimizer", "plan", "lora", "balance"):
         before, after = (_flat(table.get(section, {}), section) for table in (old, new))
         for key in sorted(before.keys() | after.keys()):
-            if before.get(key) != after.get(key):
+            values = (before.get(key), after.get(key))
+            # An empty list is as a key that an earlier version did not know; 0 and false need not be.
+            if values[0] != values[1] and not all(value in (None, []) for value in values):
                 found.append(f"{key} {before.get(key, 'unset')!s} -> {after.get(key, 'unset')!s}")
     return tuple(found)
 

@@ -18,7 +18,7 @@ from terrace.planner.ranking import TIE
 from terrace.program.schedules.registry import takes_unit
 from terrace.program.stages import plan_schedule
 from terrace.simulate.advice import Job, fullest_stage
-from terrace.simulate.step import Step, predict_step
+from terrace.simulate.step import Step, predict_step, resolved
 from terrace.simulate.work import Work
 
 _MOST = 4096  # sequences in a micro-batch, and micro-batches in a unit, that are tried
@@ -51,11 +51,13 @@ def _of_size(step: Step, work: Work, size: int, num_micros: int, free_unit: bool
 
 
 def _of_unit(step: Step) -> tuple[float, Step] | None:
-    job = Job(cluster=step.cluster, plan=step.plan, num_micros=step.num_micros)
+    # What the plan leaves to a search decides its memory, too; the numbers are chosen for the plan as it was given.
+    known = resolved(step)
+    job = Job(cluster=known.cluster, plan=known.plan, num_micros=known.num_micros)
     _, memory = fullest_stage(job, step.blocks, step.sequence)
     if sum(memory.values()) > step.cluster.device.memory_bytes:
         return None
-    return predict_step(step).step_s, step
+    return predict_step(known).step_s, step
 
 
 def _units(step: Step) -> Sequence[int]:

@@ -117,13 +117,19 @@ def lowered(
 ) -> list[Program]:
     """The programs of all stages, or of one, for a step of `num_micros` micro-batches of the whole model `blocks`."""
     found = _lowered(frame, blocks, num_micros, orders, only)
-    # Of one stage alone nothing is said: another may have gaps.
-    if frame.plan.expert_gaps and only is None and not any(each.in_gaps for one in found for each in one.counts):
+    # A stage alone may have no gaps where another has some; the ranks of all stages must find the same.
+    if frame.plan.expert_gaps and not (
+        _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(frame, blocks, num_micros, orders, None)))
+    ):
         raise PlanError(
             "expert_gaps has no effect: behind no REDUCE or SYNC the next pass is a whole backward of a layer with "
             "experts; leave it out"
         )
     return found
+
+
+def _any_in_gaps(programs: Sequence[Program]) -> bool:
+    return any(each.in_gaps for program in programs for each in program.counts)
 
 
 def _lowered(

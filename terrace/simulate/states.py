@@ -313,7 +313,7 @@ def model_states(
             matrices = tuple(map(sum, zip(matrices or (0,) * len(gathered_whole), gathered_whole, strict=True)))
         alone = replace(stage, flats=(flats,))
         messages, feedback = _messages(
-            together, here, wires, dtypes, plan.prefetch, plan.expert_gaps, alone, again, max(gathered_whole, default=0)
+            together, here, wires, dtypes, plan.prefetch, plan.gap_shares, alone, again, max(gathered_whole, default=0)
         )
         steady["feedback"] += feedback
         for lane, size in messages:
@@ -348,7 +348,7 @@ def _messages(
     wires: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
     dtypes: _Dtypes,
     prefetch: int,
-    gaps: Literal["auto"] | tuple[float, ...],
+    gaps: tuple[float, ...],
     stage: StageBlocks,
     again: bool,
     matrices: int,
@@ -364,7 +364,7 @@ def _messages(
         compute=compute,
         master=master,
         messages=messages,
-        expert_gaps=() if gaps == "auto" else gaps,
+        expert_gaps=gaps,
     )
     trainable, largest = stage.flats[0].trainable, stage.flats[0].largest
     cases: list[tuple[MessageClass, int | None, int]] = []

@@ -16,14 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from terrace.base.errors import ModelError, TrainingError
-from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
-from terrace.model.config import model_of
 from terrace.model.decoder import Head
-from terrace.model.spec import BlockSpec
-from terrace.plan.expert_counts import experts_of
-from terrace.plan.plan import Plan
-from terrace.plan.validate import validate
 from terrace.program.lowering import build_stages
 from terrace.program.report import StepReport
 from terrace.program.stages import blocks_by_stage
@@ -31,8 +25,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.experts.load import Load
 from terrace.runtime.head import ignored_label
 from terrace.runtime.random_state import random_state, restored
-from terrace.simulate.footprint import work_of
-from terrace.simulate.step import Prediction, Step, predict_step, with_chunks
+from terrace.simulate.step import Prediction, Step, predict_step
 from terrace.train.calibrate import measure, played_once
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -154,33 +147,6 @@ class CheckedLoss:
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
     # Identity and version counter together reveal a replaced and an updated buffer.
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
-
-
-def resolved_plan(
-    cluster: Cluster,
-    plan: Plan,
-    blocks: Sequence[BlockSpec],
-    num_micros: int,
-    activation: tuple[int, int] | None,
-) -> Plan:
-    """The plan with the chunks of experts that it leaves out, by the figures of the cluster and `plan.micro_batch`.
-
-    Without the length of a sequence, of `activation`, they stay left out: one chunk. Raises `PlanError` for a plan that
-    does not suit the cluster or the blocks.
-    """
-    validate(cluster, plan, blocks)
-    if not plan.experts or activation is None or not any(map(experts_of, blocks)):
-        return plan
-    sequence = activation[0]
-    step = Step(
-        cluster=cluster,
-        plan=plan,
-        blocks=tuple(blocks),
-        num_micros=num_micros,
-        sequence=sequence,
-        work=work_of(cluster, plan, model_of(blocks), sequence),
-    )
-    return with_chunks(step).plan
 
 
 def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[str], None]) -> StepReport:

@@ -37,8 +37,8 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.head import ignored_label
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_sums import StepResult
-from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict, resolved_plan
-from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan
+from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
+from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan, resolved_plan
 from terrace.train.trainer_report import TrainerReport
 from terrace.train.user_blocks import digest, hidden_dims, move_buffers, named, places, spread
 from terrace.train.whole import whole_values
@@ -63,7 +63,7 @@ class Trainer:
     - `local_batches`: `step` receives this rank's part of the batch, the same on all ranks with one data rank;
       otherwise it receives the whole batch, the same on every rank.
     - `activation=(sequence, hidden)`: the shape of the tensor between blocks, for one sample. A pipeline and a context
-      axis need it.
+      axis need it; with experts on several ranks, the numbers of chunks are chosen from it.
     - `declared`: the meaning of parameters' dims; a tensor and a context axis need it, and blocks of
       `terrace.model.decoder`.
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
@@ -120,7 +120,7 @@ class Trainer:
             self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.name)
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or hidden_dims(specs, activation)
-            self.plan = resolved_plan(self.cluster, self.plan, with_dims(specs, declared), num_micros, activation)
+            self._resolve_plan(with_dims(specs, declared), num_micros, activation)
             if self.plan.balance == "cost":
                 raise ConfigError(
                     'plan.balance = "cost" assigns the documents of a whole batch to ranks before each step, which a '
@@ -372,6 +372,11 @@ class Trainer:
         module = self._blocks[self.names.index(block)]
         original: Mapping[str, str] = getattr(module, "original_names", {})
         return original.get(name, f"{block}.{name}")
+
+    def _resolve_plan(self, specs: Sequence[BlockSpec], num_micros: int, activation: tuple[int, int] | None) -> None:
+        self.plan, note = resolved_plan(self.cluster, self.plan, specs, num_micros, activation)
+        if note and self.rank == 0:
+            self._say(note)
 
     def _progress(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         if self._joined.dog is not None:

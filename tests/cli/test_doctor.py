@@ -22,33 +22,17 @@ from terrace.planner.evaluate import Evaluator
 from terrace.planner.search import runs_today
 from terrace.probe.environment import launcher_variables
 from terrace.probe.findings import Finding, findings
-from terrace.probe.machine import NEEDED, PACKAGES, Gpu, Machine, look
+from terrace.probe.machine import NEEDED, PACKAGES, Gpu, look
 from terrace.probe.network import MeasuredTier, fitted, measure_links
 from terrace.report.tables import seconds
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import predict
 from tests.support.command_line import without_torch
 from tests.support.effort import lines_run
+from tests.support.machines import SOUND
 from tests.support.tiny_runs import terrace, write_run
 from tests.support.toys import cluster_of
 
-SOUND = Machine(
-    python=(3, 11, 7),
-    system="Linux",
-    num_cores=8,
-    memory_bytes=64_000_000_000,
-    free_memory_bytes=32_000_000_000,
-    free_disk_bytes=100_000_000_000,
-    interfaces=("lo", "eth0"),
-    fabrics=(),
-    has_nvidia=False,
-    open_files=65536,
-    locked_bytes=-1,
-    variables={},
-    packages=dict.fromkeys(PACKAGES, "2.13.0"),
-    has_nccl=False,
-    has_gloo=True,
-)
 FP32 = {"compute": "fp32"}
 H100 = Gpu(name="H100", memory_bytes=80_000_000_000)
 

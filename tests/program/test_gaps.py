@@ -163,6 +163,9 @@ def test_stages_agree(schedule: str) -> None:
     if schedule == "zbv":
         with pytest.raises(PlanError, match="expert_gaps has no effect: behind no REDUCE or SYNC"):
             build_stages(CLUSTER, plan, BLOCKS, 4, SEQUENCE)
+        for stage in range(2):  # as every rank builds its own
+            with pytest.raises(PlanError, match="expert_gaps has no effect: behind no REDUCE or SYNC"):
+                build(CLUSTER, plan, BLOCKS, 4, SEQUENCE, stage)
         return
     programs = build_stages(CLUSTER, plan, BLOCKS, 4, SEQUENCE)
     verify_stages(programs)
@@ -170,6 +173,12 @@ def test_stages_agree(schedule: str) -> None:
         first = {chunk[0] for chunk in program.stage.chunks}
         found = {each.block for each in program.instructions if each.in_gaps}
         assert found == set(program.stage.own) - first - {1}  # behind block 1 comes the embedding
+
+
+def test_a_stage_without_gaps_is_built_where_another_has_some() -> None:
+    plan = plan_of(mapping={"node": {"pipeline": 2}}, stages=(2, 4))
+    gaps = [build(CLUSTER, plan, BLOCKS, 4, SEQUENCE, stage) for stage in range(2)]
+    assert [any(each.in_gaps for each in program.instructions) for program in gaps] == [False, True]
 
 
 def test_many_micro_batches_repeat() -> None:

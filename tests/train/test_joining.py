@@ -1,0 +1,40 @@
+"""The plan of a user's own trainer, as far as it is more than what was given."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.model.config import block_specs
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.train.joining import resolved_plan
+from tests.support.mixtures import mixture
+from tests.support.toys import cluster_of
+
+CLUSTER = cluster_of(2, 2)
+CHUNKS = {"forward": 2, "backward": 4}
+
+
+def resolved(activation: tuple[int, int] | None, **changes: Any) -> tuple[Plan, str]:
+    plan = replace(preset("zero3", CLUSTER), **{"experts": {"node": {"expert": 2}}, **changes})
+    return resolved_plan(CLUSTER, plan, block_specs(mixture()), 1, activation)
+
+
+def test_chunks_are_chosen_from_the_activation_or_said_to_be_one() -> None:
+    plan, note = resolved((16, 64))
+    assert plan.expert_chunks.keys() == CHUNKS.keys()
+    assert not note
+    plan, note = resolved(None)
+    assert not plan.expert_chunks
+    assert note.startswith("expert_chunks is left out: tokens travel in one chunk; give activation=(sequence, hidden)")
+    assert resolved(None, expert_chunks={"forward": 2})[1].startswith("expert_chunks.backward is left out: ")
+    assert not resolved(None, expert_chunks=CHUNKS)[1]
+    assert not resolved(None, experts={})[1]
+
+
+def test_shares_that_a_command_would_find_are_refused_in_words_of_their_own() -> None:
+    for activation in (None, (16, 64)):
+        with pytest.raises(PlanError, match='expert_gaps = "auto" is for commands: give a Trainer the shares'):
+            resolved(activation, expert_gaps="auto")
