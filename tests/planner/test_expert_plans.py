@@ -85,7 +85,7 @@ def test_experts_among_16384_devices_take_few_evaluations() -> None:
     task = Task(model=MIXTRAL, cluster=load_cluster("dgx-h100").resized(2048), batch=4096, sequence=4096)
     found, _ = find(Space(task=task))
     assert found.proved
-    assert found.num_opened < 300
+    assert found.num_opened < 1500  # 1,119 of them; 222 without tensor rows
     assert found.num_evaluated <= 15
     assert all(plan_of(task, each.candidate).experts.keys() == {"node"} for each in found.best)
 
