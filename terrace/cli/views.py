@@ -162,7 +162,7 @@ def show_plan(view: StepView) -> None:
 
 
 def show_alternatives(view: StepView) -> None:
-    """What other divisions of experts would cost."""
+    """The predicted steps of other divisions of experts."""
     found = alternatives(view.predicted.step)
     if found:
         print(f"{alternatives_words(view.predicted, found)}\n")

@@ -1,4 +1,4 @@
-"""How a plan divides experts, and what other divisions would make of its step, in words."""
+"""Lines about the division of experts: the plan's, and the predicted steps of others."""
 
 from collections.abc import Mapping, Sequence
 

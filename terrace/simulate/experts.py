@@ -109,7 +109,7 @@ def shared_out(
 
 
 def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | ExpertMessage, int]]:
-    """The steps of a pass: what each does, its computing or its message, and its number as in `PassStep`."""
+    """The steps of a pass: action, event (computing or message) and number, as in `PassStep`."""
     sent: list[Send] = []
     newest: dict[tuple[MessageClass, bool, int], int] = {}  # of each chunk, its last hop so far
     for step in steps:
@@ -157,8 +157,8 @@ def alone_s(steps: tuple[PassStep, ...]) -> float:
 
 
 def played_s(steps: Iterable[tuple[Doing, float, int, int]]) -> tuple[float, float]:
-    """Seconds of steps whose messages meet no others, and of these the waits, from what each step does, its seconds,
-    its lane and its number.
+    """(Seconds in all, seconds of waits) of steps whose messages meet no others; a step is (action, seconds, lane,
+    number), as in `PassStep`.
     """
     now_s = waited_s = 0.0
     for does, _, ready_s, done_s in timed(steps):

@@ -4,17 +4,17 @@ With T tokens, hidden size H, k of E experts a token, N = T k rows and inner siz
 
     rows (N, H); gate, up, act(gate), the product of the last two and that times the weight, each (N, I); weights (N)
     in int64: the order of the choices (N) and the place of each (T, k), or (T, E) where experts choose
-    and what its gate needs, see below
+    and the tensors of its gate, listed below
 
-Where every rank holds all experts, N is the same whatever the gate chooses: a skewed load takes longer, but no more
-memory. With e ranks that hold different experts, each cut over w ranks, a rank multiplies
+Where every rank holds all experts, N does not depend on the choices: a skewed load takes longer, but no more memory.
+With e ranks that hold different experts, each cut over w ranks, a rank multiplies
 
     N = w T k load rows of inner size I/w, and gets A = w T D(e) load tokens for them (terrace.plan.expert_traffic)
 
     at worst w e T min(k, E/e) rows of w e T tokens: all choices of all ranks fall on its experts
 
-and keeps of each token that it got the place of every choice, and on the way the row that it was. Tokens in chunks keep
-as much; of what lives for a moment the formula counts that of all tokens at once, so a peak up to a quarter too high.
+and keeps the place of every choice of the tokens that it got, and on the way their rows. Tokens in chunks keep as much.
+Temporary tensors are counted for all tokens at once, so peaks with chunks are counted up to a quarter too high.
 Under tensor rows T is the part of the tokens that a rank routes.
 
 Of T tokens that a rank routes, with E experts, hidden size H, D dims of a cosine gate's projection and w bytes of fp32

@@ -40,9 +40,9 @@ class Passage:
 
 @dataclass(eq=False)
 class Kept:
-    """What the first forward of a recomputed block chose for a micro-batch; the second repeats it.
+    """The choices of a recomputed block's first forward on a micro-batch, which its second forward repeats.
 
-    So that the two cannot part ways where scores are equal or differ by rounding, and rows go the same way.
+    Chosen again, equal scores or rounding could send rows another way.
     """
 
     # (T, k) int32; of a gate that chooses for tokens, `~i` is expert i beyond its capacity; where experts choose, -1 is
