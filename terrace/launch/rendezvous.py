@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.distributed_c10d import Store
 
 from terrace.base.errors import ConfigError, HangError
@@ -78,7 +78,7 @@ def open_store(
 
     With `agent_hosts` it is torchrun's, which was there before the ranks: it may be some seconds late. `say` gets a
     line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve, `HangError`
-    when nothing answers.
+    when nothing answers, or something that is no store.
     """
     begin_s, told = time.monotonic(), False
     if not 1 <= port <= _LAST_PORT:
@@ -109,7 +109,13 @@ def open_store(
                 told = True
                 say(f"waiting up to {timeout_s:g} s for rank 0 at {address}:{port} ({error.strerror or error})")
         time.sleep(0.2)
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    try:
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except DistError as error:
+        raise HangError(
+            f"what answers at {address}:{port} is not the store of rank 0, or rank 0 has just ended "
+            f"({str(error).partition(chr(10))[0]}): see rank 0's output, or set MASTER_PORT to a port of its own"
+        ) from error
 
 
 def _loopback(address: str) -> str | None:

@@ -4,7 +4,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +175,20 @@ def test_an_address_that_does_not_resolve_is_said_within_seconds(monkeypatch: py
         open_store("no-such-host.invalid", 1, 60.0)
 
 
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """A port of loopback that refuses connections, and that no other process can take meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 def test_a_torchrun_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("terrace.launch.rendezvous._AGENT_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(HangError, match=rf"^torchrun does not answer at 127.0.0.1:{port} \(.*: it has ended$"):
-        open_store("127.0.0.1", port, 600.0, agent_hosts=True)
+    with silent_port() as port:
+        said = rf"^torchrun does not answer at 127.0.0.1:{port} \(.*: it has ended$"
+        with pytest.raises(HangError, match=said):
+            open_store("127.0.0.1", port, 600.0, agent_hosts=True)
 
 
 def test_a_store_that_ends_is_one_line() -> None:
@@ -188,12 +197,25 @@ def test_a_store_that_ends_is_one_line() -> None:
         raise DistNetworkError("Connection reset\nframe #1")
 
 
+def test_a_port_of_another_program_is_one_line() -> None:
+    def hang_up(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=hang_up, args=(server,), daemon=True).start()
+        port = server.getsockname()[1]
+        said = rf"^what answers at 127.0.0.1:{port} is not the store of rank 0, [^\n]*$"
+        with pytest.raises(HangError, match=said):
+            open_store("127.0.0.1", port, 1.0)
+        server.shutdown(socket.SHUT_RDWR)
+
+
 def test_nobody_there_is_said_while_waiting_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("terrace.launch.rendezvous._QUIET_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     said: list[str] = []
-    with pytest.raises(HangError, match=r"nothing answers at 127\.0\.0\.1"):
+    with silent_port() as port, pytest.raises(HangError, match=r"nothing answers at 127\.0\.0\.1"):
         open_store("127.0.0.1", port, 1.5, said.append)
     assert len(said) == 1
     assert said[0].startswith("waiting up to 1.5 s for rank 0 at 127.0.0.1")
