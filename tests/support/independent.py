@@ -120,7 +120,7 @@ class Reference:
         self.routing.balance = balance or {}
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.clip = float(optimizer.get("clip", 1.0))
-        self.optimizer = _OPTIMIZERS[optimizer.get("name", "adamw")](optimizer)
+        self.optimizer = optimizer_of(optimizer)
         if isinstance(self.optimizer, _Muon) and splits_heads:
             config: Any = model.config
             self.optimizer.num_heads = config.num_attention_heads
@@ -250,8 +250,33 @@ class _Muon:
         return scaled
 
 
-_OPTIMIZERS: dict[str, Callable[[Mapping[str, Any]], _AdamW | _Lion | _Muon]] = {
+class _Sgd:
+    """Steps against the gradient, with heavy-ball momentum where it is asked for; decoupled decay of matrices alone."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.momentum, self.decay = table.get("momentum", 0.0), table.get("weight_decay", 0.1)
+        self.state: dict[str, Tensor] = {}
+
+    def update(self, name: str, value: Tensor, gradient: Tensor, lr: float) -> None:
+        direction = gradient
+        if self.momentum:
+            direction = self.momentum * self.state.get(name, torch.zeros_like(value)) + gradient
+            self.state[name] = direction
+        if value.ndim > 1:
+            direction = direction + self.decay * value
+        value -= lr * direction
+
+
+Optimizer = _AdamW | _Lion | _Muon | _Sgd
+
+_OPTIMIZERS: dict[str, Callable[[Mapping[str, Any]], Optimizer]] = {
     "adamw": _AdamW,
     "lion": _Lion,
     "muon": _Muon,
+    "sgd": _Sgd,
 }
+
+
+def optimizer_of(table: Mapping[str, Any]) -> Optimizer:
+    """The plain optimizer of a table with the keys of `[optimizer]` in docs/optimizers.md."""
+    return _OPTIMIZERS[table.get("name", "adamw")](table)
