@@ -7,8 +7,9 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     gathered    P * c for every block resident at once    peak over the step; 0 where span(params_backward) is 1
     grads       P / span(grads) * m                       always (accumulated)
     grads_full  P * c for every gradient not yet reduced  peak over the step
-    optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion has one moment, m in place
-                of 2 m, and so have the matrices of layers under Muon: of the rank with the fewest of them
+    optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion and SGD with momentum have
+                one moment, m in place of 2 m, and so have the matrices of layers under Muon: of the rank with the
+                fewest of them. SGD without momentum has none
     outer       P / span(optimizer) * m                   always, of islands: the parameters they last agreed on
     feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels)
     buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and

@@ -12,6 +12,9 @@ TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
 
+# The optimizer: its state and messages depend on it. Without momentum SGD has no state.
+Update = Literal["adamw", "lion", "muon", "sgd", "sgd+momentum"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -50,7 +53,7 @@ class Plan:
     sequence_parallel: bool = True  # norms and residual stream split over tensor rows; no effect without them
     tensor_chunks: int = 1  # parts in which tensor messages travel, each while another part is multiplied
     schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
-    update: Literal["adamw", "lion", "muon"] = "adamw"  # the optimizer, as `optimizer.name`: its state and messages
+    update: Update = "adamw"  # as `optimizer.name`; of sgd with momentum "sgd+momentum"
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
     # The tier inside which ranks synchronise every step; the tiers outside exchange in programs of their own
     # (terrace.program.lowering.outer_programs). None: all do. Not a key of files: no command runs such a period yet.

@@ -11,7 +11,7 @@ from terrace.base.alike import once_each
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES
 from terrace.plan.layout import Layout
-from terrace.plan.plan import Plan
+from terrace.plan.plan import Plan, Update
 from terrace.plan.routes import residual_numels
 from terrace.plan.wire import FORMATS, MessageClass
 
@@ -58,21 +58,27 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
     if flat.trainable:
         # Accumulated in the master dtype, since many micro-batches are summed.
         found["grads"] = padded // layout.span(layout.grads) * master
-        # Two moments, and the master copy where it is apart.
-        kept = 3 if keeps_master(plan, layout) else 2
         owned = padded // layout.span(layout.optimizer)
-        found["optimizer"] = (owned * (kept - 1) + num_second_moments(plan.update, owned, padded - whole)) * master
+        # The master copy where it is apart, and moments.
+        kept = owned if keeps_master(plan, layout) else 0
+        found["optimizer"] = (kept + num_moments(plan.update, owned, padded - whole)) * master
         found["outer"] = owned * master if layout.num_islands > 1 else 0
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES * RESIDUAL_COPIES
     return found
 
 
-def num_second_moments(update: str, owned: int, num_elementwise: int) -> int:
-    """The most elements of a flat buffer that a rank owns and keeps a second moment of.
+def num_moments(update: Update, owned: int, num_elementwise: int) -> int:
+    """The most elements of optimizer state that a rank keeps of the `owned` elements of a flat buffer.
 
     `num_elementwise` at the end of the buffer, padding included, are not parts of matrices that Muon updates.
     """
-    return 0 if update == "lion" else min(owned, num_elementwise)
+    match update:
+        case "sgd":
+            return 0
+        case "lion" | "sgd+momentum":
+            return owned
+        case "adamw" | "muon":  # a second moment of all that is updated by itself
+            return owned + min(owned, num_elementwise)
 
 
 def _crossed(layout: Layout) -> list[int]:

@@ -112,9 +112,10 @@ class ModelState:
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
     """Raise `PlanError` where a plan is for another optimizer than the settings."""
-    if plan.update != settings.name:
+    if plan.update != settings.update:
         raise PlanError(
-            f"the plan is for the optimizer {plan.update!r}, the settings are of {settings.name!r}: give both the same"
+            f"the plan is for the optimizer {plan.update!r}, the settings are of {settings.update!r}: give both the "
+            "same"
         )
 
 

@@ -80,7 +80,7 @@ class ShardedMuon:
     @torch.no_grad()
     def prepare(self) -> None:
         """Add the gradient to the momentum, and replace it by the matrix to orthogonalise."""
-        gradient, momentum = self._gradient[: self._num_matrix], self._config.momentum
+        gradient, momentum = self._gradient[: self._num_matrix], self._config.momentum_or_default
         # Nesterov momentum: the matrix to orthogonalise looks one step ahead.
         self.momentum.mul_(momentum).add_(gradient)
         gradient.add_(self.momentum, alpha=momentum)

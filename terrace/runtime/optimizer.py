@@ -11,6 +11,7 @@ from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.lion import ShardedLion
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.sgd import ShardedSGD
 from terrace.runtime.state_part import StatePart
 
 
@@ -52,6 +53,8 @@ def make_optimizer(
     """
     if config.name == "lion":
         return ShardedLion(master, gradient, num_decayed - start, config)
+    if config.name == "sgd":
+        return ShardedSGD(master, gradient, num_decayed - start, config)
     if extents:
         return ShardedMuon(master, gradient, start, extents, config, compute)
     return ShardedAdamW(master, gradient, num_decayed - start, config)

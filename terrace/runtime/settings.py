@@ -5,26 +5,27 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from terrace.base.errors import ConfigError
+from terrace.plan.plan import Update
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and its hyper-parameters.
 
-    `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675) or muon (Jordan
-    2024; Liu et al., arXiv 2502.16982), which updates the matrices of layers and leaves the rest to AdamW. `lr` is the
-    peak rate; under muon `adamw_lr` is the rate of AdamW, by default the same. `clip` bounds the global gradient
+    `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675), muon (Jordan 2024;
+    Liu et al., arXiv 2502.16982), which updates the matrices of layers and leaves the rest to AdamW, or sgd. `lr` is
+    the peak rate; under muon `adamw_lr` is the rate of AdamW, by default the same. `clip` bounds the global gradient
     norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without effect.
     """
 
-    name: Literal["adamw", "lion", "muon"] = "adamw"
+    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
     lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
-    momentum: float = 0.95  # of muon
+    momentum: float | None = None  # of muon, 0.95 by default, and of sgd, 0 by default
     newton_schulz_steps: int = 5  # of muon
     adamw_lr: float | None = None  # of what muon leaves to AdamW; none: `lr`
 
@@ -38,8 +39,9 @@ class OptimizerConfig:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"optimizer.{name} = {value} must be zero or a positive number")
         for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optimizer.{name} = {getattr(self, name)} must be at least 0 and below 1")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(f"optimizer.{name} = {value} must be at least 0 and below 1")
         if self.newton_schulz_steps < 1:
             raise ConfigError(f"optimizer.newton_schulz_steps = {self.newton_schulz_steps} must be at least 1")
         if self.adamw_lr is not None and not self.lr:
@@ -53,10 +55,26 @@ class OptimizerConfig:
                 )
 
     @property
+    def update(self) -> Update:
+        """The update rule, as `plan.update` names it: which states a parameter has depends on it."""
+        return "sgd+momentum" if self.name == "sgd" and self.momentum else self.name
+
+    @property
+    def momentum_or_default(self) -> float:
+        if self.momentum is not None:
+            return self.momentum
+        return 0.0 if self.name == "sgd" else 0.95
+
+    @property
     def adamw_share(self) -> float:
         """The learning rate of AdamW as a multiple of the step's rate."""
         return 1.0 if self.adamw_lr is None else self.adamw_lr / self.lr
 
 
-_OF_MUON = ("momentum", "newton_schulz_steps", "adamw_lr")
-_WITHOUT_EFFECT = {"adamw": _OF_MUON, "lion": (*_OF_MUON, "eps"), "muon": ()}
+_OF_MUON = ("newton_schulz_steps", "adamw_lr")
+_WITHOUT_EFFECT = {
+    "adamw": ("momentum", *_OF_MUON),
+    "lion": ("momentum", *_OF_MUON, "eps"),
+    "muon": (),
+    "sgd": (*_OF_MUON, "beta1", "beta2", "eps"),
+}

@@ -10,10 +10,13 @@ from terrace.model.spec import ParamSpec
 from terrace.runtime.settings import OptimizerConfig
 
 ADAMW, LION, MUON, FROZEN = "adamw", "lion", "muon", "frozen"
+SGD, SGD_MOMENTUM = "sgd", "sgd+momentum"
 KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its parameters
     ADAMW: ("master", "exp_avg", "exp_avg_sq"),
     LION: ("master", "momentum"),
     MUON: ("master", "momentum"),
+    SGD: ("master",),
+    SGD_MOMENTUM: ("master", "momentum"),
     FROZEN: ("frozen",),
 }
 
@@ -29,4 +32,4 @@ def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str
         return FROZEN
     if optimizer.name == "muon":
         return MUON if in_layer and spec.decays else ADAMW
-    return LION if optimizer.name == "lion" else ADAMW
+    return optimizer.update

@@ -10,6 +10,7 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES
 from terrace.plan.plan import Plan
 from terrace.plan.routes import residual_numels
+from terrace.plan.state_bytes import num_moments
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.program import Program
 from terrace.program.report import StepReport
@@ -94,13 +95,8 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
     owned = max(0, min(int(part.stop), flat.numel) - int(part.start))
     if not flat.trainable:
         return owned * FORMATS[flat.dtype(plan)].element_bytes
-    # Lion keeps one moment, and so does Muon of the matrices that it updates whole.
-    moments = (
-        owned
-        if plan.update == "lion"
-        else 2 * owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
-    )
-    return (owned + moments) * FORMATS[plan.master].element_bytes
+    elementwise = owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
+    return (owned + num_moments(plan.update, owned, elementwise)) * FORMATS[plan.master].element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

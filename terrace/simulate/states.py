@@ -4,7 +4,7 @@ With W elements on a rank after the tensor axis and the pipeline have cut the mo
 and of the master dtype, and S_* the ranks that a state is sharded over (the data and context ranks of its tier and of
 all tiers inside):
 
-    params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
+    params W c / S_p      grads W m / S_g      optimizer W (0 to 3) m / S_o     secondary W c / S_b
 
 A window of blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the gradients of two
 neighbours, and with either the matrix that a tied head borrows. During the update Muon has the whole matrices of two
@@ -37,7 +37,7 @@ from terrace.plan.layout import Layout, message_lane
 from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, residual_numels
-from terrace.plan.state_bytes import accumulates_in_place, keeps_master, num_second_moments
+from terrace.plan.state_bytes import accumulates_in_place, keeps_master, num_moments
 from terrace.plan.wire import FORMATS, MessageClass
 
 Sizes = tuple[int, ...]  # elements of a block of each kind
@@ -296,9 +296,9 @@ def model_states(
         steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
         if flats.trainable:
             steady["grads"] += total // here.span(here.grads) * master
-            kept = total // here.span(here.optimizer) * (3 if keeps_master(plan, here) else 2)
+            kept = total // here.span(here.optimizer) if keeps_master(plan, here) else 0
             steady["outer"] += total // here.span(here.optimizer) * master if here.num_islands > 1 else 0
-            steady["optimizer"] += (kept - _spared_moments(plan, here, stage, flats)) * master
+            steady["optimizer"] += (kept + _moments(plan, here, stage, flats)) * master
         # Only gradients that are reduced need a whole buffer.
         if flats.trainable and not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
@@ -330,15 +330,14 @@ def model_states(
     )
 
 
-def _spared_moments(plan: Plan, layout: Layout, stage: StageBlocks, flats: Flats) -> int:
-    span, spared, sizes = layout.span(layout.optimizer), 0, flats.sizes
+def _moments(plan: Plan, layout: Layout, stage: StageBlocks, flats: Flats) -> int:
+    span, kept, sizes = layout.span(layout.optimizer), 0, flats.sizes
     # Muon keeps one moment for matrices of layers.
     for kind, at_end in product(range(len(sizes)), (False, True)):
         count = sum(each == kind and (index in stage.ends) == at_end for index, each in enumerate(stage.order))
         elementwise = sizes[kind] - (flats.matrices[kind] if plan.update == "muon" and not at_end else 0)
-        owned = sizes[kind] // span
-        spared += count * (owned - num_second_moments(plan.update, owned, elementwise)) if count else 0
-    return spared
+        kept += count * num_moments(plan.update, sizes[kind] // span, elementwise) if count else 0
+    return kept
 
 
 @lru_cache(maxsize=16384)

@@ -267,13 +267,13 @@ def _check_places(name: str, table: Mapping[str, Any]) -> None:
 
 def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig) -> Plan:
     # A plan's memory and FLOPs depend on the optimizer, so one made for another must not be used silently.
-    update = table.get("update", optimizer.name)
-    if update != optimizer.name:
+    update = table.get("update", optimizer.update)
+    if update != optimizer.update:
         raise ConfigError(
-            f"the plan was made for plan.update = {update!r}, and optimizer.name = {optimizer.name!r}: leave "
+            f"the plan was made for plan.update = {update!r}, and the optimizer is {optimizer.update!r}: leave "
             "plan.update out, or name the same optimizer"
         )
-    return replace(command_plan(table, cluster), update=optimizer.name)
+    return replace(command_plan(table, cluster), update=optimizer.update)
 
 
 def run_toml(run: RunConfig) -> str:

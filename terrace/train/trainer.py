@@ -117,7 +117,7 @@ class Trainer:
         self._joined = find_world(timeout_s, say)
         try:
             self.cluster = read_cluster(cluster, self._joined.world_size, self._joined.machines)
-            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.name)
+            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.update)
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or hidden_dims(specs, activation)
             self._resolve_plan(with_dims(specs, declared), num_micros, activation)

@@ -37,9 +37,9 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
         kept[f"{flat.name} {'trainable' if flat.spec.trainable else 'frozen'}"] = flat.shard.clone()
         kept |= {f"{flat.name} {hop}": residual.clone() for hop, residual in flat.origin.residuals.items()}
         if flat.optimizer is not None:
-            held = flat.optimizer
-            kept |= {f"{flat.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")}
-            kept[f"{flat.name} num_steps"] = torch.tensor(held.num_steps)
+            for part in flat.optimizer.parts:
+                kept |= {f"{flat.name} {kind}": value.clone() for kind, value in part.values.items()}
+            kept[f"{flat.name} num_steps"] = torch.tensor(flat.optimizer.num_steps)
     return kept
 
 

@@ -62,6 +62,7 @@ def test_no_partners_without_other_machines(sizes: tuple[int, ...], machines: st
         ("ddp", {}, "adamw"),
         ("zero3", {}, "muon"),
         ("three-level", {}, "lion"),
+        ("three-level", {}, "sgd"),
         ("zero1", {"node": {"pipeline": 2}}, "muon"),
         ("hsdp", {"package": {"tensor": 2}}, "adamw"),
     ],

@@ -12,7 +12,7 @@ from terrace.cli.views import StepView
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
 from terrace.plan.kinds import Kinds
-from terrace.plan.plan import Plan
+from terrace.plan.plan import Plan, Update
 from terrace.plan.validate import validate
 from terrace.planner.evaluate import step_of as task_step
 from terrace.planner.scaling import evaluate_plan
@@ -93,9 +93,15 @@ def plans(draw: st.DrawFn, cluster: Cluster, model: ModelConfig) -> Plan:
         sequence_parallel=draw(st.booleans()),
         tensor_chunks=draw(st.sampled_from([1, 1, 2])),
         schedule=f"{name}{number}" if pipelined else None,
-        update=draw(st.sampled_from(["adamw", "adamw", "lion", "muon"])),
+        update=draw(st.sampled_from(["adamw", "adamw", "lion", "muon", "sgd", "sgd+momentum"])),
     )
     return plan
+
+
+def _optimizer(update: Update) -> OptimizerConfig:
+    if update == "sgd" or update == "sgd+momentum":
+        return OptimizerConfig(name="sgd", momentum=0.9 if update == "sgd+momentum" else None)
+    return OptimizerConfig(name=update)
 
 
 @st.composite
@@ -107,7 +113,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
         model=model,
         cluster=cluster,
         plan=(plan := draw(plans(cluster, model))),
-        optimizer=OptimizerConfig(name=plan.update),
+        optimizer=_optimizer(plan.update),
         train=TrainConfig(steps=1, batch=draw(st.sampled_from([24, 48, 384])), sequence=SEQUENCE),
     )
     try:

@@ -1,4 +1,4 @@
-"""Lion and Muon: under every plan the numbers of one plain process, and what the formulas say they keep and send."""
+"""Lion, Muon and SGD: under every plan the numbers of one plain process, and the state and bytes of the formulas."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,6 +43,9 @@ Rule = Callable[[Tensor, Tensor, dict[str, Tensor], OptimizerConfig, int], None]
 
 LION = OptimizerConfig(name="lion", lr=1e-3, beta1=0.9, beta2=0.99)
 MUON = OptimizerConfig(name="muon", lr=3e-3, adamw_lr=1e-3, momentum=0.9)
+SGD = OptimizerConfig(name="sgd", lr=3e-2, weight_decay=0.5)
+MOMENTUM = replace(SGD, momentum=0.9)
+ALL = {"lion": LION, "muon": MUON, "sgd": SGD, "sgd, momentum": MOMENTUM}
 NUM_STEPS = 4
 
 
@@ -69,9 +72,23 @@ def each_part(rule: Rule, p: Tensor, g: Tensor, state: dict[str, Any], config: O
 
 def muon_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
     m = state.setdefault("m", torch.zeros_like(p))
-    m.copy_(config.momentum * m + g)
-    direction = plain_newton_schulz(g + config.momentum * m)
+    momentum = config.momentum_or_default
+    m.copy_(momentum * m + g)
+    direction = plain_newton_schulz(g + momentum * m)
     p -= config.lr * (0.2 * max(p.shape) ** 0.5 * direction + config.weight_decay * p)
+
+
+def sgd_step(p: Tensor, g: Tensor, state: dict[str, Any], config: OptimizerConfig, step: int) -> None:
+    """torch's; its weight decay is coupled, which without momentum is the decoupled one."""
+    decay, momentum = config.weight_decay if p.dim() >= 2 else 0.0, config.momentum_or_default
+    if "torch" not in state:
+        coupled = 0.0 if momentum else decay
+        state["torch"] = torch.optim.SGD([p], lr=config.lr, momentum=momentum, weight_decay=coupled)
+    if momentum:
+        p *= 1 - config.lr * decay
+    (group,) = state["torch"].param_groups
+    group["params"][0].grad = g
+    state["torch"].step()
 
 
 def adamw_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
@@ -95,7 +112,8 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
         for name, parameter in block.named_parameters():
             is_stack = bool(model.declared) and (model.declared[index].name, name) in stacks
             inner = 0 < index < len(blocks) - 1 and parameter.dim() - is_stack == 2
-            rule = lion_step if optimizer.name == "lion" else muon_step if inner else adamw_step
+            of_muon = muon_step if inner else adamw_step
+            rule = {"lion": lion_step, "sgd": sgd_step}.get(optimizer.name, of_muon)
             rules.setdefault(parameter, partial(each_part, rule) if is_stack else rule)
     trained = [parameter for parameter in rules if parameter.requires_grad]
     states: dict[nn.Parameter, dict[str, Any]] = {parameter: {} for parameter in trained}
@@ -142,7 +160,7 @@ def text(value: object) -> str:
     return f"{value.plan.name} {value.model}" if isinstance(value, Case) else str(value)
 
 
-@pytest.mark.parametrize("optimizer", [LION, MUON], ids=["lion", "muon"])
+@pytest.mark.parametrize("optimizer", ALL.values(), ids=ALL)
 @pytest.mark.parametrize(("sizes", "case"), [*CASES, *nightly(*NIGHTLY)], ids=text)
 def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case, optimizer: OptimizerConfig) -> None:
     cluster = cluster_of(*sizes)
@@ -174,11 +192,11 @@ def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer
     return dict(peak)
 
 
-@pytest.mark.parametrize("optimizer", [LION, MUON], ids=["lion", "muon"])
+@pytest.mark.parametrize("optimizer", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "three-level"])
 def test_state_and_buffers_are_what_the_formula_says(pool: LocalPool, name: str, optimizer: OptimizerConfig) -> None:
     cluster = cluster_of(2, 2)
-    plan = replace(exact(name, cluster, update=optimizer.name), compute="fp32")
+    plan = replace(exact(name, cluster, update=optimizer.update), compute="fp32")
     blocks = build(cluster, plan, MODELS["llama tied"].declared, 1).blocks
     said = model_state_bytes(cluster, plan, blocks, 1)
     found = pool.run(4, measured_state, (2, 2), plan, "llama tied", optimizer, timeout_s=60.0)
@@ -189,6 +207,10 @@ def test_state_and_buffers_are_what_the_formula_says(pool: LocalPool, name: str,
     assert account["buffers"] == said["buffers"]
     adamw = model_state_bytes(cluster, replace(plan, update="adamw"), blocks, 1)
     assert said["optimizer"] < adamw["optimizer"]
+    if optimizer == SGD:  # the masters, which are in fp64, and nothing else
+        assert 3 * said["optimizer"] == adamw["optimizer"]
+        one = replace(plan, compute="fp64")  # one memory with the parameters
+        assert model_state_bytes(cluster, one, blocks, 1)["optimizer"] == 0
 
 
 def test_bytes_of_muon_are_the_layers_once_from_the_optimizer_tier() -> None:
@@ -272,6 +294,8 @@ def test_newton_schulz_makes_singular_values_about_one(shape: tuple[int, int]) -
         ({"momentum": 0.9}, "optimizer.momentum = 0.9 has no effect under optimizer.name = 'adamw'"),
         ({"name": "muon", "newton_schulz_steps": 0}, "must be at least 1"),
         ({"name": "muon", "momentum": 1.0}, "optimizer.momentum = 1.0 must be at least 0 and below 1"),
+        ({"name": "sgd", "beta1": 0.8}, "optimizer.beta1 = 0.8 has no effect under optimizer.name = 'sgd'"),
+        ({"name": "sgd", "momentum": -0.1}, "optimizer.momentum = -0.1 must be at least 0 and below 1"),
         ({"name": "muon", "lr": 0.0, "adamw_lr": 0.1}, "the schedule is of optimizer.lr, which is 0"),
     ],
 )

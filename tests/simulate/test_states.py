@@ -56,7 +56,7 @@ def test_experts_on_several_ranks_are_the_walk_too(data: st.DataObject) -> None:
     sizes = data.draw(st.sampled_from(SIZES))
     cluster = cluster_of(*sizes)
     table = data.draw(expert_tables(cluster))
-    updates = ("adamw",) if any("rows" in row for row in table.values()) else ("adamw", "muon")
+    updates = ("adamw", "sgd") if any("rows" in row for row in table.values()) else ("adamw", "muon")
     plan = replace(data.draw(plans(cluster)), experts=table, update=data.draw(st.sampled_from(updates)))
     experts = replace(PLAIN, dense_layers=data.draw(st.sampled_from(((), (0,), (1,)))))
     blocks = block_specs(replace(LLAMA, experts=experts, tied_embeddings=data.draw(st.booleans())))
@@ -73,7 +73,9 @@ def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
     """
     sizes = data.draw(st.sampled_from(SIZES))
     cluster = cluster_of(*sizes)
-    plan = replace(data.draw(plans(cluster)), update=data.draw(st.sampled_from(("adamw", "muon"))))
+    plan = replace(
+        data.draw(plans(cluster)), update=data.draw(st.sampled_from(("adamw", "muon", "sgd", "sgd+momentum")))
+    )
     model = replace(
         LLAMA,
         num_layers=data.draw(st.integers(1, 6)),

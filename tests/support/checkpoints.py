@@ -18,6 +18,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.toys import MODELS, cluster_of, make_batch
 
+ADAMW = OptimizerConfig(lr=1e-2)
 BATCH = 24  # divides by every world size here
 
 
@@ -29,6 +30,7 @@ def make(
     scale: float = 1.0,
     model: str = "toy",
     balance: BalanceConfig | None = None,
+    optimizer: OptimizerConfig = ADAMW,
 ) -> Engine:
     """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
     cluster = cluster_of(*tiers)
@@ -40,12 +42,12 @@ def make(
     return Engine(
         blocks,
         cluster=cluster,
-        plan=replace(preset(plan, cluster), **dtypes),
+        plan=replace(preset(plan, cluster), update=optimizer.update, **dtypes),
         num_micros=1,
         objective=MODELS[model].objective,
         declared=MODELS[model].declared,
         rank=world.rank,
-        optimizer=OptimizerConfig(lr=1e-2),
+        optimizer=optimizer,
         balance=balance,
     )
 

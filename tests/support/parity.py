@@ -102,7 +102,7 @@ def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Mo
     return Engine(
         blocks or model.blocks(torch.float64),
         cluster=cluster,
-        plan=replace(case.plan, update=case.optimizer.name),
+        plan=replace(case.plan, update=case.optimizer.update),
         num_micros=case.num_micros,
         objective=model.objective,
         rank=world.rank,
