@@ -58,7 +58,7 @@ def held(flat: FlatParam) -> list[Held]:
     """
     # Islands have states of their own, and one file for all would hold the first one's.
     if flat.layout.num_islands > 1:
-        raise CheckpointError("a plan with islands has no checkpoints yet: leave plan.island out")
+        raise CheckpointError("a plan with islands has no checkpoints yet: leave plan.outer out")
     tier = flat.layout.optimizer if flat.spec.trainable else flat.layout.params
     start, is_first = flat.part(tier).start, flat.is_first(tier)
     if not flat.spec.trainable:

@@ -138,6 +138,15 @@ class Collectives:
             values = self._gathered(transfer, hop, values).sum(0)
         return values
 
+    def gather_islands(self, transfer: Transfer, numbers: Tensor) -> Tensor:
+        """`numbers` (n), fp64, summed over each island, (islands, n): the same rows on every rank."""
+        for hop in transfer.reduction:
+            numbers = self._gathered(transfer, hop, numbers).sum(0)
+        rows = numbers
+        for hop in transfer.gathering:
+            rows = self._gathered(transfer, hop, rows.view(-1))
+        return rows.view(-1, numbers.numel())
+
     def sum_counts(self, transfer: Transfer, counts: Tensor) -> Tensor:
         """Sums of int64 `counts` (n) over all ranks of the transfer, on each; these divide n."""
         for hop in transfer.reduction:

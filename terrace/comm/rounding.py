@@ -105,7 +105,9 @@ class ErrorLog:
         return slice(start, min(numel, start + _SAMPLE_NUMEL))
 
     def add(self, key: _Key, sums: Tensor) -> None:
-        """Record [squared error, square] of a sample, as fp64."""
+        """Record [squared error, square] of a sample, as fp64; of another class than `messages` nothing."""
+        if key[0] not in self.messages:
+            return
         # On the device: a copy to the host would make the lane wait.
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 

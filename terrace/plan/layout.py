@@ -74,7 +74,7 @@ class Layout:
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
             grads=cluster.index(plan.grads),
             optimizer=cluster.index(plan.optimizer),
-            island=len(cluster.tiers) - 1 if plan.island is None else cluster.index(plan.island),
+            island=(len(cluster.tiers) if plan.outer is None else cluster.index(plan.outer.tier)) - 1,
         )
 
     def settled(self) -> "Layout":
@@ -191,6 +191,14 @@ class Layout:
             length //= degree
             start += here * length
         return slice(start, start + length)
+
+
+def island_ranks(world: Layout, rank: int) -> list[int]:
+    """The ranks that make steps together with `rank`, itself included, sorted; `world` joins all ranks."""
+    found = [rank]
+    for tier in range(min(world.island, world.outermost) + 1):
+        found = [peer for each in found for peer in world.peers(each, tier)]
+    return sorted(found)
 
 
 def message_tiers(layout: Layout, message: MessageClass, source: int | None = None) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion and SGD with momentum have
                 one moment, m in place of 2 m, and so have the matrices of layers under Muon: of the rank with the
                 fewest of them. SGD without momentum has none
-    outer       P / span(optimizer) * m                   always, of islands: the parameters they last agreed on
+    outer       P / span(optimizer) * m                   always, of islands, for each of Outer.num_slices: what they
+                last agreed on, momentum, and two where an exchange takes steps
     feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels)
     buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and
                 per lane its largest message: converted parts, received parts and sums, over all hops;

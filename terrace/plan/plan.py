@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from terrace.plan.outer import Outer
 from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
@@ -55,9 +56,8 @@ class Plan:
     schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
     update: Update = "adamw"  # as `optimizer.name`; of sgd with momentum "sgd+momentum"
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
-    # The tier inside which ranks synchronise every step; the tiers outside exchange in programs of their own
-    # (terrace.program.lowering.outer_programs). None: all do. Not a key of files: no command runs such a period yet.
-    island: str | None = field(default=None, metadata={"key": False})
+    # The tier that is not synchronised every step, and how its islands exchange; None: all are
+    outer: Outer | None = None
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
         """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""

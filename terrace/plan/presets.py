@@ -12,6 +12,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge
 from terrace.cluster.cluster import Cluster
+from terrace.plan.outer import OUTERS
 from terrace.plan.plan import Plan
 
 Preset = Callable[[Cluster], Plan]
@@ -40,9 +41,41 @@ def parse_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
     name = own.pop("preset", None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"plan.preset = {name!r} must be the name of a preset{did_you_mean('', PRESETS)}")
+    outer = _outer_table(own.pop("outer", None), cluster)
+    if outer is not None:
+        own["outer"] = outer
     # The table overrides the preset key by key, nested tables included.
-    base = dump(preset(name, cluster)) if name is not None else {}
+    base = dump(_inside(name, cluster, outer)) if name is not None else {}
     return load(Plan, merge(base, own), "plan")
+
+
+def _outer_table(given: Any, cluster: Cluster) -> Any:
+    # The name of a preset, or a table that may begin with one; the tier is the outermost unless it says another.
+    own = {"preset": given} if isinstance(given, str) else given
+    if not isinstance(own, Mapping):
+        return own
+    own, last = dict(own), cluster.tiers[-1].name
+    name = own.pop("preset", None)
+    if name is None:
+        return {"tier": last, **own}
+    if name not in OUTERS:
+        raise PlanError(f"plan.outer = {name!r} is no preset of an outer loop{did_you_mean(str(name), OUTERS)}")
+    return merge(dump(OUTERS[name](last)), own)
+
+
+def _inside(name: str, cluster: Cluster, outer: Any) -> Plan:
+    # Islands keep all states, so the last tier of a preset is the last inside.
+    names = [tier.name for tier in cluster.tiers]
+    tier = outer.get("tier") if isinstance(outer, Mapping) else None
+    if tier not in names:
+        return preset(name, cluster)
+    inside = cluster.tiers[: names.index(tier)]
+    if not inside and name != "ddp":
+        raise PlanError(
+            f"plan.preset = {name!r} places states over ranks, and on outer.tier = {tier!r}, the innermost, every rank "
+            "is an island of its own: use preset 'ddp', or a tier further out"
+        )
+    return preset(name, replace(cluster, tiers=inside) if inside else cluster)
 
 
 def command_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:

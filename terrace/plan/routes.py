@@ -14,8 +14,13 @@ from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import EXPERT, TENSOR
+from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
-from terrace.plan.wire import GRADIENTS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
+from terrace.plan.wire import CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
+
+# Numbers of a fragment that an island tells the others as it starts an exchange: valid tokens and sum of losses since
+# its last start; squared norms of its change, of its change while the last exchange was under way, and of the last mean
+OUTER_FIGURES = ("tokens", "loss", "change", "meanwhile", "mean")
 
 
 def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
@@ -81,6 +86,9 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
     """
     found = []
     for message in PLACEABLE:
+        # Messages of islands are under way over many steps, whose sums they are not part of.
+        if message is MessageClass.OUTER:
+            continue
         # Of a class inside blocks `layout` does not join the ranks.
         tiers = (tier for tier in crossed_tiers(layout, message) if message not in ROUTES or layout.degrees[tier] > 1)
         if any(plan.wire_format(message, layout.tiers[tier]).block for tier in tiers):
@@ -97,9 +105,25 @@ def control_numbers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> 
     return 3 + len(FIGURES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
 
 
+def outer_hops(world: Layout, plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> tuple[Hop, ...]:
+    """The hops of an exchange's numbers, fp64, innermost tier first; outside an island those of all islands travel on.
+
+    Of each fragment that starts, `OUTER_FIGURES`; of each of its blocks a digest.
+    """
+    assert plan.outer is not None, "a plan without islands exchanges nothing"
+    trained = (index for index, block in enumerate(blocks) if block.num_trainable)
+    digests = sum(plan.outer.fragment(index) in exchange.starts for index in trained)
+    numbers, pieces, hops = len(OUTER_FIGURES) * len(exchange.starts) + digests, 1, list[Hop]()
+    for tier, degree in enumerate(world.degrees):
+        if degree > 1:
+            hops.append(Hop(tier, degree, FORMATS["fp64"], numbers, pieces))
+            pieces *= degree if tier > world.island else 1
+    return tuple(hops)
+
+
 def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
     """Elements of each residual that error feedback keeps for a block of `numel` padded elements."""
-    for message in GRADIENTS:
+    for message in CHANGES:
         reduction, gathering = block_hops(layout, plan, message, numel)
         # A rank's own part is not rounded and leaves no residual.
         yield from ((hop.degree - 1) * hop.numel for hop in reduction if hop.wire.feedback)

@@ -62,7 +62,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         # The master copy where it is apart, and moments.
         kept = owned if keeps_master(plan, layout) else 0
         found["optimizer"] = (kept + num_moments(plan.update, owned, padded - whole)) * master
-        found["outer"] = owned * master if layout.num_islands > 1 else 0
+        found["outer"] = owned * master * plan.outer.num_slices if plan.outer is not None else 0
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES * RESIDUAL_COPIES
     return found
 

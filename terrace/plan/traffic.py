@@ -9,7 +9,7 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     sync                      tiers grads+1 .. optimizer   once a step (reduce-scatter), and
                               tiers optimizer+1 .. island  once a step (all-reduce)
     outer                     tiers island+1 .. last       once an exchange (all-reduce of a rank's part), and
-                              tiers optimizer+1 .. island  once an exchange (gather)
+                              tiers optimizer+1 .. island  once an exchange (gather); and numbers over all tiers
     refresh                   tiers optimizer .. params+1  once a step
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
     pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
@@ -32,9 +32,10 @@ from terrace.plan.edges import edge_of, stage_sends
 from terrace.plan.expert_counts import num_counts
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.mesh import Mesh
+from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed, residencies
-from terrace.plan.routes import block_hops, control_numbers
+from terrace.plan.routes import block_hops, control_numbers, outer_hops
 from terrace.plan.stage import SHORT, Stage, count_units, whole_stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic, block_messages, choice_messages
@@ -135,6 +136,20 @@ def block_bytes(
         for message in filter(flat.travels_in, messages):
             for hop in chain(*block_hops(flat.layout, plan, message, flat.padded)):
                 total[message, flat.layout.tiers[hop.tier]] += hop.sent_bytes
+    return dict(total)
+
+
+def outer_bytes(
+    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], held: Iterable[int], exchange: Exchange
+) -> Bytes:
+    """Bytes each rank sends in an exchange of islands: the changes of its blocks that start, and numbers."""
+    if not exchange.starts or plan.outer is None:
+        return {}
+    layout, outer = world_layout(cluster, plan), plan.outer
+    sent = [index for index in held if outer.fragment(index) in exchange.starts]
+    total = Counter(block_bytes(cluster, plan, blocks, sent, [MessageClass.OUTER]))
+    for hop in outer_hops(layout, plan, blocks, exchange):
+        total[MessageClass.OUTER, layout.tiers[hop.tier]] += hop.sent_bytes
     return dict(total)
 
 

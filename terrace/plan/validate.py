@@ -12,10 +12,11 @@ from terrace.plan.context import attention_heads, is_context_parallel, num_ring_
 from terrace.plan.dims import is_layer
 from terrace.plan.gaps import num_gaps
 from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
-from terrace.plan.mesh import EXPERT_AXES, ORDER, STAGE, Mesh, tier_degrees
+from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
+from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
 from terrace.plan.routes import crossed_tiers
-from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, ROUTES, MessageClass, parse_format
+from terrace.plan.wire import CHANGES, FORMATS, GRADIENTS, PLACEABLE, ROUTES, MessageClass, parse_format
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
@@ -26,14 +27,16 @@ SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decim
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
     """The settled layout of a valid plan; raises `PlanError` with the first rule it breaks."""
     _check_mapping(cluster, plan)
+    if plan.outer is not None:
+        check_outer_tier(cluster, plan.outer)
     try:
         layout = Layout.written(cluster, plan)
     except ClusterError as error:
         raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
     _check_placements(plan, layout)
     _check_depth(cluster, plan, layout)
-    if plan.island is not None:
-        _check_island(cluster, plan, layout)
+    if plan.outer is not None:
+        check_outer(cluster, plan, plan.outer, blocks)
     _check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)
@@ -154,25 +157,6 @@ def _check_placements(plan: Plan, layout: Layout) -> None:
         )
 
 
-def _check_island(cluster: Cluster, plan: Plan, layout: Layout) -> None:
-    mesh, outside = Mesh.of(cluster, plan), range(layout.island + 1, len(layout.tiers))
-    if layout.num_islands == 1:
-        raise PlanError(f"island = {plan.island!r}: no data ranks are outside; name a tier further in, or leave it out")
-    if layout.optimizer > layout.island:
-        raise PlanError(
-            f"optimizer = {plan.optimizer!r} lies outside island = {plan.island!r}: an island keeps all states; place "
-            f"them on {plan.island!r} or further in"
-        )
-    for axis in ORDER:
-        own = mesh.of_stacks(axis == "expert")
-        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and own.group(axis)[tier] > 1]
-        if crossed:
-            raise PlanError(
-                f"the {axis} axis crosses tier {crossed[0]!r}, outside island = {plan.island!r}: its ranks talk every "
-                "step; give the tiers outside an island to the data axis alone"
-            )
-
-
 def _check_wire(plan: Plan, layout: Layout) -> None:
     tiers = layout.tiers
     messages = [message.value for message in PLACEABLE]
@@ -193,16 +177,17 @@ def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> No
         wire = parse_format(name)
     except PlanError as error:
         raise PlanError(f"wire.{message.value}.{tier}: {error}") from error
-    widest = plan.master if message in GRADIENTS else plan.compute
+    widest = plan.master if message in CHANGES else plan.compute
     if wire.mantissa_bits > FORMATS[widest].mantissa_bits:
         raise PlanError(
             f"wire.{message.value}.{tier} = {name!r} is wider than the {widest} values it would carry: "
             f"use {widest!r} or leave it out"
         )
-    if wire.feedback and message not in GRADIENTS:
+    if wire.feedback and message not in CHANGES:
         carried = "parameters" if message in ROUTES else "activations"
         raise PlanError(
-            f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients, and {message.value} carries "
+            f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients and for changes of islands, and "
+            f"{message.value} carries "
             f"{carried}, whose errors do not add up over steps; write {name.removesuffix('+feedback')!r}"
         )
 

@@ -42,7 +42,7 @@ class MessageClass(StrEnum):
     COUNTS = "counts"  # tokens of every expert by layer, and rows sent, received and multiplied, once a step
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
-    OUTER = "outer"  # change of parameters since the last exchange between islands
+    OUTER = "outer"  # change of parameters since the last exchange between islands, and numbers about it
     PEER_COPY = "peer_copy"  # a rank's part of a checkpoint, into the memory of another machine, between steps
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
@@ -51,11 +51,11 @@ TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, ea
 OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
 _AS_THEY_ARE = ("context", "route", "choices", "counts", "pipeline", "tie", "peer_copy", "control")
-_COMPUTE = ("outer",)  # what travels in the compute dtype
-PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
+PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
+CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters: their rounding errors may be fed back
 # Of parameters and gradients: they travel in `plan.messages`, if it is given.
-OF_STATES = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH, *GRADIENTS)
+OF_STATES = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH, *CHANGES)
 
 
 @dataclass(frozen=True)

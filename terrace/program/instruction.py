@@ -16,8 +16,9 @@
 | ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier  |
 | UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
 | REFRESH         | round the master parameters into the working copy, back on the params tier        |
-| OUTER_START     | average over islands the change of parameters since they last agreed               |
-| OUTER_APPLY     | make it the parameters' change                                                    |
+| OUTER_COUNT     | numbers of all islands: tokens, losses, norms of changes, digests of parameters   |
+| OUTER_START     | send the change of a block's parameters on this island; its mean over islands     |
+| OUTER_APPLY     | take an outer step with that mean                                                 |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
 Communication is issued without blocking; an instruction waits only for its operands. `SPECS` declares the fields and
@@ -49,6 +50,7 @@ class Op(StrEnum):
     ORTHOGONALISE = "ORTHOGONALISE"
     UPDATE = "UPDATE"
     REFRESH = "REFRESH"
+    OUTER_COUNT = "OUTER_COUNT"
     OUTER_START = "OUTER_START"
     OUTER_APPLY = "OUTER_APPLY"
     SEND = "SEND"
@@ -90,6 +92,7 @@ SPECS: dict[Op, OpSpec] = {
     Op.ORTHOGONALISE: OpSpec(message=MessageClass.ORTHOGONALISE),
     Op.UPDATE: OpSpec(),
     Op.REFRESH: OpSpec(message=MessageClass.REFRESH),
+    Op.OUTER_COUNT: OpSpec((), MessageClass.OUTER),
     Op.OUTER_START: OpSpec(message=MessageClass.OUTER),
     Op.OUTER_APPLY: OpSpec(),
     Op.SEND: OpSpec(_POINT_TO_POINT, MessageClass.PIPELINE, peer="to"),

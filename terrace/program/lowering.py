@@ -15,27 +15,31 @@ A plan without a pipeline is one stage with one chunk per block: every unit of m
 through the blocks, then backward through them in reverse. After all passes come TIE and SYNC of the blocks that two
 stages hold: the last stage would otherwise wait for the first in the middle of the step. Then the global norm, and
 block by block, in forward order, update (under Muon with an ORTHOGONALISE one layer ahead) and refresh: the next step
-can start on block 0 while later blocks are still being refreshed. The passes are written in
+can start on block 0 while later blocks are still being refreshed. Blocks that islands exchange in this step come last:
+those whose mean has arrived are applied and refreshed, then those whose turn it is are sent. The passes are written in
 terrace.program.stage_passes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
 from terrace.base.errors import PlanError
+from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.flats import FlatParamSpec, orthogonalised
 from terrace.plan.mesh import Mesh, no_sequence
+from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Stage, forward_stage, idle_stage, whole_stage
 from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import validate
+from terrace.program.exchange import exchange_instructions, exchanged
 from terrace.program.gaps import has_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import Phase
@@ -250,23 +254,38 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
 
 def _forwards(programs: Sequence[Program]) -> list[Program]:
     stages = [forward_stage(each.stage) for each in programs]
-    frames = [each.of_stage(stage, phase=Phase.FORWARD) for each, stage in zip(programs, stages, strict=True)]
+    frames = [
+        each.of_stage(stage, phase=Phase.FORWARD).with_exchange(None)
+        for each, stage in zip(programs, stages, strict=True)
+    ]
     return [frame.of_stage(frame.stage, write_passes(frame, stages).end(Instruction(Op.CLIP))) for frame in frames]
 
 
-def outer_program(program: Program) -> Program:
-    """The program in which islands agree on parameters, on the stage of their training program `program`.
+def exchanging(program: Program, exchange: Exchange | None) -> Program:
+    """The training program `program` with another exchange of islands at its end; all else is shared.
 
-    All changes are sent before the first is applied, so that messages run while others are applied. Raises `PlanError`
-    for a plan without islands.
+    Raises `PlanError` for a plan without islands.
     """
-    if program.layout.num_islands == 1:
-        raise PlanError("a plan without islands has nothing to exchange between steps: name plan.island")
-    blocks = [block for block in program.stage.held if program.blocks[block].num_trainable]
-    instructions = [Instruction(Op.OUTER_START, block) for block in blocks]
-    for block in blocks:
-        instructions += [Instruction(Op.OUTER_APPLY, block), Instruction(Op.REFRESH, block)]
-    return program.of_stage(idle_stage(program.stage), tuple(instructions), Phase.OUTER)
+    if program.plan.outer is None:
+        raise PlanError("a plan without islands has nothing to exchange: give it a table outer")
+    if exchange == program.exchange:
+        return program
+    found, given = program.with_exchange(exchange), program.instructions
+    old, new = tuple(_end(program)), tuple(_end(found))
+    end = len(given) - len(old)
+    if isinstance(given, Repeated):
+        instructions: Sequence[Instruction] = replace(given, suffix=(*given.suffix[: -len(old)], *new))
+    elif isinstance(given, Segments) and given.bodies[-1] == old:
+        instructions = Segments((*given.bodies[:-1], new), given.order)
+    else:
+        instructions = (*given[:end], *new)
+    return found.of_stage(found.stage, instructions)
+
+
+def outer_program(program: Program, exchange: Exchange) -> Program:
+    """An exchange of islands alone, on the stage of their training program `program`: it follows the last step."""
+    frame = program.of_stage(idle_stage(program.stage), phase=Phase.OUTER).with_exchange(exchange)
+    return frame.of_stage(frame.stage, tuple(exchange_instructions(frame)))
 
 
 def restoring_program(program: Program) -> Program:
@@ -292,9 +311,12 @@ def _end(frame: Program) -> Iterator[Instruction]:
     following = dict(pairwise(whole))
     # The first gather has no update to hide behind.
     yield from (Instruction(Op.ORTHOGONALISE, block) for block in whole[:1])
+    later = set(exchanged(frame, frame.exchange.applies if frame.exchange else ()))
     for block in stage.held:
         if frame.blocks[block].num_trainable:
             if block in following:
                 yield Instruction(Op.ORTHOGONALISE, following[block])
             yield Instruction(Op.UPDATE, block)
-            yield Instruction(Op.REFRESH, block)
+            if block not in later:
+                yield Instruction(Op.REFRESH, block)
+    yield from exchange_instructions(frame)

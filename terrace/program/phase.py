@@ -10,19 +10,19 @@ class Phase(StrEnum):
 
     TRAIN = "train"  # a training step
     FORWARD = "forward"  # forwards alone: an evaluation
-    OUTER = "outer"  # after some steps of islands: they agree again
+    OUTER = "outer"  # after the last step of islands: they agree again
     RESTORE = "restore"  # after a state was loaded: the working copies from the master parameters
 
 
 PHASE_OPS = {
-    Phase.TRAIN: frozenset(Op) - {Op.OUTER_START, Op.OUTER_APPLY},
+    Phase.TRAIN: frozenset(Op),
     Phase.FORWARD: frozenset((Op.GATHER, Op.FREE, Op.FORWARD, Op.SEND, Op.RECV, Op.CLIP)),
-    Phase.OUTER: frozenset((Op.OUTER_START, Op.OUTER_APPLY, Op.REFRESH)),
+    Phase.OUTER: frozenset((Op.OUTER_COUNT, Op.OUTER_START, Op.OUTER_APPLY, Op.REFRESH)),
     Phase.RESTORE: frozenset((Op.REFRESH,)),
 }
 FOR_EACH_BLOCK = {  # what happens once to each block with trainable parameters, in this order
     Phase.TRAIN: (Op.SYNC, Op.UPDATE, Op.REFRESH),
     Phase.FORWARD: (),
-    Phase.OUTER: (Op.OUTER_START, Op.OUTER_APPLY, Op.REFRESH),
+    Phase.OUTER: (),  # its exchange says of which blocks
     Phase.RESTORE: (Op.REFRESH,),
 }

@@ -1,7 +1,7 @@
 """The Program: the instructions of one rank, and the values they refer to."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -14,16 +14,17 @@ from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
-from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
+from terrace.plan.in_block_messages import ExpertMessage, TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import EXPERT, Mesh
+from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS, ROUTES, MessageClass
+from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
@@ -38,8 +39,8 @@ from terrace.program.resolve import (
     counts_message,
     expert_message,
     expert_transfers,
-    line_transfer,
     message_in_gaps,
+    outer_numbers_message,
     stage_message,
     tensor_message,
 )
@@ -64,6 +65,7 @@ class Program:
     instructions: Sequence[Instruction]
     sequence: int = 0  # tokens; the messages of tensor, context and pipeline ranks depend on it
     phase: Phase = Phase.TRAIN
+    exchange: Exchange | None = None  # of islands, at its end
 
     @property
     def trains(self) -> bool:
@@ -158,7 +160,13 @@ class Program:
 
     def with_stages(self, stages: tuple[int, ...]) -> "Program":
         """The same program under a plan that names its stages; all else is shared."""
-        found = replace(self, plan=replace(self.plan, stages=stages))
+        return self._sharing(replace(self, plan=replace(self.plan, stages=stages)))
+
+    def with_exchange(self, exchange: Exchange | None) -> "Program":
+        """The same program but for its exchange, whose instructions its maker writes; all else is shared."""
+        return self._sharing(replace(self, exchange=exchange))
+
+    def _sharing(self, found: "Program") -> "Program":
         vars(found).update({name: getattr(self, name) for name in _OF_THE_PLAN})
         return found
 
@@ -212,19 +220,6 @@ class Program:
             self._messages[key] = self._resolved(instruction)
         return self._messages[key]
 
-    def transfers(self) -> Iterator[Transfer]:
-        """A transfer of every route that messages of this plan take on some stage; the same on all ranks."""
-        for first in dict.fromkeys(self.alike):
-            for message_class in ROUTES:
-                yield from block_message(message_class, self.stage_layout, self.plan, self.flats[first]).transfers
-        # Calibration measures the first in a pipeline too, where CLIP is among all stages.
-        for ranks in (self.stage_layout, self.world_layout):
-            yield from control_message(self.stage_layout, ranks, self.plan, self.blocks).transfers
-        yield from counts_message(self.stage_layout, self.plan, self.blocks).transfers
-        for line in self.tensor.lines_of(self.blocks):
-            yield line_transfer(line, self.plan, Leg.GATHER, line.degree)
-        yield from self.expert_transfers
-
     @cached_property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
         """Bytes each rank sends per step, by message class and tier, but for those that a batch declares."""
@@ -261,7 +256,12 @@ class Program:
             return stage_message(message_class, tier, self.edge_bytes, received=instruction.op is Op.RECV)
         # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
-            return control_message(self.stage_layout, self.world_layout, self.plan, self.blocks)
+            # A step stays inside an island; an evaluation is of all.
+            inside = self.trains
+            return control_message(self.stage_layout, self.world_layout, self.plan, self.blocks, inside=inside)
+        if instruction.op is Op.OUTER_COUNT:
+            assert self.exchange is not None, "only an exchange has numbers"
+            return outer_numbers_message(self.world_layout, self.plan, self.blocks, self.exchange)
         if message_class is MessageClass.COUNTS:
             return counts_message(self.stage_layout, self.plan, [self.blocks[index] for index in self.stage.own])
         # The secondary copy starts a gather from its own, inner tier.

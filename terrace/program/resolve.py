@@ -14,8 +14,9 @@ from terrace.plan.gaps import part_buffers, part_columns, slices_of
 from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
+from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
-from terrace.plan.routes import block_hops, control_numbers
+from terrace.plan.routes import block_hops, control_numbers, outer_hops
 from terrace.plan.tensor_traffic import TensorTraffic, line_hops
 from terrace.plan.wire import FORMATS, ROUTES, TO_EXPERTS, MessageClass
 from terrace.program.message import Message, Transfer
@@ -91,11 +92,15 @@ def _part(whole: Transfer, plan: Plan, start: int, stop: int) -> Transfer:
     return replace(part, columns=(start, stop), reduce_buffers=tuple(reduced), gather_buffers=tuple(gathered))
 
 
-def control_message(stage_layout: Layout, world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Message:
-    """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives."""
-    tiers = tuple(
-        tier for tier, degree in enumerate(world_layout.degrees) if degree > 1 and tier <= world_layout.island
-    )
+def control_message(
+    stage_layout: Layout, world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], *, inside: bool = True
+) -> Message:
+    """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives.
+
+    `inside` says that it stays on an island.
+    """
+    last = world_layout.island if inside else world_layout.outermost
+    tiers = tuple(tier for tier, degree in enumerate(world_layout.degrees) if degree > 1 and tier <= last)
     numbers = control_numbers(stage_layout, plan, blocks)
     # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world_layout.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
@@ -109,6 +114,16 @@ def control_message(stage_layout: Layout, world_layout: Layout, plan: Plan, bloc
         world_layout,
         [Transfer(message_class=message_class, lane=lane, ranks=world_layout, gathering=hops)],
     )
+
+
+def outer_numbers_message(world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> Message:
+    """Message of OUTER_COUNT: numbers summed over an island as CLIP's are, then gathered from all islands."""
+    hops = outer_hops(world_layout, plan, blocks, exchange)
+    inside = tuple(hop for hop in hops if hop.tier <= world_layout.island)
+    outside = hops[len(inside) :]
+    lane, message_class = hops[-1].tier, MessageClass.OUTER
+    transfer = Transfer(message_class=message_class, lane=lane, ranks=world_layout, reduction=inside, gathering=outside)
+    return _collective(message_class, plan, lane, tuple(hop.tier for hop in hops), world_layout, [transfer])
 
 
 def counts_message(stage_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> Message:

@@ -12,8 +12,9 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
     before the next unit is complete, the last time after every backward that adds to it; then added to the gradient of
     the other stage which holds the block, if one does; synchronised once; COUNT once, after every forward, where the
     stage has mixtures of experts; CLIP once, after COUNT and every SYNC; ORTHOGONALISE, where the optimizer needs whole
-    matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of each block, an outer one an
-    OUTER_START, an OUTER_APPLY and then a REFRESH;
+    matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of each block; an exchange of
+    islands has an OUTER_COUNT, then an OUTER_START of each block that starts, after its UPDATE and after the
+    OUTER_APPLY of its last exchange; an OUTER_APPLY of each block that arrives or is waited for, then its REFRESH;
  5. an instruction sets only the fields its op uses; parts of a REDUCE or SYNC in gaps are held for the next pass, which
     has gaps, and for one REDUCE at a time, since there are two gradient buffers (terrace.program.gaps);
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
@@ -30,9 +31,9 @@ from terrace.plan.stage import SHORT
 from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.phase import FOR_EACH_BLOCK, PHASE_OPS, Phase
 from terrace.program.program import Program
+from terrace.program.verify_exchange import ExchangeWalk
 from terrace.program.verify_repeating import Marks, marks
 from terrace.program.verify_totals import check_bytes, check_memory
-from terrace.program.walk import Walk
 
 
 def verify(program: Program, rank: int = 0) -> None:
@@ -73,7 +74,7 @@ _WORDS = {
 
 
 @dataclass
-class _Walker(Walk):
+class _Walker(ExchangeWalk):
     resident: set[int] = field(default_factory=set)
     opened: set[int] = field(default_factory=set)  # blocks gathered from the primary copy
     received: set[tuple[bool, int, int]] = field(default_factory=set)  # (backward, block, micro)
@@ -117,6 +118,7 @@ class _Walker(Walk):
             Op.ORTHOGONALISE: self._orthogonalise,
             Op.UPDATE: self._update,
             Op.REFRESH: self._refresh,
+            Op.OUTER_COUNT: self._outer_count,
             Op.OUTER_START: self._outer_start,
             Op.OUTER_APPLY: self._outer_apply,
             Op.SEND: self._send,
@@ -159,6 +161,7 @@ class _Walker(Walk):
         for block in program.stage.held:
             if block in self._trainable:
                 wanted += [Instruction(op, block) for op in FOR_EACH_BLOCK[program.phase]]
+                wanted += [Instruction(op, block) for op in self.exchanged_in(block)]
                 if program.trains and self.reductions[block] != self._num_units:
                     self._fail_end(f"block {block} is reduced {self.reductions[block]} times, not {self._num_units}")
         for instruction in wanted:
@@ -354,24 +357,6 @@ class _Walker(Walk):
             self.directions -= 1
         if now.block in self.resident and self.program.frees(now.block):
             self._fail("the block is still gathered: its full parameters would go stale")
-
-    def _refresh(self, now: Instruction) -> None:
-        self._once()
-        self._holds()
-        self._trains()
-        # Only a restoring program changes nothing before.
-        changes = FOR_EACH_BLOCK[self.program.phase][-2:-1]
-        for op in changes:
-            self._after(op, now.block)
-
-    def _outer_start(self, now: Instruction) -> None:
-        self._once()
-        self._holds()
-        self._trains()
-
-    def _outer_apply(self, now: Instruction) -> None:
-        self._once()
-        self._after(Op.OUTER_START, now.block)
 
     def _send(self, now: Instruction) -> None:
         self._once()

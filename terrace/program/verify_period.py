@@ -4,12 +4,13 @@
 2. All programs are for the same cluster, plan, blocks and stages, so that each finds the states it reads where another
    left them.
 3. A restoring program has no place in a period: no state is loaded there, and it would send what is up to date.
-4. With islands, a period that trains has an outer program. The last program before an outer one is a step; the last
-   before a program of forwards, other forwards left out, is not, since islands then have different parameters. Before
-   the first turn comes the last, because a period repeats.
+4. With islands, a period of steps is a cycle: in the order of its steps, and again from the first, each fragment
+   starts one exchange and applies it `delay` steps later, before it starts another; fragments take turns. An exchange
+   of its own ends a run and has no place in a period.
 """
 
 from terrace.base.errors import ProgramError
+from terrace.plan.outer import Exchange
 from terrace.program.period import Period, Turn
 from terrace.program.phase import Phase
 from terrace.program.verify_ranks import verify_stages
@@ -36,23 +37,36 @@ def verify_period(period: Period) -> None:
 
 
 def _check_islands(period: Period) -> None:
-    if period.turns[0].programs[0].layout.num_islands == 1:
-        return  # no program is an outer one
-    phases = {turn.phase for turn in period.turns}
-    if Phase.TRAIN in phases and Phase.OUTER not in phases:
-        raise ProgramError("the islands of the plan never exchange their changes: add a turn of outer programs")
-    changes = [turn.phase for turn in period.turns if turn.phase is not Phase.FORWARD]
-    last = changes[-1] if changes else None  # a period repeats
-    for number, turn in enumerate(period.turns):
-        if turn.phase is Phase.OUTER and (last is not Phase.TRAIN or turn.times > 1):
-            raise ProgramError("an outer program follows another, or nothing: no step has changed a parameter between")
-        if turn.phase is not Phase.FORWARD:
-            last = turn.phase
-        elif last is Phase.TRAIN:
+    outer = period.turns[0].programs[0].plan.outer
+    turns = [turn for turn in period.turns if turn.phase is Phase.TRAIN]
+    if any(turn.phase is Phase.OUTER for turn in period.turns):
+        raise ProgramError("an outer program ends a run, and a period goes on: give steps their exchanges")
+    if outer is None or not turns:
+        return
+    for turn in turns:
+        if len({program.exchange for program in turn.programs}) > 1:
+            raise ProgramError("the stages of a step exchange other fragments of the islands: build all for one")
+    found = [turn.programs[0].exchange for turn in turns for _ in range(turn.times)]
+    if len(found) % outer.every:
+        raise ProgramError(
+            f"the period has {len(found)} steps, and each fragment of the islands has its turn in {outer.every}: give "
+            "whole cycles"
+        )
+    for step, exchange in enumerate(found):
+        expected = outer.exchange(step, range(outer.fragments))
+        if exchange != expected:
             raise ProgramError(
-                f"turn {number} of the period (forward) follows steps of islands, whose parameters differ: "
-                "put it after an outer program"
+                f"step {step} of the period ends with {_words(exchange)}, but outer.every = {outer.every}, fragments = "
+                f"{outer.fragments}, delay = {outer.delay} ask for {_words(expected)}"
             )
+
+
+def _words(exchange: Exchange | None) -> str:
+    if exchange is None:
+        return "no exchange of islands"
+    parts = (("the arrival of", exchange.arrives), ("the start of", exchange.starts))
+    words = [f"{what} fragment {', '.join(map(str, fragments))}" for what, fragments in parts if fragments]
+    return " and ".join(words) + (", waited for" if exchange.waits and exchange.starts else "")
 
 
 def _check_alike(where: str, turn: Turn, first: Turn) -> None:

@@ -1,9 +1,13 @@
 """Totals of a program, bytes sent and memory held, against the closed formulas of its plan."""
 
+from collections import Counter
+
 from terrace.base.errors import ProgramError
 from terrace.plan.memory import model_state_bytes
-from terrace.plan.traffic import Bytes, block_bytes, step_bytes
+from terrace.plan.outer import Exchange
+from terrace.plan.traffic import Bytes, block_bytes, outer_bytes, step_bytes
 from terrace.plan.wire import MessageClass
+from terrace.program.exchange import exchanged
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 
@@ -25,12 +29,15 @@ def check_bytes(program: Program, rank: int) -> None:
 
 def _declared(program: Program) -> Bytes:
     cluster, plan, blocks = program.cluster, program.plan, program.blocks
-    if not program.trains:
-        messages = [MessageClass.OUTER] if program.phase is Phase.OUTER else []
-        return block_bytes(cluster, plan, blocks, program.stage.held, [*messages, MessageClass.REFRESH])
-    # Without a pipeline the closed formula makes its own stage: an independent count.
-    stage = program.stage if program.stage.num_stages > 1 else None
-    return step_bytes(cluster, plan, blocks, program.num_micros, program.sequence, stage)
+    exchange, held = program.exchange or Exchange(), program.stage.held
+    if program.trains:
+        # Without a pipeline the closed formula makes its own stage: an independent count.
+        stage = program.stage if program.stage.num_stages > 1 else None
+        found = step_bytes(cluster, plan, blocks, program.num_micros, program.sequence, stage)
+    else:
+        applied = exchanged(program, exchange.applies) if program.phase is Phase.OUTER else held
+        found = block_bytes(cluster, plan, blocks, applied, [MessageClass.REFRESH])
+    return Counter(found) + Counter(outer_bytes(cluster, plan, blocks, held, exchange))
 
 
 _HELD = {  # category -> (its name, how to hold less)

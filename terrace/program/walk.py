@@ -9,7 +9,7 @@ from terrace.plan.flats import orthogonalised
 from terrace.plan.stage import count_units
 from terrace.program.gaps import BETWEEN, has_gaps, may_be_in_gaps
 from terrace.program.instruction import SPECS, Instruction, Op
-from terrace.program.phase import FOR_EACH_BLOCK
+from terrace.program.phase import Phase
 from terrace.program.program import Program
 
 _DEFAULTS = Instruction._field_defaults
@@ -62,8 +62,7 @@ class Walk:
 
     @cached_property
     def _trainable(self) -> frozenset[int]:
-        changed = FOR_EACH_BLOCK[self.program.phase]
-        blocks = enumerate(self.program.blocks) if changed else ()
+        blocks = () if self.program.phase is Phase.FORWARD else enumerate(self.program.blocks)
         return frozenset(index for index, block in blocks if block.num_trainable)
 
     @cached_property

@@ -29,6 +29,15 @@ class Pending:
     instruction: Instruction
 
 
+@dataclass
+class Kept:
+    """A micro-batch's pass through a block, from its forward to its backward."""
+
+    inputs: Tensor
+    output: Tensor | None  # with its graph; None when the backward computes it, or does so again
+    random_state: Tensor | None
+
+
 class Activations:
     """The activations and gradients of one step that exist or are arriving, until the block that reads them runs.
 

@@ -16,9 +16,10 @@ from terrace.comm.pace import Pacer
 from terrace.comm.stage_p2p import StageP2P
 from terrace.plan.context import ContextGroup, is_context_parallel
 from terrace.plan.edges import rounds_of
-from terrace.plan.layout import INSIDE, Layout
+from terrace.plan.layout import INSIDE, Layout, island_ranks
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
+from terrace.program.transfers import transfers_of
 from terrace.runtime.gathered import gather_plain, gather_tensors
 
 # Ranks meet in an exchange after slow writes.
@@ -69,8 +70,13 @@ class Comm:
         indexes = {*self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
         self._peers: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
-        # A group of its own, since the world's may have no timeout.
-        self._world = dist.new_group(timeout=_EXCHANGE_TIMEOUTS * timeout) if cluster.world_size > 1 else None
+        # Groups of their own, since the world's may have no timeout.
+        limit = _EXCHANGE_TIMEOUTS * timeout
+        self._world = dist.new_group(timeout=limit) if cluster.world_size > 1 else None
+        inside = tuple(island_ranks(program.world_layout, rank))
+        self._inside = self._world
+        if len(inside) < cluster.world_size:
+            self._inside = dist.new_group(list(inside), timeout=limit, use_local_synchronization=True)
 
     def stage_p2p(self, ledger: Ledger, pacer: Pacer | None = None) -> StageP2P:
         """Messages between stages, counted in `ledger`; the caller closes it."""
@@ -80,6 +86,10 @@ class Comm:
     def exchange(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order; it is small and can be written as JSON. Every rank calls this."""
         return [value] if self._world is None else gather_plain(value, self.device, self._world)
+
+    def exchange_inside(self, value: Any) -> list[Any]:
+        """As `exchange`, of the ranks that make steps together with this one: its island, or all."""
+        return [value] if self._inside is None else gather_plain(value, self.device, self._inside)
 
     def exchange_tensors(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The CPU tensors of every rank, in rank order. Every rank calls this."""
@@ -115,7 +125,7 @@ class Comm:
 
 def _groups(program: Program, rank: int, timeout: timedelta, context_group: ContextGroup | None) -> TierGroups:
     members = () if context_group is None else context_group.members
-    return TierGroups(program.transfers(), rank, timeout, list(_meetings(program, rank)), members)
+    return TierGroups(transfers_of(program), rank, timeout, list(_meetings(program, rank)), members)
 
 
 def _meetings(program: Program, rank: int) -> Iterator[Meeting]:

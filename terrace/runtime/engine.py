@@ -1,7 +1,7 @@
 """The engine: blocks, a plan and a world, ready to step."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -15,16 +15,15 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance import check_balance, telling_choices
 from terrace.plan.context import is_context_parallel
+from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.program.loads import Loads
-from terrace.program.lowering import build_stages, forward_programs, restoring_program
-from terrace.program.period import Period
+from terrace.program.lowering import build_stages, exchanging, forward_programs, outer_program, restoring_program
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.verify import verify
-from terrace.program.verify_period import verify_period
 from terrace.runtime.axes import apply_axes
 from terrace.runtime.batch import Batch, check_positions
 from terrace.runtime.clock import make_clock
@@ -36,6 +35,7 @@ from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.head import Objective, ignored_label
+from terrace.runtime.islands import Island, OuterResult
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
@@ -102,7 +102,7 @@ class Engine:
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
         self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
-        self._period: Period | None = None  # the last that was run
+        self._programs: dict[Exchange | None, Program] = {None: self.program}
         self._forward: Program | None = None  # the default of `evaluate`, made by its first call
         self._given: Program | None = None  # the last that `evaluate` was given
         self._given_up = Counter[tuple[MessageClass, str]]()  # bytes of steps that were not finite
@@ -131,6 +131,7 @@ class Engine:
             compile_blocks(self.state.modules.values())
         self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
         self.passages.follow(self.state.choices)
+        self.island = None if plan.outer is None else Island(self.state, self.comm)
         self.runner = StepRunner(
             self.state,
             self.comm,
@@ -142,64 +143,50 @@ class Engine:
             passages=self.passages,
             compiled=compiled,
             progress=progress,
+            island=self.island,
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one training step on this rank's micro-batches; a plan with islands runs periods instead.
+        """Run one training step on this rank's micro-batches, with the exchange of islands that is due at its end.
 
         Blocks get the positions of a batch, if it has any, as a second argument; the tensors must not change
-        meanwhile. Raises `ModelError` when a block takes no positions. Raises `NonFiniteError` on every rank when loss
-        or gradient are inf or nan: the state is then as before, and the error names rank, micro-batch and block.
+        meanwhile. Raises `ModelError` when a block takes no positions. Raises `NonFiniteError` on every rank of the
+        island when loss or gradient are inf or nan: the state is then as before, and the error names rank, micro-batch
+        and block.
         """
-        if self.program.layout.num_islands > 1:
-            raise ProgramError("steps alone would let the plan's islands drift apart: run a period")
         self._settle()
-        result = self._run(batches, lr, self.program)
+        result = self._run(batches, lr, self._exchanging(None if self.island is None else self.island.next()))
         if isinstance(result, NotFinite):
             agree(self.comm, result)
         assert isinstance(result, StepResult), "the ranks agree on an error"
         return result
 
-    def run_period(self, period: Period, batches: Iterable[Sequence[Batch]], lr: float) -> list[StepResult]:
-        """Run every program of a period; `batches` has the micro-batches of each step and evaluation, in order.
+    def finish(self) -> list[OuterResult]:
+        """End a run of islands: they exchange all that they have not, and have the same parameters after it.
 
-        The results are of these runs. Every rank calls this, with a period made from `stage_programs`. Raises
-        `ProgramError` for a period that breaks a rule or sends other bytes than its sum, for `batches` of another
-        length, and else as `step` does.
+        Every rank calls this, after the same step. Does nothing without islands.
         """
-        stage, batches = self.program.stage.index, list(batches)
-        if self._period is not period:
-            verify_period(period)
-            self._check_own(period.turns[0].programs[stage])
-            self._period = period
-        # Counted before the first message: a rank that stops in the middle would leave the others waiting.
-        num_runs = sum(program.phase in (Phase.TRAIN, Phase.FORWARD) for program in period.runs(stage))
-        if len(batches) != num_runs:
-            raise ProgramError(
-                f"batches for {len(batches)} runs, but the period has {num_runs} steps and evaluations: give the "
-                "micro-batches of each"
-            )
-        self._settle()
-        results, given, declared = [], iter(batches), Counter(self.runner.declared_bytes)
-        problem: NotFinite | None = None
-        for program in period.runs(stage):
-            if program.phase is Phase.FORWARD:
-                results.append(self._evaluate(next(given), program))
-            elif program.phase is not Phase.TRAIN:
-                self._agree(problem)
-                self.runner.run((), lr, program)
-            # An island whose step is not finite makes no more; the others learn of it before they exchange.
-            elif problem is None:
-                result = self._run(next(given), lr, program)
-                if isinstance(result, NotFinite):
-                    problem = result
-                else:
-                    results.append(result)
-        self._agree(problem)
-        declared.update(period.sent_bytes(stage))
-        if declared != self.runner.declared_bytes:
-            raise ProgramError("the programs that were run declare other bytes than their period")
+        results = list[OuterResult]()
+        for exchange in self.island.closing() if self.island is not None else ():
+            program = outer_program(self.program, exchange)
+            verify(program, self.rank)
+            with torch.no_grad():
+                self.runner.run((), program=program)
+            results += self._applied(program)
+        self.drain()
         return results
+
+    def _exchanging(self, exchange: Exchange | None) -> Program:
+        """The training program with an exchange at its end; few differ in a cycle, and each is kept."""
+        found = self._programs.get(exchange)
+        if found is None:
+            found = self._programs[exchange] = exchanging(self.program, exchange)
+            verify(found, self.rank)
+        return found
+
+    def _applied(self, program: Program) -> list[OuterResult]:
+        exchange = program.exchange
+        return [] if exchange is None or self.island is None else self.island.applied(exchange)
 
     def evaluate(self, batches: Sequence[Batch], program: Program | None = None) -> StepResult:
         """Mean loss and tokens of micro-batches, as many as a step has; the state does not change, `grad_norm` is 0.
@@ -220,11 +207,6 @@ class Engine:
             verify(program, self.rank)
             self._given = program
         return self._evaluate(batches, program)
-
-    def _agree(self, problem: NotFinite | None) -> None:
-        # Without islands all ranks have the same sums, and so the same problem.
-        if problem is not None or self.program.layout.num_islands > 1:
-            agree(self.comm, problem)
 
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
         self._settle()
@@ -271,7 +253,7 @@ class Engine:
         # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
         self.clock.mark("other")
-        return self._result(sums, self.load.loads if program.trains else None)
+        return self._result(sums, self.load.loads if program.trains else None, self._applied(program))
 
     def _taken(self, batches: Sequence[Batch], program: Program) -> Sequence[Batch]:
         for axis in self.axes:
@@ -280,7 +262,7 @@ class Engine:
         check_positions(batches, self.state.modules.values())
         return batches
 
-    def _result(self, sums: StepSums, loads: Loads | None = None) -> StepResult:
+    def _result(self, sums: StepSums, loads: Loads | None = None, outer: Sequence[OuterResult] = ()) -> StepResult:
         names, balance = self.passages.names, self.passages.balance
         (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
         of_routers, rounding = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
@@ -293,6 +275,7 @@ class Engine:
             router_losses={name: of_routers[name] / max(1.0, count) for name in balance.losses},
             dropped=int(of_routers["dropped"]) if balance.capacity else None,
             loads=loads,
+            outer=tuple(outer),
         )
 
     def examine(self, batches: Sequence[Batch]) -> Examination:

@@ -96,13 +96,13 @@ def examine(runner: StepRunner, state: ModelState, batches: Sequence[Batch], pro
 
 
 def agree(comm: Comm, problem: NotFinite | None) -> None:
-    """Raise `NonFiniteError` on every rank, with the first finding of all, if any rank has a problem; all call this."""
+    """Raise `NonFiniteError` on every rank of the island, with its first finding; all of its ranks call this."""
     own = (
         None
         if problem is None
         else [problem.result.loss, problem.result.grad_norm, problem.first, comm.collectives.errors.not_finite()]
     )
-    told = [each for each in comm.exchange(own) if each is not None]
+    told = [each for each in comm.exchange_inside(own) if each is not None]
     if not told:
         return
     loss, norm, _, _ = told[0]

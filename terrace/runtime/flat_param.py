@@ -25,6 +25,7 @@ from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.optimizer import Optimizer, make_optimizer
+from terrace.runtime.outer_state import OuterState
 from terrace.runtime.pages import Pages
 from terrace.runtime.settings import OptimizerConfig
 
@@ -87,7 +88,8 @@ class FlatParam:
         self._buffer: Tensor | None = None
         self._spare: list[Tensor] = []  # gradient buffers without memory
         self._is_fresh = True  # `grads` holds nothing of this step yet
-        self._anchor: Tensor | None = None  # the parameters that islands last agreed on, where there are several
+        self._outer = plan.outer
+        self._outer_state: OuterState | None = None  # where there are islands
         self._muon_momentum: Tensor | None = None  # gathered, from ORTHOGONALISE to UPDATE
         self.grads = torch.empty(0)
         self.owned = torch.empty(0)
@@ -108,7 +110,7 @@ class FlatParam:
             self._make_optimizer(values, config)
         self._meter.add("params", self.shard.nbytes)
         self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
-        self._meter.add("outer", self._anchor.nbytes if self._anchor is not None else 0)
+        self._meter.add("outer", self._outer_state.nbytes if self._outer_state is not None else 0)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by name; their values are there only while gathered."""
@@ -295,25 +297,21 @@ class FlatParam:
             self._muon_momentum = None
         self._begin_gradients()  # of the next step
 
-    def exchange_change(self, collectives: Collectives, transfer: Transfer) -> None:
-        """`owned`, free between steps, becomes the sum over islands of their parameters' change, negated."""
-        assert self._anchor is not None, f"block {self.name} is on one island"
-        assert self.optimizer is not None, f"block {self.name} is not initialised"
+    @property
+    def outer_state(self) -> OuterState:
+        """The outer loop of the slice that the optimizer owns."""
+        assert self._outer_state is not None, f"block {self.name} is on one island"
+        return self._outer_state
+
+    def exchange(self, collectives: Collectives, transfer: Transfer, weight: Tensor) -> None:
+        """Send the change of this island's parameters; its mean over islands takes its place."""
         layout = self.layout
-        torch.sub(self._anchor, self.optimizer.master, out=self.owned)
 
-        def piece(tier: int) -> Tensor:
-            return self.owned[self.part_within(tier, layout.optimizer)]
+        def part(tier: int) -> slice:
+            return self.part_within(tier, layout.optimizer)
 
-        piece(layout.outermost).copy_(collectives.reduce(transfer, piece(layout.island), self.origin))
-        collectives.gather(transfer, piece, self.origin)
-
-    def apply_change(self) -> None:
-        """Make the mean of the islands' parameters this island's; the working copy is stale until refreshed."""
-        assert self._anchor is not None, f"block {self.name} is on one island"
-        assert self.optimizer is not None, f"block {self.name} is not initialised"
-        self._anchor.sub_(self.owned, alpha=1 / self.layout.num_islands)
-        self.optimizer.master.copy_(self._anchor)
+        inner, outermost = layout.tier_of("island"), layout.outermost
+        self.outer_state.exchange(collectives, transfer, part, weight, inner=inner, outermost=outermost)
 
     def publish(self) -> None:
         """Round the master parameters into this rank's part of the working copy."""
@@ -347,8 +345,9 @@ class FlatParam:
             config,
             self.full.dtype,
         )
-        if layout.num_islands > 1:
-            self._anchor = master.clone()
+        if self._outer is not None:
+            origin = Origin(self.name, device, self._meter)
+            self._outer_state = OuterState(self._outer, master, self.owned, origin)
         self._meter.add("grads", self.grads.nbytes)
         self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
         if self._in_place:

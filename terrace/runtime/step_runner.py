@@ -13,13 +13,13 @@ lane of the outermost tier it crosses; an instruction waits only for its operand
     COUNT               every FORWARD of a mixture of experts
     CLIP                every SYNC, and COUNT
     UPDATE              the ORTHOGONALISE of its block, under Muon
-    OUTER_APPLY         the OUTER_START of its block, and the refresh of the step before
+    OUTER_START         on its lane: the OUTER_COUNT before it
+    OUTER_APPLY         the OUTER_START of its block, in this program or one before, and the refresh of the step before
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
 from terrace.program.program import Program
-from terrace.runtime.activations import Activations, Key, Pending
+from terrace.runtime.activations import Activations, Kept, Key, Pending
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
@@ -40,6 +40,7 @@ from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.gap_messages import Carry, GapMessages, behind, carried
 from terrace.runtime.head import Objective, chunked_head, head_loss
 from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.islands import Island
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.progress import Progress, no_progress
@@ -47,13 +48,6 @@ from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.step_sums import StepSums, end_gradients, own_sums
 
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
-
-
-@dataclass
-class _Kept:
-    inputs: Tensor
-    output: Tensor | None  # with its graph; None when the backward computes it, or does so again
-    random_state: Tensor | None
 
 
 class StepRunner:
@@ -77,6 +71,7 @@ class StepRunner:
         passages: Passages,
         compiled: bool = False,
         progress: Progress = no_progress,
+        island: Island | None = None,
     ) -> None:
         program = comm.program
         self._program, self._comm, self._state, self._axes = program, comm, state, axes
@@ -84,11 +79,11 @@ class StepRunner:
         self._collectives, self._stages, self._lanes = comm.collectives, comm.stages, comm.lanes
         self._clock, self._weights, self._objective = clock, weights, objective
         self._clip_norm, self._progress = state.settings.clip, progress
-        self._passages, self._load = passages, load
+        self._passages, self._load, self._island = passages, load, island
         for axis in axes:
             axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
             axis.in_block.at_gap = self._in_gaps.leave
-        # Compiled blocks hide their linear layers inside one autograd node, which computes their weight gradients.
+        # Compiled blocks hide linear layers inside one autograd node, which computes their weight gradients.
         for flat in state if not compiled else ():
             if flat.spec.trainable:
                 weights.own(flat.parameters, flat.gradients)
@@ -102,7 +97,7 @@ class StepRunner:
         self._recomputed = recomputed(program.plan, program.blocks)
         self._last = len(program.blocks) - 1
         self._chunked = chunked_head(state.modules[self._last], objective) if self._last in state.modules else None
-        # Losses and tokens count on the stage that has the head, where all tensor ranks have the same.
+        # On the stage that has the head, where all tensor ranks have the same.
         self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(comm.rank))
         # Each op has a method of its name.
         self._handlers: dict[Op, Callable[[Instruction], None]] = {op: getattr(self, f"_{op.lower()}") for op in Op}
@@ -113,7 +108,8 @@ class StepRunner:
         self._syncs: list[Pending] = []
         self._counts: list[Pending] = []
         self._muon_momentum: dict[int, Pending] = {}
-        self._changes: dict[int, Pending] = {}
+        self._heard: Pending | None = None  # the numbers of the newest exchange of islands
+        self._changes: dict[int, Pending] = {}  # under way, also over the end of a program
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self._sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
@@ -129,7 +125,7 @@ class StepRunner:
         program = self._program = program or self._comm.program
         assert len(batches) == program.num_micros, f"{len(batches)} micro-batches for {program.num_micros}"
         self._trains, self._batches, self._lr = program.trains, batches, lr
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._loss = torch.zeros((), dtype=torch.float64, device=self._comm.device)
         self._activations = Activations(program, self._stages, self._edge, self._loss.device)
@@ -148,10 +144,18 @@ class StepRunner:
     def _tell_waiting(self, ranks: tuple[int, ...]) -> None:
         self._progress(self._counter, self._now, ranks)
 
+    @property
+    def island(self) -> Island:
+        """This rank's island; only under a plan with several."""
+        assert self._island is not None, "the plan has one island"
+        return self._island
+
     def drain(self) -> None:
-        """Wait for all refreshes under way."""
+        """Wait for all messages under way."""
         while self._refreshes:
             self._wait(self._refreshes.popitem()[1], "wait refresh")
+        for pending in self._changes.values():
+            self._wait(pending, "wait outer")
 
     def _wait(self, pending: Pending, category: str) -> None:
         self._progress(pending.counter, pending.instruction, self._comm.participants(pending.instruction))
@@ -181,9 +185,11 @@ class StepRunner:
             if needed in self._gathers:
                 pending = self._gathers.pop(needed)
                 self._wait(pending, "wait gather_backward" if pending.instruction.backward else "wait gather")
-            # Whole parameters have no gather; the refresh of the last step is their only message.
-            if needed in self._refreshes:
-                self._wait(self._refreshes.pop(needed), "wait refresh")
+            self._await_refresh(needed)  # of whole parameters the only message
+
+    def _await_refresh(self, block: int) -> None:
+        if block in self._refreshes:
+            self._wait(self._refreshes.pop(block), "wait refresh")
 
     def _gather(self, now: Instruction) -> None:
         # The gather reads the shard that the refresh writes, hence the order on the lane.
@@ -204,7 +210,7 @@ class StepRunner:
             inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_(trains)
         if now.block == self._last and self._chunked is not None:
             if trains:
-                self._kept[now.block, now.micro] = _Kept(inputs, None, None)  # its backward runs it
+                self._kept[now.block, now.micro] = Kept(inputs, None, None)  # its backward runs it
             else:
                 self._loss += head_loss(self._state.modules[now.block], inputs, self._batches[now.micro].labels)
             self._clock.mark(self._clock.doing)
@@ -215,7 +221,7 @@ class StepRunner:
         with counting, torch.set_grad_enabled(trains and state is None):
             output = self._run_block(now.block, inputs, now.micro)
         if trains:
-            self._kept[now.block, now.micro] = _Kept(inputs, output if state is None else None, state)
+            self._kept[now.block, now.micro] = Kept(inputs, output if state is None else None, state)
         if now.block == self._last:
             self._loss += output.detach()
         else:
@@ -246,7 +252,7 @@ class StepRunner:
             self._activations.put((True, now.block, now.micro), kept.inputs.grad)
         self._clock.mark(self._clock.doing)
 
-    def _run_backward(self, now: Instruction, kept: _Kept, queue: WeightQueue) -> None:
+    def _run_backward(self, now: Instruction, kept: Kept, queue: WeightQueue) -> None:
         output = kept.output
         if output is None:
             with restored(kept.random_state, kept.inputs.device):
@@ -357,6 +363,8 @@ class StepRunner:
         if self._program.trains:
             end_gradients(flats, self._sums, self.gives_up)
             self._load.settle()
+            if self._island is not None:
+                self._island.stepped(self._sums.loss, self._sums.num_tokens)
 
     def _orthogonalise(self, now: Instruction) -> None:
         for flat in self._state.trainable(now.block):
@@ -381,18 +389,19 @@ class StepRunner:
         if self._program.message(now).sends:
             self._refreshes[now.block] = self._submit(refresh)
 
+    def _outer_count(self, now: Instruction) -> None:
+        (transfer,) = self._program.message(now).transfers
+        self._heard = self._submit(self.island.telling(self._program, self._collectives, transfer))
+        self._clock.mark("update")
+
     def _outer_start(self, now: Instruction) -> None:
-        exchange = self._each(now, lambda flat, transfer: flat.exchange_change(self._collectives, transfer))
-        self._changes[now.block] = self._submit(exchange)
+        work = self._each(now, self.island.sending(now.block, self._collectives))
+        self._changes[now.block] = self._submit(work, after=self._heard)
 
     def _outer_apply(self, now: Instruction) -> None:
         self._wait(self._changes.pop(now.block), "wait outer")
-        # The refresh of the step before still reads what this writes.
-        if now.block in self._refreshes:
-            self._wait(self._refreshes.pop(now.block), "wait refresh")
-        for flat in self._state.trainable(now.block):
-            if flat.layout.num_islands > 1:  # one that all its ranks hold inside an island has nothing to exchange
-                flat.apply_change()
+        self._await_refresh(now.block)  # it still reads what this writes
+        self.island.apply(self._program, now.block)
         self._clock.mark("update")
 
     def _each(self, now: Instruction, work: Carry) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from terrace.program.loads import Loads
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.head import Objective, ignored_label
+from terrace.runtime.islands import OuterResult
 from terrace.runtime.norm import squared_norm
 
 
@@ -63,6 +64,7 @@ class StepResult:
     `quantisation_error` is the relative error of each message class that travelled in a block format between
     the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's. `loads` are of
     the experts of this rank's stage; None without a mixture, and for an evaluation or a step that was given up.
+    `outer` has the exchanges of islands that were applied.
     """
 
     loss: float
@@ -73,6 +75,7 @@ class StepResult:
     router_losses: dict[str, float] = field(default_factory=dict)
     dropped: int | None = None
     loads: Loads | None = None
+    outer: tuple[OuterResult, ...] = ()
 
 
 class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)

@@ -68,6 +68,7 @@ _COLLECTIVE = {
     Op.CLIP: Rank.clip,
     Op.ORTHOGONALISE: Rank.orthogonalise,
     Op.REFRESH: Rank.refresh,
+    Op.OUTER_COUNT: Rank.outer_count,
     Op.OUTER_START: Rank.outer_start,
 }
 

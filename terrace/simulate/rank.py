@@ -119,6 +119,7 @@ class Rank:
         "counts",
         "directions",
         "gathers",
+        "heard",
         "held",
         "lanes_s",
         "mutual",
@@ -152,6 +153,7 @@ class Rank:
         self.held = Held[Event]()
         self.counts: tuple[Moment, str] | None = None
         self.directions: dict[int, tuple[Moment, str]] = {}
+        self.heard = _START
         self.changes: dict[int, tuple[Moment, str]] = {}
 
     def nothing(self, event: Event) -> None:
@@ -293,9 +295,13 @@ class Rank:
             self.wait(*self.directions.pop(event.block))
         self.compute(event)
 
+    def outer_count(self, event: Event) -> None:
+        """OUTER_COUNT starts at once."""
+        self.heard = self.issue(event, _START)
+
     def outer_start(self, event: Event) -> None:
-        """OUTER_START starts at once: the step before has changed the parameters."""
-        self.changes[event.block] = self.issue(event, _START), event.category
+        """OUTER_START follows its OUTER_COUNT on the lane: the parameters have been updated."""
+        self.changes[event.block] = self.issue(event, self.heard), event.category
 
     def outer_apply(self, event: Event) -> None:
         """OUTER_APPLY reads the mean change, and writes what a refresh of the step before still reads."""

@@ -297,7 +297,8 @@ def model_states(
         if flats.trainable:
             steady["grads"] += total // here.span(here.grads) * master
             kept = total // here.span(here.optimizer) if keeps_master(plan, here) else 0
-            steady["outer"] += total // here.span(here.optimizer) * master if here.num_islands > 1 else 0
+            if plan.outer is not None:
+                steady["outer"] += total // here.span(here.optimizer) * master * plan.outer.num_slices
             steady["optimizer"] += (kept + _moments(plan, here, stage, flats)) * master
         # Only gradients that are reduced need a whole buffer.
         if flats.trainable and not accumulates_in_place(plan, here):

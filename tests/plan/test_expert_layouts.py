@@ -13,6 +13,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.flats import FlatParamSpec, block_flats
 from terrace.plan.mesh import STAGE, Mesh
+from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops
 from terrace.plan.slices import rank_slices, slice_blocks
@@ -182,7 +183,12 @@ def test_tables_that_fit_nothing(experts: dict[str, dict[str, int]], said: str) 
     [
         ("dispatch", "node", "fp8", "wire.dispatch.node has no effect: the table experts has no ranks on 'node'"),
         ("combine", "node", "bf16", "wire.combine.node has no effect: the table experts has no ranks on 'node'"),
-        ("dispatch", "package", "fp8+feedback", "error feedback is for gradients, and dispatch carries activations"),
+        (
+            "dispatch",
+            "package",
+            "fp8+feedback",
+            "error feedback is for gradients and for changes of islands, and dispatch carries activations",
+        ),
         ("combine", "package", "fp64", "is wider than the fp32 values it would carry"),
         ("dispatch", "rack", "fp8", "wire.dispatch names tier 'rack', which is not in the cluster"),
         ("route", "package", "fp8", "wire names message class 'route'"),
@@ -229,5 +235,6 @@ def test_what_experts_cannot_be_combined_with() -> None:
         validate(CLUSTER, columns, [BLOCK])
     with pytest.raises(PlanError, match="rows of the table experts cut them"):
         validate(CLUSTER, replace(PLANS["all"], update="muon"), [BLOCK])
-    with pytest.raises(PlanError, match="crosses tier 'system', outside island"):
-        validate(CLUSTER, replace(PLANS["all"], params="node", grads="node", optimizer="node", island="node"), [BLOCK])
+    inside = replace(PLANS["all"], params="node", grads="node", optimizer="node")
+    with pytest.raises(PlanError, match=r"crosses tier 'system', and outer\.tier"):
+        validate(CLUSTER, replace(inside, outer=Outer(tier="system", every=2)), [BLOCK])

@@ -12,6 +12,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages, forward_programs
 from terrace.program.program import Program
 from terrace.program.text import program_text
+from terrace.program.transfers import transfers_of
 from terrace.program.verify import verify
 from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import step_costs
@@ -68,7 +69,7 @@ def test_dense_models_and_evaluations_count_nothing() -> None:
     cluster = cluster_of(2, 2)
     dense = build(cluster, preset("zero3", cluster), block_specs(replace(mixture(), experts=None)), 2, 16)
     assert COUNT not in dense.instructions
-    assert MessageClass.COUNTS not in {transfer.message_class for transfer in dense.transfers() if transfer.hops}
+    assert MessageClass.COUNTS not in {transfer.message_class for transfer in transfers_of(dense) if transfer.hops}
     (evaluation,) = forward_programs([of()])
     verify(evaluation)
     assert COUNT not in evaluation.instructions

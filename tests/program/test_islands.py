@@ -1,4 +1,4 @@
-"""Plans with islands: their steps stay inside, an outer program says what crosses, and formulas agree with both."""
+"""Plans with islands: steps stay inside, an exchange says what crosses and when, and formulas agree with both."""
 
 from dataclasses import replace
 
@@ -6,28 +6,30 @@ import pytest
 
 from terrace.base.errors import ConfigError, PlanError, ProgramError
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.outer import OUTERS, Exchange, Outer, closing
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan, preset
 from terrace.plan.wire import MessageClass
+from terrace.program.cycle import cycle
 from terrace.program.instruction import Instruction, Op
-from terrace.program.lowering import build, build_stages, forward_programs, outer_program
+from terrace.program.lowering import build, build_stages, exchanging, forward_programs, outer_program
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.program.verify_period import verify_period
-from terrace.simulate.period import predict_period
 from tests.support.pipelines import INNER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 MODEL = MODELS["deep llama tied"]
 CLUSTER = cluster_of(2, 2, 2)
-FLOPS = (1e9,) * len(MODEL.declared)
+LOOP = Outer(tier="system", every=6)
+LATE = Outer(tier="system", every=6, fragments=3, delay=3)
 
 
-def island_plan(name: str, island: str = "node", **changes: object) -> Plan:
+def island_plan(name: str, outer: Outer = LOOP, **changes: object) -> Plan:
     made = preset(name, CLUSTER)
-    inside = {state: island for state in ("params", "grads", "optimizer") if getattr(made, state) == "system"}
-    return replace(made, island=island, **inside, **changes)  # type: ignore[arg-type]
+    inside = {state: "node" for state in ("params", "grads", "optimizer") if getattr(made, state) == "system"}
+    return replace(made, outer=outer, **inside, **changes)  # type: ignore[arg-type]
 
 
 def step_of(plan: Plan) -> Program:
@@ -51,95 +53,144 @@ def padded_numel(step: Program) -> int:
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "three-level", "hsdp"])
-def test_only_the_outer_program_leaves_an_island(name: str) -> None:
-    step = step_of(island_plan(name))
-    outer = outer_program(step)
-    period = Period((Turn((step,), 5), Turn((outer,))))
+@pytest.mark.parametrize("outer", [LOOP, LATE], ids=["one fragment", "three fragments, late"])
+def test_only_exchanges_leave_an_island(name: str, outer: Outer) -> None:
+    step = step_of(island_plan(name, outer))
+    period = cycle([step])
     verify_period(period)
     assert not [key for key, size in step.sent_bytes.items() if key[1] == "system" and size]
-    assert {message for (message, tier) in outer.sent_bytes if tier == "system"} == {MessageClass.OUTER}
-    # Of P elements in bf16 or fp32, each of the 4 ranks of an island exchanges a quarter, half of it each way.
+    assert {message for (message, tier) in period.sent_bytes() if tier == "system"} == {MessageClass.OUTER}
+    # Of P elements in bf16 or fp32, each of the 4 ranks of an island exchanges a quarter, half of it each way; five
+    # fp64 numbers of each fragment and a digest of each block go to the other island.
     item = {"fp32": 4, "bf16": 2}[step.plan.compute]
-    numel = padded_numel(step)
-    assert period.sent_bytes()[MessageClass.OUTER, "system"] == 2 * numel * item // 4 // 2
+    numbers = 8 * (5 * outer.fragments + len(MODEL.declared))
+    assert period.sent_bytes()[MessageClass.OUTER, "system"] == 2 * padded_numel(step) * item // 4 // 2 + numbers
     # All else of a step is as without islands.
-    whole = step_of(replace(step.plan, island=None)).sent_bytes
+    whole = step_of(replace(step.plan, outer=None)).sent_bytes
     for key, size in step.sent_bytes.items():
         assert size == whole[key] or key[0] in (MessageClass.SYNC, MessageClass.CONTROL)
     for key, size in synchronised_bytes(step).items():
         assert step.sent_bytes.get(key, 0) == size
-    for place in (period, Period((Turn((step,)), Turn((outer,))))):
-        assert place.state_bytes() == model_state_bytes(CLUSTER, step.plan, step.blocks, 2, SEQUENCE)
-    assert period.state_bytes()["outer"] > 0
+    assert period.state_bytes() == model_state_bytes(CLUSTER, step.plan, step.blocks, 2, SEQUENCE)
+    owned = padded_numel(step) // {"device": 1, "package": 2, "node": 4}[step.plan.optimizer]
+    assert period.state_bytes()["outer"] == owned * 4 * (4 if outer.delay else 2)
 
 
-def test_a_period_hides_an_exchange_behind_more_steps() -> None:
-    slow = replace(CLUSTER.tiers[2], bandwidth_bytes_per_s=CLUSTER.tiers[2].bandwidth_bytes_per_s / 1e4)
-    cluster = replace(CLUSTER, tiers=(*CLUSTER.tiers[:2], slow))
-    steps = tuple(build_stages(cluster, island_plan("zero3"), MODEL.declared, 2, SEQUENCE))
-    outer = tuple(map(outer_program, steps))
-    found = {every: predict_period(Period((Turn(steps, every), Turn(outer))), FLOPS) for every in (1, 10)}
-    (step,), (exchange,) = found[1].turns
-    assert exchange.time_s["wait outer"] > 0.9 * exchange.step_s
-    for every, period in found.items():
-        assert period.reports[0].step_s == pytest.approx(every * step.step_s + exchange.step_s)
+def test_fragments_take_turns_and_arrive_after_their_delay() -> None:
+    step = step_of(island_plan("zero3", LATE))
+    assert [turn.programs[0].exchange for turn in cycle([step]).turns] == [
+        Exchange(arrives=(1,)),
+        Exchange(starts=(0,)),
+        Exchange(arrives=(2,)),
+        Exchange(starts=(1,)),
+        Exchange(arrives=(0,)),
+        Exchange(starts=(2,)),
+    ]
+    # At first nothing is under way.
+    assert [LATE.exchange(step, ()) for step in (0, 2)] == [None, None]
+    assert closing({1}, {0, 2}) == [Exchange(arrives=(1,)), Exchange(starts=(0, 2), waits=True)]
+    assert closing((), ()) == []
+    # The same block in each exchange, and REFRESH once a step.
+    for turn in cycle([step]).turns:
+        order = [now for now in turn.programs[0].instructions if now.op is Op.REFRESH]
+        assert len(order) == len(set(order)) == len(MODEL.declared)
 
 
 def test_stages_of_a_pipeline_exchange_their_own_blocks() -> None:
-    plan = replace(pipelined("zero1", INNER, "1f1b"), optimizer="package", island="package")
+    plan = replace(pipelined("zero1", INNER, "1f1b"), optimizer="package", outer=Outer(tier="node", every=2))
     steps = tuple(build_stages(cluster_of(*INNER.sizes), plan, MODEL.declared, 2, SEQUENCE))
-    period = Period((Turn(steps, 2), Turn(tuple(map(outer_program, steps)))))
+    period = cycle(steps)
     verify_period(period)
-    for turn in period.turns[1:]:
-        for program in turn.programs:
-            assert {now.block for now in program.instructions} == set(program.stage.held)
-    assert len(predict_period(period, FLOPS).reports) == 2
+    for program in period.turns[1].programs:
+        started = {now.block for now in program.instructions if now.op is Op.OUTER_START}
+        assert started == set(program.stage.held)
+
+
+def test_a_long_step_takes_an_exchange_at_its_end() -> None:
+    plan = island_plan("zero3")
+    frame = build(CLUSTER, plan, MODEL.declared, 4000, SEQUENCE)
+    found = exchanging(frame, Exchange(starts=(0,), waits=True))
+    verify(found)
+    assert len(found.instructions) == len(frame.instructions) + 1 + 2 * len(MODEL.declared)
+    assert exchanging(found, None).instructions == frame.instructions
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimizer": "system"}, "optimizer = 'system' lies outside island = 'node'"),
-        ({"island": "system"}, "no data ranks are outside"),
-        ({"mapping": {"system": {"tensor": 2}}}, "no data ranks are outside"),
-        ({"mapping": {"node": {"context": 2}}, "island": "package"}, "the ring axis crosses tier 'node'"),
-        ({"island": "nowhere"}, "no tier 'nowhere'"),
+        ({"optimizer": "system"}, "optimizer = 'system' does not lie inside outer.tier = 'system'"),
+        ({"mapping": {"system": {"tensor": 2}}}, "the rows axis crosses tier 'system'"),
+        ({"mapping": {"system": {"context": 2}}}, "the ring axis crosses tier 'system'"),
+        ({"outer": {"tier": "nowhere"}}, "outer.tier = 'nowhere' is not in the cluster"),
+        ({"outer": {"every": 0}}, "outer.every = 0: islands exchange"),
+        ({"outer": {"fragments": 4}}, "outer.every = 6 is no multiple of outer.fragments = 4, .* use 4 or 8"),
+        ({"outer": {"fragments": 99, "every": 99}}, "outer.fragments = 99: the 8 blocks"),
+        ({"outer": {"delay": 7}}, "outer.delay = 7: .* outer.every = 6"),
+        ({"outer": {"lr": 0.0}}, r"outer.lr = 0.0: it is above 0"),
+        ({"outer": {"momentum": 1.0}}, "outer.momentum = 1.0: it is from 0 to below 1"),
+        ({"outer": {"clip": -1.0}}, "outer.clip = -1.0"),
+        ({"outer": {"clip": float("nan")}}, "outer.clip = nan"),
+        ({"outer": {"keep": 1.5, "delay": 1}}, "outer.keep = 1.5"),
+        ({"outer": {"keep": 0.5}}, "outer.keep has no effect without a delay"),
+        ({"outer": {"penalty": True}}, "outer.penalty has no effect without a delay"),
+        ({"outer": {"optimizer": "average", "momentum": 0.5}}, "outer.momentum has no effect: optimizer 'average'"),
+        ({"wire": {"outer": {"device": "int8"}}}, "names tier 'device', which is not in the cluster"),
+        ({"outer": None, "wire": {"outer": {"system": "int8"}}}, "wire.outer.system has no effect"),
     ],
 )
 def test_a_plan_whose_islands_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
+    given = changes.get("outer")
+    more = changes | ({"outer": replace(LOOP, **given)} if isinstance(given, dict) else {})
     with pytest.raises(PlanError, match=words):
-        step_of(replace(island_plan("ddp"), **changes))  # type: ignore[arg-type]
+        step_of(replace(island_plan("ddp"), **more))  # type: ignore[arg-type]
 
 
-def test_an_island_is_no_key_of_a_file_yet() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key plan\.island"):
-        parse_plan({"preset": "ddp", "island": "node"}, CLUSTER)
+def test_a_tier_of_one_member_makes_no_islands() -> None:
+    cluster = cluster_of(2, 1)
+    plan = replace(preset("ddp", cluster), outer=Outer(tier="node", every=2))
+    with pytest.raises(PlanError, match="one member, so there is one island; leave outer out"):
+        build(cluster, plan, MODEL.declared, 1, SEQUENCE)
+
+
+def test_a_file_names_a_preset_or_a_table() -> None:
+    for name, make in OUTERS.items():
+        plan = parse_plan({"preset": "three-level", "outer": name}, CLUSTER)
+        assert plan.outer == make("system")
+        # The last tier of a preset is the last inside of islands.
+        assert (plan.params, plan.grads, plan.optimizer) == ("package", "node", "node")
+        step_of(plan)
+    plan = parse_plan({"preset": "zero3", "outer": {"preset": "diloco", "tier": "node", "every": 7}}, CLUSTER)
+    assert plan.outer == Outer(tier="node", every=7)
+    assert plan.optimizer == "package"
+    assert parse_plan({"preset": "ddp", "outer": {"every": 7}}, CLUSTER).outer == Outer(tier="system", every=7)
+    with pytest.raises(PlanError, match=r"plan.outer = 'dilocco' is no preset.*diloco"):
+        parse_plan({"preset": "ddp", "outer": "dilocco"}, CLUSTER)
+    with pytest.raises(ConfigError, match=r"unknown key plan.outer.evry"):
+        parse_plan({"preset": "ddp", "outer": {"evry": 7}}, CLUSTER)
+    with pytest.raises(PlanError, match="every rank is an island of its own: use preset 'ddp'"):
+        parse_plan({"preset": "zero3", "outer": {"tier": "package", "every": 2}}, CLUSTER)
     with pytest.raises(PlanError, match="nothing to exchange"):
-        outer_program(step_of(preset("ddp", CLUSTER)))
+        exchanging(step_of(preset("ddp", CLUSTER)), None)
 
 
-def test_a_period_without_an_exchange_or_with_one_too_many_is_refused() -> None:
-    step = step_of(island_plan("zero3"))
-    outer, (forward,) = (outer_program(step),), forward_programs([step])
+def test_a_period_that_is_no_cycle_is_refused() -> None:
+    step = step_of(island_plan("zero3", replace(LOOP, every=3)))
+    last = exchanging(step, Exchange(starts=(0,), waits=True))
+    outer, (forward,) = (outer_program(step, Exchange(starts=(0,), waits=True)),), forward_programs([step])
     for turns, words in (
-        ((Turn((step,), 3),), "never exchange their changes"),
-        ((Turn((step,)), Turn(outer, 2)), "no step has changed a parameter"),
-        ((Turn((step,)), Turn(outer), Turn((forward,)), Turn(outer)), "no step has changed a parameter"),
-        ((Turn(outer),), "no step has changed a parameter"),
-        ((Turn((step,)), Turn((forward,)), Turn(outer)), "follows steps of islands, whose parameters differ"),
-        # The step at the end is before the forwards at the beginning.
-        ((Turn((forward,), 2), Turn((step,)), Turn(outer), Turn((step,))), "turn 0 of the period .* parameters differ"),
+        ((Turn((step,), 3),), "step 2 of the period ends with no exchange of islands, but .* ask for the start of"),
+        ((Turn((step,), 2),), "give whole cycles"),
+        ((Turn((last,)), Turn((step,)), Turn((last,))), "step 0 of the period ends with the start of fragment 0"),
+        ((Turn((step,), 2), Turn((last,)), Turn(outer)), "an outer program ends a run"),
     ):
         with pytest.raises(ProgramError, match=words):
             verify_period(Period(turns))
-    # A period may end with steps: it repeats, and the next exchange is of theirs.
-    verify_period(Period((Turn((step,)), Turn(outer), Turn((forward,)), Turn((step,)))))
-    verify_period(Period((Turn((forward,)), Turn((step,)), Turn(outer))))
-    verify_period(Period((Turn((forward,)),)))
+    verify_period(Period((Turn((step,), 2), Turn((last,)), Turn((forward,)))))
 
 
 def test_an_exchange_in_another_order_is_refused() -> None:
-    outer = outer_program(step_of(island_plan("zero3")))
+    outer = outer_program(step_of(island_plan("zero3")), Exchange(starts=(0,), waits=True))
+    count = Instruction(Op.OUTER_COUNT)
     start, apply, refresh = (Instruction(op, 1) for op in (Op.OUTER_START, Op.OUTER_APPLY, Op.REFRESH))
     others = tuple(now for now in outer.instructions if now.block != 1)
     for order, words in (
@@ -149,9 +200,24 @@ def test_an_exchange_in_another_order_is_refused() -> None:
         ((start, start, apply, refresh), "it runs twice"),
         ((start, apply), "`REFRESH b1` never happens"),
         ((start, apply, refresh, Instruction(Op.UPDATE, 1)), "exchanges changes of parameters alone"),
+        ((start, apply, refresh, count), "it runs twice"),
     ):
         with pytest.raises(ProgramError, match=words):
             verify(replace(outer, instructions=(*others, *order)))
-    step = step_of(island_plan("zero3"))
-    with pytest.raises(ProgramError, match="the program trains"):
-        verify(replace(step, instructions=(start, *step.instructions)))
+    with pytest.raises(ProgramError, match="it needs `OUTER_COUNT` before it"):
+        verify(replace(outer, instructions=(start, *outer.instructions)))
+    # In a step: not without an exchange, not of another fragment, not before the update.
+    late = step_of(island_plan("zero3", LATE))
+    with pytest.raises(ProgramError, match="no exchange starts here"):
+        verify(replace(late, instructions=(*late.instructions, count)))
+    sends = exchanging(late, Exchange(starts=(0,)))
+    with pytest.raises(ProgramError, match="it is not the turn of its fragment"):
+        verify(replace(sends, instructions=(*sends.instructions, start)))
+    with pytest.raises(ProgramError, match="it needs `UPDATE b0` before it"):
+        verify(replace(sends, instructions=(count, *sends.instructions)))
+    takes = exchanging(late, Exchange(arrives=(1,)))
+    with pytest.raises(ProgramError, match="no exchange of its fragment is over"):
+        verify(replace(takes, instructions=(*takes.instructions, Instruction(Op.OUTER_APPLY, 0))))
+    without = tuple(now for now in takes.instructions if now != apply)
+    with pytest.raises(ProgramError, match="it needs `OUTER_APPLY b1` before it"):
+        verify(replace(takes, instructions=without))

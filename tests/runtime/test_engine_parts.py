@@ -16,7 +16,6 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.plan.presets import PRESETS, preset
 from terrace.program import lowering
 from terrace.program.lowering import build, forward_programs, restoring_program
-from terrace.program.period import Period, Turn
 from terrace.program.verify import verify
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
@@ -141,22 +140,6 @@ def test_an_evaluation_refuses_every_program_but_forwards_of_its_engine() -> Non
     assert torch.equal(states_of(engine), values)
     # Neither a refused program nor a given one replaces the default.
     assert engine.evaluate(batches_of(2)).loss == loss == engine.evaluate(batches_of(2), forward).loss
-    engine.close()
-
-
-def test_a_period_without_batches_for_every_run_is_refused_before_the_first() -> None:
-    engine, _ = trained()
-    steps = tuple(engine.stage_programs())
-    period = Period((Turn(tuple(forward_programs(steps))), Turn(steps, 2)))
-    batches = [batches_of(step) for step in range(4)]
-    values, sent = states_of(engine), engine.comm.ledger.total()
-    for given in (batches[:2], batches, []):
-        with pytest.raises(ProgramError, match=f"batches for {len(given)} runs, but the period has 3 steps"):
-            engine.run_period(period, given, ADAMW.lr)
-    engine.drain()
-    assert torch.equal(states_of(engine), values)
-    assert engine.comm.ledger.total() == sent
-    assert len(engine.run_period(period, iter(batches[:3]), ADAMW.lr)) == 3
     engine.close()
 
 

@@ -165,20 +165,20 @@ def test_a_delayed_exchange_by_hand() -> None:
 
 
 def test_an_exchange_as_long_as_a_cycle_by_hand() -> None:
-    outer = OuterLoop(every=1, delay=1, optimizer="momentum", lr=1.0, momentum=0.5, keep=0.0, penalty=True, clip=2.0)
-    # d = 1, 3 and mean 2; then x - s = -1, -6, so Lambda = 1 + (1 + 2) / 2, v = 2 / 2.5, a = 1 - .8: x = s = ref = a.
+    outer = OuterLoop(every=1, delay=1, optimizer="momentum", lr=1.0, momentum=0.5, keep=0.0, penalty=True, clip=2.5)
+    # d = 1, 3 and mean 2, the first: Lambda = 1, v = 2, a = 1 - 2: x = s = ref = a. Meanwhile x - s = -1, -6.
     run = scalar_run(outer, [[[1], [3]], [[1], [6]]])
-    anchor = 1 - 2 / 2.5
+    anchor = 1 - 2
     assert float(run.anchor["0.x"]) == pytest.approx(anchor, rel=CLOSE)
     values = [float(island.values["0.x"].detach()) for island in run.islands]
     assert values == pytest.approx([anchor] * 2, rel=CLOSE)
-    # The second, of d = 1, 6, meets changes of 2 and 3: Lambda = 1 + (2 + .5) / 2.
+    # The second, of d = 1, 6: Lambda = 1 + (1 + 2) / 2.
     run = scalar_run(outer, [[[1], [3]], [[1], [6]], [[2], [3]]])
-    v = 0.5 * 0.8 + 3.5 / 2.25
+    v = 0.5 * 2 + 3.5 / 2.5
     assert float(run.anchor["0.x"]) == pytest.approx(anchor - v, rel=CLOSE)
     # And one of 40 is clipped.
     run = scalar_run(outer, [[[1], [3]], [[1], [79]], [[2], [3]]])
-    assert float(run.momentum["0.x"]) == 2.0
+    assert float(run.momentum["0.x"]) == 2.5
 
 
 @pytest.mark.parametrize("optimizer", ["nesterov", "momentum", "average"])

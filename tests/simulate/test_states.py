@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from hypothesis import given, settings
@@ -15,6 +15,7 @@ from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
+from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
@@ -126,11 +127,12 @@ def test_presets_too() -> None:
 
 def test_islands_keep_the_parameters_they_agreed_on() -> None:
     cluster = cluster_of(2, 2, 2)
-    for name in PRESETS:
+    outers = (Outer(tier="system", every=4, delay=2), Outer(tier="system", every=4, optimizer="average"))
+    for name, outer in product(PRESETS, outers):
         plan = preset(name, cluster)
         inside = {state: "node" for state in ("params", "grads", "optimizer") if getattr(plan, state) == "system"}
         pause = plan.params_backward and "package"
-        plan = replace(plan, island="node", params_backward=pause, compute="bf16", wire={})
+        plan = replace(plan, outer=outer, params_backward=pause, compute="bf16", wire={})
         plan = replace(plan, **inside)  # type: ignore[arg-type]
         found = closed_form(plan, (2, 2, 2), block_specs(LLAMA), 3)
         assert found == model_state_bytes(cluster, plan, block_specs(LLAMA), 3)

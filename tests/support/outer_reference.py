@@ -11,7 +11,8 @@ momentum v that islands share, and island i's parameters x_i:
 
 With delay = every the next start comes before this apply. Changes are then counted since the last start: ref_i <- s_i
 at each start too, or the first change would be sent twice; and that s_i moves with x_i, ref_i with it.
-Lambda = 1 + mean over islands of ||x_i - s_i|| / ||d_i||, with x_i as it is before the merge; 1 without the penalty.
+Lambda = 1 + mean over islands of ||x_i - s_i|| / ||d_i||, both of the exchange before, with x_i as it was before that
+merge; 1 without the penalty, and for the first exchange.
 """
 
 import copy
@@ -144,6 +145,7 @@ class OuterReference:
             island.ref = copies(self.anchor)
         self.under_way: list[list[UnderWay]] = [[] for _ in range(outer.fragments)]
         self.tokens = [[0] * num_islands for _ in range(outer.fragments)]  # since the last start
+        self.last: dict[int, tuple[list[float], list[float]]] = {}  # fragment -> gaps and changes
         self.num_steps = 0
 
     def step(self, batches: Sequence[Sequence[Micro]], lr: float, *, last: bool = False) -> OuterStep:
@@ -180,11 +182,16 @@ class OuterReference:
         ]
 
     def finish(self) -> list[Exchanged]:
-        """End of a run: what is under way is applied, then everything starts and is applied."""
-        exchanged = [self.apply(fragment) for fragment, waiting in enumerate(self.under_way) for _ in tuple(waiting)]
-        for fragment in range(self.outer.fragments):
+        """End of a run: what is under way is applied, then everything starts and is applied.
+
+        With delay = every a start comes before the apply of the last one, here as in a cycle.
+        """
+        exchanged = []
+        for fragment, waiting in enumerate(self.under_way):
+            if self.outer.delay != self.outer.every:
+                exchanged += [self.apply(fragment) for _ in tuple(waiting)]
             self.start(fragment)
-            exchanged.append(self.apply(fragment))
+            exchanged += [self.apply(fragment) for _ in tuple(waiting)]
         return exchanged
 
     def start(self, fragment: int) -> None:
@@ -217,7 +224,8 @@ class OuterReference:
             norm_of({name: island.values[name] - kept[name] for name in kept})
             for island, kept in zip(self.islands, now.kept, strict=True)
         ]
-        divisor = self.divisor(now, gaps) if outer.penalty else 1.0
+        divisor = self.divisor(fragment) if outer.penalty else 1.0
+        self.last[fragment] = gaps, now.changes
         for name, mean in now.mean.items():
             given = mean / divisor
             v = outer.momentum * self.momentum[name] + given
@@ -230,9 +238,10 @@ class OuterReference:
         applied = self.num_steps
         return Exchanged(fragment, now.started, applied, now.weights, norm_of(now.mean), now.changes, gaps, divisor)
 
-    def divisor(self, now: UnderWay, gaps: Sequence[float]) -> float:
-        """Lambda, of the gaps at the apply itself."""
-        ratios = [gap / change if gap else 0.0 for gap, change in zip(gaps, now.changes, strict=True)]
+    def divisor(self, fragment: int) -> float:
+        """Lambda, of the gaps and changes of the fragment's last exchange."""
+        gaps, changes = self.last.get(fragment, ([0.0], [1.0]))
+        ratios = [gap / change if gap else 0.0 for gap, change in zip(gaps, changes, strict=True)]
         return 1.0 + math.fsum(ratios) / len(ratios)
 
     def merge(self, fragment: int, now: UnderWay) -> None:

@@ -1,0 +1,94 @@
+"""Rules of a plan's outer loop, with value, rule and fix."""
+
+import math
+from collections.abc import Sequence
+
+from terrace.base.errors import PlanError, did_you_mean
+from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan.layout import Layout
+from terrace.plan.mesh import ORDER, Mesh
+from terrace.plan.outer import Outer
+from terrace.plan.plan import Plan
+
+
+def check_outer(cluster: Cluster, plan: Plan, outer: Outer, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for an outer loop that cannot run, or an option of it that has no effect."""
+    _check_islands(cluster, plan, outer)
+    _check_cycle(outer, sum(block.num_trainable > 0 for block in blocks))
+    _check_step(outer)
+
+
+def check_outer_tier(cluster: Cluster, outer: Outer) -> None:
+    """Raise `PlanError` for a tier that is not there."""
+    names = [tier.name for tier in cluster.tiers]
+    if outer.tier not in names:
+        raise PlanError(f"outer.tier = {outer.tier!r} is not in the cluster{did_you_mean(outer.tier, names)}")
+
+
+def _check_islands(cluster: Cluster, plan: Plan, outer: Outer) -> None:
+    layout, mesh = Layout.written(cluster, plan), Mesh.of(cluster, plan)
+    outside = range(layout.island + 1, len(layout.tiers))
+    here = f"outer.tier = {outer.tier!r}"
+    for axis in ORDER:
+        own = mesh.of_stacks(axis == "expert")
+        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and own.group(axis)[tier] > 1]
+        if crossed:
+            raise PlanError(
+                f"the {axis} axis crosses tier {crossed[0]!r}, and {here}: its ranks talk every step, islands do not; "
+                "give that tier and those outside to the data axis alone"
+            )
+    if layout.num_islands == 1:
+        raise PlanError(f"{here}: it and the tiers outside have one member, so there is one island; leave outer out")
+    inside = layout.tiers[layout.island] if layout.island >= 0 else "device"
+    for state in ("params", "grads", "optimizer"):
+        if getattr(layout, state) > layout.island:
+            raise PlanError(
+                f"{state} = {getattr(plan, state)!r} does not lie inside {here}: every island keeps all states; place "
+                f"them on {inside!r} or further in"
+            )
+
+
+def _check_cycle(outer: Outer, num_blocks: int) -> None:
+    if outer.every < 1:
+        raise PlanError(f"outer.every = {outer.every}: islands exchange every so many steps; use 1 or more")
+    if not 1 <= outer.fragments <= num_blocks:
+        raise PlanError(
+            f"outer.fragments = {outer.fragments}: the {num_blocks} blocks that train take turns, so use 1 to "
+            f"{num_blocks}"
+        )
+    if outer.every % outer.fragments:
+        below = outer.every // outer.fragments * outer.fragments
+        near = f"{below} or {below + outer.fragments}" if below else f"{outer.fragments}"
+        raise PlanError(
+            f"outer.every = {outer.every} is no multiple of outer.fragments = {outer.fragments}, whose turns are "
+            f"equally far apart: use {near}"
+        )
+    if not 0 <= outer.delay <= outer.every:
+        raise PlanError(
+            f"outer.delay = {outer.delay}: an exchange is applied before the next one of its blocks, so use 0 to "
+            f"outer.every = {outer.every}"
+        )
+
+
+def _check_step(outer: Outer) -> None:
+    ranges = (
+        ("lr", outer.rate, 0.0, math.inf),
+        ("momentum", outer.beta, 0.0, 1.0),
+        ("clip", outer.clip, 0.0, math.inf),
+    )
+    for name, value, least, most in ranges:
+        if not (least <= value < most) or (name == "lr" and not value):
+            words = {"lr": "above 0", "momentum": "from 0 to below 1", "clip": "0 for none, or above"}[name]
+            raise PlanError(f"outer.{name} = {value}: it is {words}")
+    if not 0.0 <= outer.keep <= 1.0:
+        raise PlanError(f"outer.keep = {outer.keep}: the part of its changes that an island keeps is from 0 to 1")
+    if outer.optimizer == "average" and (outer.momentum or outer.clip):
+        name = "momentum" if outer.momentum else "clip"
+        raise PlanError(f"outer.{name} has no effect: optimizer 'average' has no momentum; leave it out")
+    if not outer.delay and (outer.keep != 1.0 or outer.penalty):
+        name = "keep" if outer.keep != 1.0 else "penalty"
+        raise PlanError(
+            f"outer.{name} has no effect without a delay: nothing changes while an exchange is waited for; give "
+            "outer.delay, or leave it out"
+        )

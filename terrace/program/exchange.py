@@ -1,0 +1,37 @@
+"""Exchanges of islands at the end of a program: the blocks of a fragment, and the instructions."""
+
+from collections.abc import Collection, Iterator
+
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+
+
+def exchanged(program: Program, fragments: Collection[int]) -> list[int]:
+    """The blocks of a stage that islands exchange in `fragments`."""
+    outer = program.plan.outer
+    blocks = (block for block in program.stage.held if program.blocks[block].num_trainable)
+    return [block for block in blocks if outer is not None and outer.fragment(block) in fragments]
+
+
+def exchange_instructions(program: Program) -> Iterator[Instruction]:
+    """The exchange at the end of `program`, behind all updates.
+
+    What arrives comes first: where the next exchange of a block starts in the same step, it sends what has changed
+    since. All changes are sent before the first is waited for.
+    """
+    exchange = program.exchange
+    if exchange is None:
+        return
+
+    def applied(fragments: Collection[int]) -> Iterator[Instruction]:
+        for block in exchanged(program, fragments):
+            yield Instruction(Op.OUTER_APPLY, block)
+            yield Instruction(Op.REFRESH, block)
+
+    yield from applied(exchange.arrives)
+    if exchange.starts:
+        yield Instruction(Op.OUTER_COUNT)
+        for block in exchanged(program, exchange.starts):
+            yield Instruction(Op.OUTER_START, block)
+    if exchange.waits:
+        yield from applied(exchange.starts)

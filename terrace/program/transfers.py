@@ -1,0 +1,29 @@
+"""A transfer of every route that messages of a plan take: groups of ranks are made from these."""
+
+from collections.abc import Iterator
+
+from terrace.plan.in_block_messages import Leg
+from terrace.plan.outer import Exchange
+from terrace.plan.wire import ROUTES
+from terrace.program.message import Transfer
+from terrace.program.program import Program
+from terrace.program.resolve import block_message, control_message, counts_message, line_transfer, outer_numbers_message
+
+
+def transfers_of(program: Program) -> Iterator[Transfer]:
+    """A transfer of every route that messages of the plan of `program` take on some stage; the same on all ranks."""
+    plan, blocks, stage, world = program.plan, program.blocks, program.stage_layout, program.world_layout
+    for first in dict.fromkeys(program.alike):
+        for message_class in ROUTES:
+            yield from block_message(message_class, stage, plan, program.flats[first]).transfers
+    # Calibration measures the first in a pipeline too, where CLIP is among all stages.
+    for ranks in (stage, world):
+        for inside in (True, False):
+            yield from control_message(stage, ranks, plan, blocks, inside=inside).transfers
+    yield from counts_message(stage, plan, blocks).transfers
+    if plan.outer is not None:
+        every = Exchange(starts=tuple(range(plan.outer.fragments)))
+        yield from outer_numbers_message(world, plan, blocks, every).transfers
+    for line in program.tensor.lines_of(blocks):
+        yield line_transfer(line, plan, Leg.GATHER, line.degree)
+    yield from program.expert_transfers
