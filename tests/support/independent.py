@@ -136,7 +136,9 @@ class Reference:
             positions = torch.arange(len(tokens))[None]
             logits = self.model(input_ids=tokens[None], position_ids=positions, use_cache=False).logits[0]
             loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / count
-            losses = {name: each / count for name, each in self.routing.losses.items()}
+            # Each token of a document counts its labels over its tokens.
+            share = int((labels != IGNORED).sum()) / len(tokens)
+            losses = {name: share * each / count for name, each in self.routing.losses.items()}
             whole = torch.stack([loss, *losses.values()]).sum()
             if whole.requires_grad:
                 torch.autograd.backward(whole)
