@@ -60,6 +60,7 @@ class ExpertTraffic:
     rows: tuple[int, ...]
     is_even: bool = False  # whether choices are those of terrace.model.experts.even, so that bytes are exact
     chunks: tuple[int, int] = (1, 1)  # of tokens, in a forward and in a backward
+    ahead: int = 1  # chunks that come over inner tiers before the products of another (terrace.program.block_program)
     shares: bool = False  # whether every token also passes a shared expert
     has_gaps: bool = False  # whether gradients travel between the messages of a backward
 
@@ -94,6 +95,7 @@ class ExpertTraffic:
             rows=of_experts.group("rows"),
             is_even=experts.route == "even",
             chunks=chunks,
+            ahead=plan.expert_chunks.get("ahead", 1),
             # A shared expert cut by tensor rows has messages of its own, which come after those of the others.
             shares=experts.shared_size > 0 and tensor.degree == 1,
             has_gaps=bool(plan.expert_gaps),

@@ -8,7 +8,7 @@ from terrace.plan.outer import Outer
 from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
-EXPERT_CHUNKS = ("forward", "backward")  # of `Plan.expert_chunks`
+EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
@@ -37,7 +37,8 @@ class Plan:
     # The same ranks once more, for experts: tier -> axis -> degree. Along rows every expert is cut, along expert ranks
     # hold different ones; the ranks left over hold the same. Empty: experts are as all other parameters.
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    # Chunks in which tokens go to their experts, each while another is multiplied: forward, backward -> number; 1
+    # Chunks in which tokens go to their experts, each while another is multiplied: forward, backward -> number; ahead:
+    # how many are on inner tiers, or there, before the products of another. 1 where left out
     expert_chunks: Mapping[str, int] = field(default_factory=dict)
     # Shares of each gradient message in the gaps between the next layer's messages of experts (terrace.plan.gaps), the
     # first before them; "auto": found by playing the step. Empty: the whole message before them
@@ -63,6 +64,11 @@ class Plan:
         """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""
         default = self.messages if self.messages is not None and message in OF_STATES else self.compute
         return parse_format(self.wire.get(message.value, {}).get(tier, default))
+
+    @property
+    def expert_hops(self) -> int:
+        """Messages of a chunk on its way to the experts: one for each tier and axis of the table."""
+        return sum(degree > 1 for axes in self.experts.values() for degree in axes.values())
 
     @property
     def gap_shares(self) -> tuple[float, ...]:

@@ -256,7 +256,8 @@ def _check_experts(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
 def _check_chunks(plan: Plan) -> None:
     for name, number in plan.expert_chunks.items():
         if name not in EXPERT_CHUNKS:
-            raise PlanError(f"expert_chunks.{name} is no pass of a block{did_you_mean(name, EXPERT_CHUNKS)}")
+            known = ", ".join(EXPERT_CHUNKS)
+            raise PlanError(f"expert_chunks.{name} is none of {known}{did_you_mean(name, EXPERT_CHUNKS)}")
         if not 1 <= number <= MOST_CHUNKS:
             raise PlanError(f"expert_chunks.{name} = {number}: tokens travel in 1 to {MOST_CHUNKS} chunks")
     if not plan.expert_chunks:
@@ -266,7 +267,17 @@ def _check_chunks(plan: Plan) -> None:
             "expert_chunks has no effect: every rank has all experts; leave it out, or spread them with the table "
             "experts"
         )
-    forward, backward = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
+    forward, backward, ahead = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
+    if ahead > 1 and ahead >= max(forward, backward):
+        raise PlanError(
+            f"expert_chunks.ahead = {ahead}: of {max(forward, backward)} chunks at most "
+            f"{max(1, max(forward, backward) - 1)} can be ahead of the one that is multiplied; lower it, or name more "
+            "chunks in forward or backward"
+        )
+    if ahead > 1 and plan.expert_hops < 2:
+        raise PlanError(
+            f"expert_chunks.ahead = {ahead} has no effect: on a way over one tier all chunks go out first; leave it out"
+        )
     if max(forward, backward) % min(forward, backward):
         raise PlanError(
             f"expert_chunks has {forward} chunks in the forward and {backward} in the backward: a chunk of one is a "

@@ -169,7 +169,7 @@ class Estimator:
         key: tuple[int, ...] = (kind, tensor, columns, accumulate, ulysses, ring, micro_batch)
         if mesh.experts is not None:
             chunks = self.experts.chunks(mesh, self.work(mesh, micro_batch), accumulate)
-            key = (*key, *mesh.expert_degrees, max(chunks))
+            key = (*key, *mesh.expert_degrees, chunks.pieces)
         if not spec.attends:
             key = (kind, tensor, columns, accumulate, self.work(mesh, micro_batch).tokens)
         found = self._kernels.get(key)

@@ -39,7 +39,6 @@ from terrace.planner.task import Candidate, Task, Wire, num_micros, plan_of
 from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
 from terrace.program.schedules.registry import takes_unit
-from terrace.simulate.chunks import as_table
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
 from terrace.simulate.footprint import work_of
@@ -94,7 +93,7 @@ class Evaluator:
         plan = plan_of(self.task, candidate)
         if candidate.mesh.experts is None:
             return plan
-        return replace(plan, expert_chunks=as_table(self.estimator.chunks(candidate.mesh, candidate.micro_batch)))
+        return replace(plan, expert_chunks=self.estimator.chunks(candidate.mesh, candidate.micro_batch).table)
 
     def evaluate(self, candidate: Candidate) -> Estimate:
         """Cost of a candidate, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""

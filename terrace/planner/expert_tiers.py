@@ -1,15 +1,18 @@
-"""Why experts are where a plan puts them: the step with them one tier further out, and with tokens in one chunk."""
+"""Why experts are where a plan puts them: the step with them one tier further out, with tokens in one chunk, and with
+chunks in another order.
+"""
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from terrace.base.errors import PlanError
+from terrace.base.words import counted
 from terrace.plan.mesh import STAGE, Mesh
 from terrace.plan.plan import Plan
 from terrace.planner.task import expert_words
 from terrace.simulate.changes import crossing
-from terrace.simulate.chunks import as_table
+from terrace.simulate.chunks import Numbers
 from terrace.simulate.step import Prediction, Step, predict_step
 from terrace.simulate.work import Work
 
@@ -43,12 +46,18 @@ def one_tier_out(mesh: Mesh) -> Mesh | None:
 
 
 def alternatives(step: Step) -> list[Alternative]:
-    """The step with tokens in one chunk, and with experts one tier further out; the plan names its chunks."""
+    """The step with tokens in one chunk, with chunks in another order, and with experts one tier further out; the plan
+    names its chunks.
+    """
     plan, tiers = step.plan, [tier.name for tier in step.cluster.tiers]
-    found = []
-    if max(plan.expert_chunks.values(), default=1) > 1:
-        changed = _changed(plan, expert_chunks=as_table((1, 1)))
+    numbers, found = Numbers(**plan.expert_chunks), []
+    if numbers.pieces > 1:
+        changed = _changed(plan, expert_chunks=Numbers().table)
         found.append(_alternative("with tokens in one chunk", step, changed))
+    if numbers.pieces > 2 and plan.expert_hops > 1:
+        ahead = numbers.pieces - 1 if numbers.ahead == 1 else 1
+        changed = replace(plan, expert_chunks=numbers._replace(ahead=ahead).table)
+        found.append(_alternative(f"with {counted(ahead, 'chunk')} ahead", step, changed))
     further = one_tier_out(Mesh.of(step.cluster, plan))
     if further is not None:
         table = further.expert_table(tiers)

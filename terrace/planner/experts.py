@@ -22,7 +22,7 @@ from terrace.simulate.mixture import Seconds
 from terrace.simulate.work import Work
 
 _NOTHING: Seconds = (0.0, 0.0, 0.0)
-_WHOLE: Numbers = (1, 1)
+_WHOLE = Numbers()
 _Priced = tuple[ExpertSeconds, Seconds]
 
 
@@ -41,7 +41,7 @@ class Experts:
         self._least: dict[tuple[object, ...], Seconds] = {}
 
     def chunks(self, mesh: Mesh, work: Work, accumulate: bool) -> Numbers:
-        """The numbers of chunks in a forward and in a backward."""
+        """The numbers of chunks."""
         if mesh.experts is None:
             return _WHOLE
         key = (_division(mesh), *_load(work), accumulate)
@@ -59,7 +59,7 @@ class Experts:
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
             return _NOTHING
-        pieces = max(self.chunks(mesh, work, accumulate))
+        pieces = self.chunks(mesh, work, accumulate).pieces
         return self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, pieces)[1]
 
     def waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Seconds:

@@ -12,8 +12,9 @@ from terrace.simulate.step import Prediction
 
 def experts_words(plan: Plan) -> str:
     """The ranks that divide experts and the chunks in which tokens go to them, in a line."""
-    forward, backward = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
+    forward, backward, ahead = (plan.expert_chunks.get(name, 1) for name in EXPERT_CHUNKS)
     chunks = f"{counted(forward, 'chunk')} in a forward and {backward} in a backward"
+    chunks += f", {ahead} of them ahead" if ahead > 1 else ""
     return f"experts on {expert_words(plan.experts)}; tokens go to them in {chunks}"
 
 

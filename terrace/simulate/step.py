@@ -31,7 +31,7 @@ from terrace.program.program import Program
 from terrace.program.report import StepReport, declared_ahead
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
-from terrace.simulate.chunks import Layer, as_table, best_chunks
+from terrace.simulate.chunks import Layer, Numbers, best_chunks
 from terrace.simulate.cost import Costs, expert_seconds, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
 from terrace.simulate.experts import ExpertSeconds, alone_s
@@ -249,9 +249,8 @@ def with_chunks(step: Step) -> Step:
         return step
     # Shares of gradients are of a number of chunks in a backward.
     given = {"backward": 1, **plan.expert_chunks} if plan.expert_gaps else plan.expert_chunks
-    forward, backward = (given.get(name, 0) for name in EXPERT_CHUNKS)
-    numbers = best_chunks(layers, (forward, backward))
-    return replace(step, plan=replace(plan, expert_chunks=as_table(numbers)))
+    numbers = best_chunks(layers, Numbers(*(given.get(name, 0) for name in EXPERT_CHUNKS)))
+    return replace(step, plan=replace(plan, expert_chunks=numbers.table))
 
 
 def _experts_of(frame: Program, block: int, work: Work, traffic: ExpertTraffic) -> ExpertSeconds:

@@ -143,10 +143,7 @@ def resolved_plan(
         return plan, ""
     if activation is None:
         key = "expert_chunks" if len(missing) == len(EXPERT_CHUNKS) else f"expert_chunks.{missing[0]}"
-        return plan, (
-            f"{key} is left out: tokens travel in one chunk; give activation=(sequence, hidden) to have the numbers "
-            "chosen"
-        )
+        return plan, f"{key} is left out and counts as 1; give activation=(sequence, hidden) to have it chosen"
     sequence = activation[0]
     step = Step(
         cluster=cluster,

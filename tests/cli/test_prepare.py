@@ -36,7 +36,7 @@ def test_a_run_keeps_the_chunks_that_were_chosen(tmp_path: Path) -> None:
     job = prepare(run, tmp_path / "run", None)
     kept = parse_run(tomllib.loads((tmp_path / "run" / "config.toml").read_text()))
     assert kept.plan.expert_chunks == job.run.plan.expert_chunks == resolved_run(run).plan.expert_chunks
-    assert set(kept.plan.expert_chunks) == {"forward", "backward"}
+    assert set(kept.plan.expert_chunks) == {"forward", "backward", "ahead"}
     others = {name: 2 * number for name, number in kept.plan.expert_chunks.items()}
     said = changes(table_of(kept), table_of(replace(kept, plan=replace(kept.plan, expert_chunks=others))))
     assert said == tuple(

@@ -211,10 +211,19 @@ def test_formats_of_rows(message: str, tier: str, wire: str, said: str | None) -
     [
         ({}, {"forward": 2}, "expert_chunks has no effect: every rank has all experts"),
         ({"package": {"expert": 2}}, {"forward": 0}, "expert_chunks.forward = 0: tokens travel in 1 to 64 chunks"),
-        ({"package": {"expert": 2}}, {"backwards": 2}, "expert_chunks.backwards is no pass of a block"),
+        ({"package": {"expert": 2}}, {"backwards": 2}, "expert_chunks.backwards is none of forward, backward, ahead"),
         ({"package": {"expert": 2}}, {"forward": 2, "backward": 3}, "so one number must divide the other"),
         ({"package": {"expert": 2}}, {"forward": 6, "backward": 3}, None),
         ({"package": {"expert": 2}}, {"backward": 64}, None),
+        ({"package": {"expert": 2}}, {"backward": 4, "ahead": 1}, None),
+        ({"package": {"expert": 2}}, {"backward": 4, "ahead": 2}, "ahead = 2 has no effect: on a way over one tier"),
+        ({"package": {"rows": 2}, "node": {"expert": 3}}, {"backward": 4, "ahead": 3}, None),
+        (
+            {"package": {"expert": 2}, "node": {"expert": 3}},
+            {"backward": 4, "ahead": 4},
+            "of 4 chunks at most 3",
+        ),
+        ({"package": {"expert": 2}, "node": {"expert": 3}}, {"ahead": 2}, "of 1 chunks at most 1 can be ahead"),
     ],
 )
 def test_chunks_of_tokens(experts: dict[str, dict[str, int]], chunks: dict[str, int], said: str | None) -> None:

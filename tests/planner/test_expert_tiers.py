@@ -29,7 +29,7 @@ def test_a_plan_with_shares_of_gradients_has_both(tier: str, is_shared: bool) ->
     found = alternatives(step)
     assert [each.reason for each in found] == ["", ""]
     one_chunk, further = (each.prediction.step.plan for each in found if each.prediction is not None)
-    assert one_chunk.expert_chunks == {"forward": 1, "backward": 1}
+    assert one_chunk.expert_chunks == {"forward": 1, "backward": 1, "ahead": 1}
     assert len(one_chunk.expert_gaps) <= 3, "of one chunk"
     assert further.experts != plan.experts
     assert is_shared or not further.expert_gaps

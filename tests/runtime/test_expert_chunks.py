@@ -23,6 +23,7 @@ from terrace.runtime.experts.crossing import Crossing
 from terrace.runtime.experts.route import count_prefixes, route_of
 from terrace.runtime.experts.way import Way
 from terrace.runtime.in_block_comm import InBlockComm
+from terrace.simulate.chunks import Numbers
 from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import GROUPED, PLAIN, mixture
 
@@ -109,6 +110,8 @@ CASES = [
     ((2,), (2,), (2, 4), "drawn", 8),
     ((), (2,), (3, 1), "drawn", 8),
     ((2, 2), (), (8, 8), "drawn", 3),
+    ((2, 2), (), (4, 4, 3), "drawn", 10),
+    ((2,), (2,), (2, 4, 2), "drawn", 8),
     ((4,), (), (2, 1), "one rank without tokens", 6),
 ]
 
@@ -116,11 +119,12 @@ CASES = [
 @pytest.mark.parametrize(("wide", "rows", "chunks", "kind", "num_tokens"), CASES)
 @pytest.mark.parametrize("config", [PLAIN, replace(GROUPED, num_groups=1, kept_groups=1, biased=False)])
 def test_chunks_compute_what_one_rank_computes(
-    wide: Place, rows: Place, chunks: tuple[int, int], kind: str, num_tokens: int, config: Any
+    wide: Place, rows: Place, chunks: tuple[int, ...], kind: str, num_tokens: int, config: Any
 ) -> None:
     places = list(product(*map(range, (*wide, *rows))))
     tokens = {place: 0 if "without" in kind and not any(place) else num_tokens - sum(place) % 2 for place in places}
     experts = {place: choices_of(kind, place, tokens[place], config.num_experts, config.per_token) for place in places}
+    numbers = Numbers(*chunks)
     traffic = traffic_of(
         num_tokens,
         (config.per_token, config.num_experts),
@@ -128,11 +132,12 @@ def test_chunks_compute_what_one_rank_computes(
         "fp64",
         expert=wide[::-1],
         rows=rows[::-1],
-        chunks=chunks,
+        chunks=(numbers.forward, numbers.backward),
+        ahead=numbers.ahead,
         shares=config.shared_size > 0,
     )
     steps = tuple(tuple(step for step in half if _moves_rows(step)) for half in expert_steps(traffic))
-    pieces = max(chunks)
+    pieces = numbers.pieces
     spans = {place: spans_of(tokens[place], pieces) for place in places}
     table = {
         place: [count_prefixes(experts[place][start:stop], config.num_experts, wide) for start, stop in spans[place]]

@@ -16,7 +16,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.program.block_program.experts import expert_steps
 from terrace.program.instruction import Op
-from terrace.simulate.chunks import Layer, best_chunks
+from terrace.simulate.chunks import Layer, Numbers, best_chunks
 from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps
 from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import InBlockPrices
@@ -29,6 +29,7 @@ LARGE = replace(MIXTRAL, num_layers=4, vocab_size=1000)
 SEQUENCE = 128
 DEGREES = (1, 2, 4, 8)
 PAIRS = list(product(DEGREES, DEGREES))
+IN_ORDERS = [Numbers(*pair, ahead) for pair in PAIRS for ahead in sorted({1, max(1, max(pair) - 1)})]
 
 
 def cluster_of(rate: float, penalty: float = 0.0, latency_s: float = 1e-6) -> Cluster:
@@ -55,9 +56,8 @@ def step_of(cluster: Cluster, model: ModelConfig = MODEL, sequence: int = SEQUEN
     )
 
 
-def chosen(step: Step) -> tuple[int, int]:
-    found = resolved(step).plan.expert_chunks
-    return found["forward"], found["backward"]
+def chosen(step: Step) -> Numbers:
+    return Numbers(**resolved(step).plan.expert_chunks)
 
 
 @pytest.mark.parametrize("degrees", [{"expert": (1, 2)}, {"expert": (2, 2), "rows": (2, 1)}, {"rows": (2,)}])
@@ -73,8 +73,8 @@ def test_a_layer_alone_is_its_program_played(degrees: dict[str, tuple[int, ...]]
         return ExpertSeconds((3e-5, 4e-5 + pieces * 1e-6, 5e-5), (1e-5, 2e-5, 3e-5), pieces, traffic.chunks[True])
 
     layer = Layer(cluster, traffic, seconds_of)
-    for numbers in PAIRS:
-        here = replace(traffic, chunks=numbers)
+    for numbers in IN_ORDERS:
+        here = replace(traffic, chunks=numbers[:2], ahead=numbers.ahead)
         prices, own = InBlockPrices(cluster, None, None, experts=here), seconds_of(here)
         for op, steps, found, waits_s in zip(
             (Op.FORWARD, Op.BACKWARD), expert_steps(here), layer.of(numbers), layer.waits_s(numbers), strict=True
@@ -83,32 +83,36 @@ def test_a_layer_alone_is_its_program_played(degrees: dict[str, tuple[int, ...]]
             assert waits_s == pytest.approx(found - sum(map(own.of, steps)), rel=1e-9, abs=1e-15)
 
 
-CASES: list[tuple[float, float, dict[str, Any]]] = [
-    (1e10, 0.0, {}),
-    (1e11, 0.2, {}),
-    (4e11, 0.0, {"recompute": ("layers.*",)}),
-    (1e11, 0.0, {"experts": {"package": {"rows": 2}, "system": {"expert": 2}}}),
+# With the part of a step by which another choice may be faster. A link that never idles takes as long with more chunks,
+# which alone does not show that they wait less for gradients and gathers on other lanes.
+CASES: list[tuple[float, float, dict[str, Any], float]] = [
+    (1e10, 0.0, {}, 0.011),
+    (1e11, 0.2, {}, 0.005),
+    (4e11, 0.0, {"recompute": ("layers.*",)}, 0.005),
+    (1e11, 0.0, {"experts": {"package": {"rows": 2}, "system": {"expert": 2}}}, 0.005),
 ]
 
 
-@pytest.mark.parametrize(("rate", "penalty", "changes"), CASES)
-def test_the_choice_is_as_fast_as_the_best_of_all_steps(rate: float, penalty: float, changes: dict[str, Any]) -> None:
-    """Whole steps, with all other messages on the lanes: within 0.5 %."""
+@pytest.mark.parametrize(("rate", "penalty", "changes", "most"), CASES)
+def test_the_choice_is_as_fast_as_the_best_of_all_steps(
+    rate: float, penalty: float, changes: dict[str, Any], most: float
+) -> None:
+    """Whole steps, with all other messages on the lanes."""
     step = step_of(cluster_of(rate, penalty), LARGE, 4096, **changes)
     seconds = {}
-    for forward, backward in PAIRS:
-        plan = replace(step.plan, expert_chunks={"forward": forward, "backward": backward})
-        seconds[forward, backward] = predict_step(replace(step, plan=plan)).step_s
-    assert seconds[1, 1] > 1.01 * min(seconds.values()), "nothing to choose"
-    assert predict_step(step).step_s <= 1.005 * min(seconds.values())
+    for numbers in IN_ORDERS:
+        plan = replace(step.plan, expert_chunks=numbers.table)
+        seconds[numbers] = predict_step(replace(step, plan=plan)).step_s
+    assert seconds[Numbers()] > 1.01 * min(seconds.values()), "nothing to choose"
+    assert predict_step(step).step_s <= (1 + most) * min(seconds.values())
     assert predict_step(step).step_s == seconds[chosen(step)]
 
 
 def test_the_choice_follows_the_links() -> None:
     """Links without bytes' time, or latencies alone: one chunk. Links that take as long as the experts: several."""
-    assert chosen(step_of(cluster_of(1e18, latency_s=0.0))) == (1, 1)
-    assert chosen(step_of(cluster_of(1e18, latency_s=1.0))) == (1, 1)
-    assert min(chosen(step_of(cluster_of(4e11), LARGE, 4096))) > 1
+    assert chosen(step_of(cluster_of(1e18, latency_s=0.0))) == Numbers()
+    assert chosen(step_of(cluster_of(1e18, latency_s=1.0))) == Numbers()
+    assert min(chosen(step_of(cluster_of(4e11), LARGE, 4096))[:2]) > 1
 
 
 def test_numbers_that_are_given_stay() -> None:
@@ -116,7 +120,7 @@ def test_numbers_that_are_given_stay() -> None:
     for given in ({"forward": 3}, {"backward": 6}, {"forward": 4, "backward": 1}):
         numbers = resolved(step_of(cluster, LARGE, 4096, expert_chunks=given)).plan.expert_chunks
         assert {**numbers, **given} == numbers
-        assert max(numbers.values()) % min(numbers.values()) == 0
+        assert Numbers(**numbers).pieces % min(numbers["forward"], numbers["backward"]) == 0
     whole = resolved(step_of(cluster))
     assert resolved(whole).plan == whole.plan
     assert not resolved(step_of(cluster, experts={})).plan.expert_chunks
@@ -135,21 +139,26 @@ def test_even_routing_cuts_whole_rounds_of_experts() -> None:
         predict_step(step)
 
 
-def test_the_choice_for_fsmoes_layers_is_the_best_that_is_played_and_near_that_of_its_closed_form() -> None:
-    """Forwards of the paper's sweep on bed B (2501.10714), 1 to 32 chunks: within 0.5 % of the best played here.
+def test_the_choice_for_fsmoes_layers_is_the_best_that_is_played_and_of_its_closed_form() -> None:
+    """Forwards of the paper's sweep on bed B (2501.10714), 1 to 32 chunks: within 0.5 % of the best of both.
 
-    Its closed forms are of another order: it sends all chunks out before the first comes back. They differ by 4 %.
+    Its closed forms are of all chunks ahead, which is faster than one ahead in some layers.
     """
-    numbers, degrees = set(), (*DEGREES, 16, 32)
+    found, gains, degrees = set[Numbers](), list[float](), (*DEGREES, 16, 32)
     for layer in fsmoe_layers.layers()[::29]:
         alone = Layer(fsmoe.BED_B, layer.traffic, partial(_products, layer))
-        forward, _ = best_chunks([(1, alone)], (0, 1))  # products of a backward would have pieces of their own
-        played = {degree: alone.of((degree, 1))[0] for degree in degrees}
+        # Products of a backward would have pieces of their own.
+        chosen = best_chunks([(1, alone)], Numbers(0, 1, 0))
+        numbers = [Numbers(degree, 1, ahead) for degree in degrees for ahead in {1, max(1, degree - 1)}]
         closed = {each: fsmoe_layers.closed_s(fsmoe_layers.chunk_of(layer, each), each) for each in degrees}
-        assert played[forward] <= 1.005 * min(played.values())
-        assert closed[forward] <= 1.04 * min(closed.values())
-        numbers.add(forward)
-    assert len(numbers) > 2
+        assert alone.of(chosen)[0] <= 1.005 * min(alone.of(each)[0] for each in numbers)
+        assert closed[chosen.forward] <= 1.005 * min(closed.values())
+        found.add(chosen)
+        gains.append(alone.of(best_chunks([(1, alone)], Numbers(0, 1, 1)))[0] / alone.of(chosen)[0])
+    assert len({each.forward for each in found}) > 2
+    assert {each.ahead > 1 for each in found} == {True, False}
+    assert min(gains) >= 1
+    assert max(gains) > 1.05
 
 
 def _products(layer: fsmoe.Layer, traffic: ExpertTraffic) -> ExpertSeconds:

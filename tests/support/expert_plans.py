@@ -136,4 +136,7 @@ def _chunks(table: Table, turn: int) -> dict[str, int]:
     if not table:
         return {}
     forward, backward = CHUNKS[turn % len(CHUNKS)]
-    return {"forward": forward, "backward": backward}
+    # Where rows cross several tiers, one chunk ahead and all of them take turns.
+    hops = sum(len(axes) for axes in table.values())
+    ahead = max(1, max(forward, backward) - 1) if hops > 1 and turn // len(CHUNKS) % 2 else 1
+    return {"forward": forward, "backward": backward, "ahead": ahead}

@@ -137,6 +137,8 @@ def _messages(random: Random, table: Mapping[str, Mapping[str, int]]) -> dict[st
     if table and random.random() < 0.6:
         forward, backward = random.choice(((2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (3, 3)))
         found["expert_chunks"] = {"forward": forward, "backward": backward}
+        if sum(map(len, table.values())) > 1 and max(forward, backward) > 2 and random.random() < 0.5:
+            found["expert_chunks"]["ahead"] = max(forward, backward) - 1
     wire = {name: dict.fromkeys(table, "fp64") for name in ("dispatch", "combine") if table and random.random() < 0.4}
     return found | ({"wire": wire} if wire else {})
 

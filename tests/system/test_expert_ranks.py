@@ -150,6 +150,19 @@ def test_chunks_over_several_tiers(pool: LocalPool, name: str) -> None:
     check(pool, cluster, cases)
 
 
+def test_the_order_of_chunks_changes_no_bit(pool: LocalPool) -> None:
+    """One chunk ahead on the inner tier, and all of them."""
+    cluster, table = cluster_of(2, 2), {"package": {"expert": 2}, "node": {"expert": 2}}
+    numbers = [{"forward": 4, "backward": 4, "ahead": ahead} for ahead in (1, 3)]
+    plans = [spread(cluster, "zero3", table, expert_chunks=each) for each in numbers]
+    one, every = run(pool, cluster, [Case(plan, num_micros=2, model="experts") for plan in plans])
+    for outcomes in (one, every):
+        assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+    assert [each.losses for each in one] == [each.losses for each in every]
+    assert [each.norms for each in one] == [each.norms for each in every]
+    assert all(map(torch.equal, *([each.parameters for each in both] for both in (one, every))))
+
+
 FAULTS = ("lost_row", "wrong_expert_scale", "missed_norm", "wrong_count", "frozen_bias")
 
 

@@ -14,7 +14,7 @@ from tests.support.mixtures import mixture
 from tests.support.toys import cluster_of
 
 CLUSTER = cluster_of(2, 2)
-CHUNKS = {"forward": 2, "backward": 4}
+CHUNKS = {"forward": 2, "backward": 4, "ahead": 1}
 
 
 def resolved(activation: tuple[int, int] | None, **changes: Any) -> tuple[Plan, str]:
@@ -28,8 +28,8 @@ def test_chunks_are_chosen_from_the_activation_or_said_to_be_one() -> None:
     assert not note
     plan, note = resolved(None)
     assert not plan.expert_chunks
-    assert note.startswith("expert_chunks is left out: tokens travel in one chunk; give activation=(sequence, hidden)")
-    assert resolved(None, expert_chunks={"forward": 2})[1].startswith("expert_chunks.backward is left out: ")
+    assert note.startswith("expert_chunks is left out and counts as 1; give activation=(sequence, hidden)")
+    assert resolved(None, expert_chunks={"forward": 2})[1].startswith("expert_chunks.backward is left out ")
     assert not resolved(None, expert_chunks=CHUNKS)[1]
     assert not resolved(None, experts={})[1]
 

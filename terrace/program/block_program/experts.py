@@ -4,7 +4,7 @@ Tokens travel in chunks, each over the tiers on its way one after the other. Wit
 backward, of pieces of tokens 1 .. max(f, b), of which a chunk has one or several:
 
     forward    gather the table of counts, and wait for it
-               send rows of chunk 1 to the experts, and rows of later chunks over the outer tiers
+               send rows of all chunks over the first tier on the way, of some over the next tiers
                the shared expert
                for every chunk: await its rows; send the next, over each tier; products of its pieces; results back
                await all results
@@ -13,7 +13,12 @@ backward, of pieces of tokens 1 .. max(f, b), of which a chunk has one or severa
                back; products that give gradients of weights, while messages travel
                await all gradients of tokens
 
-With m tiers on the way, chunk c + 1 is on the innermost while chunk c is multiplied, and chunk c + m on the outermost.
+Every tier carries its messages in the order in which they are sent. Nothing waits for results on the first tier but the
+end of the pass, so all chunks leave over it before the first comes back. Over the others results of earlier chunks
+would wait behind rows that are not there yet: `ahead` chunks are on the innermost, or have arrived, while a chunk is
+multiplied, and one more on each tier outside it. With `ahead` one less than the chunks all rows go out before the first
+results, as in FSMoE (2501.10714). It depends on the links which is faster (terrace.simulate.chunks).
+
 A backward has gaps for parts of the gradients before it, where the plan names them: once the messages before the
 products of a chunk are under way, and after the last combine (terrace.plan.gaps). The link would idle there.
 
@@ -41,9 +46,14 @@ def expert_steps(traffic: ExpertTraffic) -> tuple[Steps, Steps]:
     return (*tables, *_chunks(traffic, backward=False)), tuple(_chunks(traffic, backward=True))
 
 
+def most_ahead(ahead: int, number: int) -> int:
+    """How many of `number` chunks are ahead of another: a pass with fewer chunks than the other has fewer ahead."""
+    return max(1, min(ahead, number - 1))
+
+
 def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
-    number, num_hops = traffic.chunks[backward], len(traffic.way)
-    each, has_gaps = traffic.pieces // number, backward and traffic.has_gaps
+    number = traffic.chunks[backward]
+    each, rounds, has_gaps = traffic.pieces // number, _rounds(traffic, number), backward and traffic.has_gaps
     kind = ComputeKind.EXPERT_GRADIENTS if backward else ComputeKind.EXPERTS
     there, back = [], []
     for chunk in range(number):
@@ -51,14 +61,12 @@ def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
         combine = (ExpertMessage(MessageClass.COMBINE, *hop, backward, chunk) for hop in reversed(traffic.way))
         back.append([Send((message,)) for message in combine])
 
-    def due(done: int) -> Iterator[BlockStep]:
-        # A hop goes out a round behind the hop before: else it would wait on its lane, before what is ready to go back.
-        for hop in range(num_hops):
-            chunk = done + num_hops - hop
-            if 0 <= chunk < number:
-                yield there[chunk][hop]
+    def due(round_: int) -> Iterator[BlockStep]:
+        for hop, earlier in enumerate(rounds):
+            if 0 <= round_ + earlier < number:
+                yield there[round_ + earlier][hop]
 
-    for round_ in range(-num_hops, 0):
+    for round_ in range(-max(rounds, default=0), 0):
         yield from due(round_)
     if traffic.shares:
         yield Compute(ComputeKind.SHARED_GRADIENTS if backward else ComputeKind.SHARED)
@@ -76,3 +84,12 @@ def _chunks(traffic: ExpertTraffic, *, backward: bool) -> Iterator[BlockStep]:
             yield Compute(ComputeKind.EXPERT_WEIGHTS, chunk)
     for sent in back:
         yield from map(Await, sent)
+
+
+def _rounds(traffic: ExpertTraffic, number: int) -> list[int]:
+    """By hop, how many rounds before its products a chunk is sent over it; a round is the products of a chunk."""
+    tiers, ahead = [tier for tier, _ in traffic.way], most_ahead(traffic.ahead, number)
+    rounds = [min(number, ahead + hop) for hop in reversed(range(len(tiers)))]
+    if tiers and tiers[0] not in tiers[1:]:
+        rounds[0] = number
+    return rounds
