@@ -19,10 +19,9 @@ SEQUENCE, BATCH = 128, 4
 
 @pytest.mark.timeout(120)
 def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool) -> None:
-    """Within 2 % of what autograd saves; both peaks at most 12 % above the measured ones, and at most 6 % below them.
+    """Within 2 % of what autograd saves; both peaks at most 12 % above the measured ones and never below.
 
-    What lanes still hold at a peak depends on their timing. With chunks the peaks are lower than the formula, which
-    counts the messages and results of all tokens at once.
+    With chunks the peaks are lower than the formula, which counts the messages and results of all tokens at once.
     """
     cluster = cluster_of(2)
     plans = [
@@ -31,11 +30,9 @@ def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool) -> None:
     ]
     by_rank = pool.run(2, layer_memory, cluster, plans, MODEL, SEQUENCE, timeout_s=100.0)
     for index, plan in enumerate(plans):
-        most = 1.3 if plan.expert_chunks else 1.12
+        most = 1.25 if plan.expert_chunks else 1.12
         predicted = block_activation_bytes(work_of(cluster, plan, MODEL, SEQUENCE, "cpu"), Computes.RESIDUAL, "cpu")
         for held in (results[index] for results in by_rank):
             assert sum(predicted.saved.values()) == pytest.approx(held.saved, rel=0.02)
-            assert held.forward_peak <= 1.06 * predicted.forward_peak_bytes
-            assert predicted.forward_peak_bytes <= most * held.forward_peak
-            assert held.backward_peak <= 1.06 * predicted.backward_peak_bytes
-            assert predicted.backward_peak_bytes <= most * held.backward_peak
+            assert held.forward_peak <= predicted.forward_peak_bytes <= most * held.forward_peak
+            assert held.backward_peak <= predicted.backward_peak_bytes <= most * held.backward_peak
