@@ -1,8 +1,9 @@
 """Messages between the stages of a pipeline, in closed form.
 
-At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements of
-the compute dtype, T being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. With a
-tensor axis of R rows x C columns, every rank sends to the same place in the other stage
+At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements, T
+being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. Each travels in the format that
+the outermost tier between the two stages has for its class, all elements of a rank in one message. With a tensor axis
+of R rows x C columns, every rank sends to the same place in the other stage
 
     with sequence parallelism    its own part:  T'/R x H/C, T' being T padded for the rows to divide
     without                      1/R of the replicated activation, T H / C / R, which receivers gather over the rows
@@ -16,11 +17,13 @@ from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
+from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import Mesh, no_sequence
+from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import BETWEEN_STAGES, FORMATS, MessageClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,32 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], .
     return [tuple(group) for group in rounds]
 
 
-def stage_sends(stage: Stage, mesh: Mesh, edge: Edge, compute: str) -> Iterator[tuple[int, int]]:
-    """(Tier index, bytes) of each message from a rank of `stage` to other stages, for one micro-batch."""
-    for peer, _ in stage.sends():
-        yield mesh.edge_tier(stage.index, peer), edge.numel * FORMATS[compute].element_bytes
+def stage_sends(
+    stage: Stage, mesh: Mesh, tiers: Sequence[str], edge: Edge, plan: Plan
+) -> Iterator[tuple[MessageClass, int, int]]:
+    """(Class, tier index, bytes) of each message from a rank of `stage` to other stages, for one micro-batch.
+
+    `tiers` are the names of all tiers.
+    """
+    for peer, is_gradient in stage.sends():
+        message, tier = BETWEEN_STAGES[is_gradient], mesh.edge_tier(stage.index, peer)
+        yield message, tier, plan.wire_format(message, tiers[tier]).message_bytes(edge.numel)
+
+
+def edge_coding_bytes(compute: str, hop: Hop) -> float:
+    """Bytes of memory that the sender reads and writes to code a message between stages, and the receiver to decode it.
+
+    0 for dtypes, which are cast on the fly.
+    """
+    if not hop.wire.block:
+        return 0.0
+    return 2.0 * (hop.numel * FORMATS[compute].element_bytes + hop.part_bytes)
+
+
+def edge_buffers(plan: Plan, tiers: Sequence[str], numel: int) -> int:
+    """Bytes of the messages of `numel` elements that a rank has on their way: one out and one in, in each direction.
+
+    Each in the widest of the formats that its class has on `tiers`, those between neighbouring stages.
+    """
+    each = [max(plan.wire_format(message, tier).message_bytes(numel) for tier in tiers) for message in BETWEEN_STAGES]
+    return 2 * sum(each)

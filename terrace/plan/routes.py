@@ -13,10 +13,10 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import EXPERT, TENSOR
+from terrace.plan.mesh import EXPERT, PIPELINE, TENSOR
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
-from terrace.plan.wire import CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
 
 # Numbers of a fragment that an island tells the others as it starts an exchange: valid tokens and sum of losses since
 # its last start; squared norms of its change, of its change while the last exchange was under way, and of the last mean
@@ -71,12 +71,18 @@ def block_hops(
 def crossed_tiers(layout: Layout, message: MessageClass) -> tuple[int, ...]:
     """Indexes of the tiers that messages of a class are there to cross.
 
-    Inside a block these are the tiers where the axes of the class have ranks; `layout` need not join them.
+    Inside a block and between stages these are the tiers where the axes of the class have ranks; `layout` need not join
+    them.
     """
     if message in ROUTES or layout.mesh is None:
         return tuple(layout.route(message))
-    mesh, axes = (layout.mesh.experts, (*EXPERT, "rows")) if message in TO_EXPERTS else (layout.mesh, TENSOR)
+    mesh, axes = (layout.mesh.experts, (*EXPERT, "rows")) if message in TO_EXPERTS else (layout.mesh, axes_of(message))
     return () if mesh is None else tuple(tier for tier, degree in enumerate(mesh.group(*axes)) if degree > 1)
+
+
+def axes_of(message: MessageClass) -> tuple[str, ...]:
+    """The axes of the mapping whose ranks exchange messages of a class that no `ROUTES` has."""
+    return PIPELINE if message in BETWEEN_STAGES else TENSOR
 
 
 def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
@@ -89,7 +95,7 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
         # Messages of islands are under way over many steps, whose sums they are not part of.
         if message is MessageClass.OUTER:
             continue
-        # Of a class inside blocks `layout` does not join the ranks.
+        # Of a class inside blocks or between stages `layout` does not join the ranks.
         tiers = (tier for tier in crossed_tiers(layout, message) if message not in ROUTES or layout.degrees[tier] > 1)
         if any(plan.wire_format(message, layout.tiers[tier]).block for tier in tiers):
             found.append(message)

@@ -12,7 +12,8 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
                               tiers optimizer+1 .. island  once an exchange (gather); and numbers over all tiers
     refresh                   tiers optimizer .. params+1  once a step
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
-    pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
+    pipeline, p._backward     between stages               once a micro-batch (terrace.plan.edges)
+    tie                       between stages               once a step
     counts                    all tiers, of a stage        once a step, of mixtures (terrace.plan.expert_counts)
 
 Frozen parameters are only gathered. Parameters that tensor ranks share are counted with the ranks that share them.
@@ -95,8 +96,8 @@ def step_bytes(
     again = recomputed(plan, blocks)
     if stage is not None and stage.num_stages > 1:
         edge = edge_of(tensor, blocks)
-        for tier, num_bytes in stage_sends(stage, mesh, edge, plan.compute):
-            total[MessageClass.PIPELINE, layout.tiers[tier]] += num_micros * num_bytes
+        for between, tier, num_bytes in stage_sends(stage, mesh, layout.tiers, edge, plan):
+            total[between, layout.tiers[tier]] += num_micros * num_bytes
         for index, peer in stage.ties:
             tier = mesh.edge_tier(stage.index, peer)
             total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.master)

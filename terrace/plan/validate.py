@@ -16,7 +16,17 @@ from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
 from terrace.plan.routes import crossed_tiers
-from terrace.plan.wire import CHANGES, FORMATS, GRADIENTS, PLACEABLE, ROUTES, MessageClass, parse_format
+from terrace.plan.wire import (
+    BETWEEN_STAGES,
+    CHANGES,
+    FORMATS,
+    GRADIENTS,
+    PLACEABLE,
+    ROUTES,
+    TO_EXPERTS,
+    MessageClass,
+    parse_format,
+)
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
@@ -197,7 +207,8 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     if index in crossed_tiers(layout, message):
         return
     if message not in ROUTES:
-        axis = "the tensor axis" if message is MessageClass.TENSOR else "the table experts"
+        axis = "the pipeline axis" if message in BETWEEN_STAGES else "the tensor axis"
+        axis = "the table experts" if message in TO_EXPERTS else axis
         raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
     # Naming the classes that do cross the tier points at the likely slip.
     crossing = [other.value for other in PLACEABLE if index in layout.route(other)]

@@ -40,7 +40,8 @@ class MessageClass(StrEnum):
     ROUTE = "route"  # numbers of tokens for every expert rank, before each dispatch
     CHOICES = "choices"  # of experts by sequence, inside a block, between ranks that share sequences
     COUNTS = "counts"  # tokens of every expert by layer, and rows sent, received and multiplied, once a step
-    PIPELINE = "pipeline"  # activations and their gradients, between stages
+    PIPELINE = "pipeline"  # activations, to the next stage
+    PIPELINE_BACKWARD = "pipeline_backward"  # gradients of activations, to the stage before
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
     OUTER = "outer"  # change of parameters since the last exchange between islands, and numbers about it
     PEER_COPY = "peer_copy"  # a rank's part of a checkpoint, into the memory of another machine, between steps
@@ -50,9 +51,10 @@ class MessageClass(StrEnum):
 TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
 OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
-_AS_THEY_ARE = ("context", "route", "choices", "counts", "pipeline", "tie", "peer_copy", "control")
+_AS_THEY_ARE = ("context", "route", "choices", "counts", "tie", "peer_copy", "control")
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
+BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)
 CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters: their rounding errors may be fed back
 # Of parameters and gradients: they travel in `plan.messages`, if it is given.
 OF_STATES = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH, *CHANGES)

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, Computes
+from terrace.plan.edges import edge_coding_bytes
+from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import Inner, PassSeconds
 from terrace.planner.parts import Part, Split, kinds_of
@@ -35,7 +37,7 @@ from terrace.simulate.footprint import (
     stage_footprint,
 )
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
-from terrace.simulate.links import send_s, tier_penalty
+from terrace.simulate.links import coding_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.states import StageBlocks, stage_blocks, state_layout
 from terrace.simulate.work import Work
@@ -190,15 +192,30 @@ class Estimator:
         return self.experts.chunks(mesh, self.work(mesh, micro_batch), self.accumulates(mesh, micro_batch))
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
-        """Seconds to send an activation to the next stage, on the slowest tier that a boundary crosses."""
+        """Seconds to send an activation to the next stage, on the slowest tier that a boundary crosses.
+
+        The mean over both directions, which may have other formats, coding included.
+        """
         crossed = mesh.tiers("pipeline")
         key = (mesh.total("tensor"), mesh.total("ulysses"), mesh.total("context"), micro_batch, crossed)
         found = self._edges.get(key)
         if found is None:
             part = self._boundary_bytes(mesh, micro_batch)
-            found = max((send_s(self.task.cluster, tier, part) for tier in crossed), default=0.0)
+            found = max((self._sent_s(tier, part) for tier in crossed), default=0.0)
             self._edges[key] = found
         return found
+
+    def _sent_s(self, tier: int, num_bytes: float) -> float:
+        cluster, wire = self.task.cluster, self.task.wire
+        if not any(message in wire for message in BETWEEN_STAGES):
+            return send_s(cluster, tier, num_bytes)
+        total_s = 0.0
+        for message in BETWEEN_STAGES:
+            format_ = parse_format(wire.get(message, {}).get(cluster.tiers[tier].name, self.task.compute))
+            hop = Hop(tier, 2, format_, round(num_bytes / self.item))
+            total_s += send_s(cluster, tier, hop.part_bytes)
+            total_s += coding_s(cluster, edge_coding_bytes(self.task.compute, hop))
+        return total_s / len(BETWEEN_STAGES)
 
     def sending_s(self, mesh: Mesh, micro_batch: int) -> float:
         """Seconds by which a message to the next stage slows computing, on the outermost tier crossed."""

@@ -13,10 +13,10 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads
 from terrace.plan.kinds import Kinds
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import PIPELINE, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import residual_patterns
-from terrace.plan.wire import TO_EXPERTS
+from terrace.plan.wire import BETWEEN_STAGES, TO_EXPERTS
 from terrace.simulate.block_tape import Backend
 
 _MOST = 10**9  # so that divisors are found at once
@@ -177,14 +177,19 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
 
 
 def _formats(task: Task, mesh: Mesh) -> Wire:
-    if not any(message in task.wire for message in TO_EXPERTS):
+    # Rows go to experts only over tiers whose ranks divide them, activations over those between stages; a format for
+    # another tier is refused.
+    of_experts, of_stages = mesh.experts, mesh.group(*PIPELINE)
+    degrees = (1,) * len(of_stages) if of_experts is None else of_experts.group("expert", "rows")
+    crosses: dict[str, tuple[int, ...]] = dict.fromkeys(TO_EXPERTS, degrees)
+    crosses |= dict.fromkeys(BETWEEN_STAGES, of_stages)
+    if not any(message in task.wire for message in crosses):
         return task.wire
-    # Rows go to experts only over tiers whose ranks divide them; a format for another tier is refused.
-    names, of_experts = [tier.name for tier in task.cluster.tiers], mesh.experts
-    degrees = (1,) * len(names) if of_experts is None else of_experts.group("expert", "rows")
-    crossed = {name for name, degree in zip(names, degrees, strict=True) if degree > 1}
+    place = {tier.name: index for index, tier in enumerate(task.cluster.tiers)}
     return {
-        message: {tier: name for tier, name in row.items() if message not in TO_EXPERTS or tier in crossed}
+        message: {
+            tier: name for tier, name in row.items() if message not in crosses or crosses[message][place[tier]] > 1
+        }
         for message, row in task.wire.items()
     }
 

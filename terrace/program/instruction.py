@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 
 
 class Op(StrEnum):
@@ -95,8 +95,8 @@ SPECS: dict[Op, OpSpec] = {
     Op.OUTER_COUNT: OpSpec((), MessageClass.OUTER),
     Op.OUTER_START: OpSpec(message=MessageClass.OUTER),
     Op.OUTER_APPLY: OpSpec(),
-    Op.SEND: OpSpec(_POINT_TO_POINT, MessageClass.PIPELINE, peer="to"),
-    Op.RECV: OpSpec(_POINT_TO_POINT, MessageClass.PIPELINE, peer="from"),
+    Op.SEND: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="to"),
+    Op.RECV: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="from"),
 }
 PASSES = frozenset(op for op, spec in SPECS.items() if spec.is_pass)
 COLLECTIVES = frozenset(op for op, spec in SPECS.items() if spec.message is not None and not spec.peer)
@@ -123,7 +123,6 @@ class Instruction(NamedTuple):
     def message_class(self) -> MessageClass | None:
         """The class of the message it sends or receives; None for an op that does not communicate."""
         spec = SPECS[self.op]
-        # Only gathers have a class of their own for backwards; pipeline messages have one for both.
         return spec.message_backward or spec.message if self.backward else spec.message
 
     def later(self, micros: int) -> "Instruction":

@@ -11,9 +11,10 @@ from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.edges import Edge, edge_of
+from terrace.plan.edges import Edge, edge_coding_bytes, edge_of
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
+from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import ExpertMessage, TensorMessage
 from terrace.plan.kinds import Kinds
 from terrace.plan.layout import Layout
@@ -24,7 +25,7 @@ from terrace.plan.residency import recomputed
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program.build import block_program
 from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
@@ -250,10 +251,13 @@ class Program:
         assert message_class is not None, f"{instruction} sends nothing"
         # Point to point: the tier follows from where the two stages are placed.
         if instruction.peer >= 0:
-            tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
             if instruction.op is Op.TIE:
+                tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
                 return stage_message(message_class, tier, tie_bytes(self.flats[instruction.block], self.plan.master))
-            return stage_message(message_class, tier, self.edge_bytes, received=instruction.op is Op.RECV)
+            hop = self.edge_hop(instruction)
+            if instruction.op is Op.RECV:
+                return Message(message_class=message_class, lane=hop.tier, tiers=(hop.tier,))
+            return stage_message(message_class, hop.tier, hop.part_bytes, edge_coding_bytes(self.plan.compute, hop))
         # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
             # A step stays inside an island; an evaluation is of all.
@@ -301,10 +305,12 @@ class Program:
         sent_bytes = self.sent_bytes if sent_bytes is None else sent_bytes
         return StepReport(time_s=dict(time_s), sent_bytes=sent_bytes, memory_bytes=self.state_bytes)
 
-    @property
-    def edge_bytes(self) -> int:
-        """Bytes of a message between stages."""
-        return self.edge.numel * FORMATS[self.plan.compute].element_bytes
+    def edge_hop(self, instruction: Instruction) -> Hop:
+        """The hop of a SEND or a RECV: over the outermost tier between the two stages, in the format of its class."""
+        tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
+        assert instruction.message_class is not None, "both are of a message"
+        wire = self.plan.wire_format(instruction.message_class, self.layout.tiers[tier])
+        return Hop(tier, 2, wire, self.edge.numel)
 
     def block_program(self, block: int) -> BlockProgram:
         """The program of a block on one micro-batch: computing and messages in the order of issue."""

@@ -136,10 +136,17 @@ def counts_message(stage_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]
     return _collective(message_class, plan, lane, tiers, stage_layout, [transfer])
 
 
-def stage_message(message_class: MessageClass, tier: int, num_bytes: int, *, received: bool = False) -> Message:
-    """A message of `num_bytes` from one rank to its peer of another stage, across `tier`."""
+def stage_message(message_class: MessageClass, tier: int, num_bytes: int, coding_bytes: float = 0.0) -> Message:
+    """A message of `num_bytes` from one rank to its peer of another stage, across `tier`.
+
+    `coding_bytes` are those of both ranks: they count where the message is sent.
+    """
     return Message(
-        message_class=message_class, lane=tier, tiers=(tier,), sends=() if received else ((tier, num_bytes),)
+        message_class=message_class,
+        lane=tier,
+        tiers=(tier,),
+        sends=((tier, num_bytes),),
+        coding_bytes=coding_bytes,
     )
 
 

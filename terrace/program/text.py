@@ -54,7 +54,7 @@ def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> 
     if message_class is None:
         return ""
     names = [program.layout.tiers[tier] for tier in program.message(instruction).tiers]
-    if instruction.peer >= 0:
+    if instruction.op is Op.TIE:
         return ", ".join(names)
     if not names:
         return "local"

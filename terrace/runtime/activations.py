@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.comm.collectives import DTYPES
 from terrace.comm.lane import Ticket
-from terrace.comm.stage_p2p import StageP2P
-from terrace.plan.wire import MessageClass
+from terrace.comm.rounding import Origin
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
+from terrace.runtime.comm import Comm
 from terrace.runtime.in_block import EdgeComm
 
 Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)
@@ -41,11 +42,13 @@ class Kept:
 class Activations:
     """The activations and gradients of one step that exist or are arriving, until the block that reads them runs.
 
-    `edge` cuts an activation that crosses stages into parts, where an axis does.
+    `edge` cuts an activation that crosses stages into parts, where an axis does. It travels in the format of its class
+    on the tier between the two stages; `origins` are the blocks whose output or input gradient this rank sends.
     """
 
-    def __init__(self, program: Program, stages: StageP2P, edge: EdgeComm | None, device: torch.device) -> None:
-        self._program, self._stages, self._edge, self._device = program, stages, edge, device
+    def __init__(self, program: Program, comm: Comm, origins: Mapping[int, Origin], edge: EdgeComm | None) -> None:
+        self._program, self._stages, self._collectives = program, comm.stages, comm.collectives
+        self._origins, self._edge, self._device = origins, edge, comm.device
         self._made: dict[Key, Tensor] = {}
         self._arriving: dict[Key, tuple[Pending, Tensor]] = {}
         self._leaving: deque[tuple[Pending, Tensor]] = deque()  # with the values that must stay until they have left
@@ -63,8 +66,9 @@ class Activations:
         # Made on this stage.
         if key not in self._arriving:
             return self._made.pop(key)
-        _, values = self._arriving.pop(key)
-        edge = self._program.edge
+        pending, message = self._arriving.pop(key)
+        edge, hop = self._program.edge, self._program.edge_hop(pending.instruction)
+        values = self._collectives.read_rows(hop, message, DTYPES[self._program.plan.compute])[0]
         if edge.gathers is not None:
             assert self._edge is not None, "an activation is cut only where an axis cuts it"
             # Each row received one part; padding for equal parts is cut off again.
@@ -73,9 +77,8 @@ class Activations:
 
     def receive(self, now: Instruction, counter: int) -> None:
         """Post the receive of a RECV."""
-        size, dtype = self._program.edge.numel, DTYPES[self._program.plan.compute]
         # Allocated when the receive is posted, one task ahead of its use.
-        values = torch.empty(size, dtype=dtype, device=self._device)
+        values = torch.empty(1, self._program.edge_hop(now).part_bytes, dtype=torch.uint8, device=self._device)
         pending = Pending(self._stages.receive(values, now.peer), counter, now)
         self._arriving[now.backward, now.block, now.micro] = pending, values
 
@@ -93,8 +96,11 @@ class Activations:
             # All rows hold the same activation: each sends one equal part.
             padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
             values = padded[self._edge.place * edge.numel :][: edge.numel]
-        ticket = self._stages.send(MessageClass.PIPELINE, values, now.peer)
-        self._leaving.append((Pending(ticket, counter, now), values))
+        message_class = now.message_class
+        assert message_class is not None, "a SEND has a message"
+        hop, origin = self._program.edge_hop(now), self._origins[now.block]
+        sent = self._collectives.code_rows(message_class, hop, values[None], origin)
+        self._leaving.append((Pending(self._stages.send(message_class, sent, now.peer), counter, now), sent))
         # Done sends are dropped on the way, so that few activations outlive their use.
         while self._leaving and self._leaving[0][0].ticket.is_done:
             self._leaving.popleft()[0].ticket.wait()  # raises the error of a failed send

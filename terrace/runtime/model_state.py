@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from terrace.base.errors import PlanError
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
+from terrace.comm.rounding import Origin
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.mesh import Mesh
@@ -29,7 +30,8 @@ class ModelState:
     `blocks` are the modules of the whole model as this rank runs them, `specs` the same blocks whole. Parameters of the
     held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else
     from `values`, the parameters of each whole block, which then must be the same on every rank. `meter` counts the
-    memory of the state by category. `choices` has the tokens of each expert (E) in the last step, int64, by block.
+    memory of the state by category. `edges` are the origins of what blocks send to other stages; `choices` has the
+    tokens of each expert (E) in the last step, int64, by block.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class ModelState:
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
         replace_parameters(list(self.modules.values()), replacements)
+        sends = program.stage.own if program.stage.num_stages > 1 else ()
+        self.edges = {block: Origin(program.blocks[block].name, torch.device(device), meter) for block in sends}
         self.choices = {
             block: torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
             for block in program.stage.own

@@ -128,7 +128,7 @@ class StepRunner:
         self._kept: dict[tuple[int, int], Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._loss = torch.zeros((), dtype=torch.float64, device=self._comm.device)
-        self._activations = Activations(program, self._stages, self._edge, self._loss.device)
+        self._activations = Activations(program, self._comm, self._state.edges, self._edge)
         if self._trains:
             self._load.begin()
         self._clock.start()

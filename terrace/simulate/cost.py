@@ -37,7 +37,7 @@ from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
-from terrace.simulate.links import hop_s, send_s, tier_penalty
+from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
 from terrace.simulate.rank import Doing, Event, PassStep
 from terrace.simulate.work import Work
@@ -72,7 +72,7 @@ class Costs:
 
     def message_s(self, message: Message) -> float:
         """Seconds a message occupies its lane."""
-        return self._own_s(message) + sum(seconds for _, seconds in self._hops(message))
+        return coding_s(self.program.cluster, message.coding_bytes) + sum(seconds for _, seconds in self._hops(message))
 
     def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
         """Seconds of a collective instruction, its lane, the category of waiting for it, and its penalty."""
@@ -104,25 +104,25 @@ class Costs:
     def penalty(self, message: Message) -> float:
         """Slow-down of compute during a message: the mean over its time on each tier."""
         cluster = self.program.cluster
-        own_s = self._own_s(message)
-        # Coding runs on the device itself, so the device's penalty applies to it.
-        total_s, slowed_s = own_s, cluster.device.overlap_penalty * own_s
-        for tier, seconds in self._hops(message):
-            total_s += seconds
-            slowed_s += seconds * tier_penalty(cluster, tier)
-        return slowed_s / total_s if total_s else 0.0
+        hops = [(seconds, tier_penalty(cluster, tier)) for tier, seconds in self._hops(message)]
+        return self._with_coding(message, hops)[1]
 
     def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
         """Seconds of a message to another stage, and the slow-down of compute during it."""
-        cluster = self.program.cluster
-        # A message between stages is priced on the outermost tier that it crosses.
-        ((tier, num_bytes),) = self.program.message(instruction).sends
-        return send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier)
+        cluster, message = self.program.cluster, self.program.message(instruction)
+        # A message between stages is priced on the outermost tier that it crosses, from its coding to its decoding.
+        ((tier, num_bytes),) = message.sends
+        return self._with_coding(message, [(send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier))])
 
-    def _own_s(self, message: Message) -> float:
-        device = self.program.cluster.device
-        # The codec occupies the rank, not the tier.
-        return message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
+    def _with_coding(self, message: Message, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """(Seconds, penalty) of a message with its coding, from those of its hops."""
+        own_s = coding_s(self.program.cluster, message.coding_bytes)
+        # Coding runs on the device itself, so the device's penalty applies to it.
+        total_s, slowed_s = own_s, self.program.cluster.device.overlap_penalty * own_s
+        for seconds, penalty in parts:
+            total_s += seconds
+            slowed_s += seconds * penalty
+        return total_s, slowed_s / total_s if total_s else 0.0
 
     def _hops(self, message: Message) -> Iterator[tuple[int, float]]:
         for hop in message.hops:

@@ -30,12 +30,12 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, model_of
+from terrace.plan.edges import edge_buffers
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS
 from terrace.simulate.activations import BlockActivations, activations_of
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes
@@ -115,9 +115,9 @@ def footprint(
     # Tensor ranks have message buffers of their own.
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
-    stream = work.tokens * work.model.hidden_size * FORMATS[plan.compute].element_bytes
-    if num_stages > 1:  # one message on its way out and one coming in, in each direction
-        steady["buffers"] += 4 * stream // work.tensor  # a rank sends its part of an activation
+    if num_stages > 1:  # a rank sends its part of an activation
+        tiers = [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")]
+        steady["buffers"] += edge_buffers(plan, tiers, work.tokens * work.model.hidden_size // work.tensor)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * mask_bytes(work, backend)
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.

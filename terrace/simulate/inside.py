@@ -21,7 +21,7 @@ from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment, Send
 from terrace.program.instruction import Instruction
-from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
+from terrace.simulate.links import coding_s, exchange_tiers, hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
@@ -214,14 +214,10 @@ def _coding_s(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -
         return 0.0
     hops = tensor.hops(message)
     reduction, gathering = (hops, []) if message.leg is Leg.REDUCE else ([], hops)
-    return _codec_s(cluster, hops_coding_bytes(tensor.plan, MessageClass.TENSOR, reduction, gathering))
+    return coding_s(cluster, hops_coding_bytes(tensor.plan, MessageClass.TENSOR, reduction, gathering))
 
 
 def _expert_message_seconds(cluster: Cluster, experts: ExpertTraffic, message: ExpertMessage) -> dict[int, float]:
     degrees = experts.rows if message.copies else experts.expert
-    alone = cluster.device.kernels.launch_s + _codec_s(cluster, experts.coding_bytes(message))
+    alone = cluster.device.kernels.launch_s + coding_s(cluster, experts.coding_bytes(message))
     return {tier: hop_s(cluster, tier, degrees[tier], num_bytes) + alone for tier, num_bytes in experts.sends(message)}
-
-
-def _codec_s(cluster: Cluster, num_bytes: float) -> float:
-    return num_bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.kernels.codec)

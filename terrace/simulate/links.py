@@ -71,3 +71,9 @@ def send_s(cluster: Cluster, tier: int, num_bytes: float) -> float:
     here = cluster.tiers[tier]
     rate = rate_bytes_per_s(cluster, tier, num_bytes, degree=2)
     return here.latency_s + num_bytes / rate + cluster.device.kernels.launch_s
+
+
+def coding_s(cluster: Cluster, num_bytes: float) -> float:
+    """Seconds of coding and decoding that read and write `num_bytes` of memory."""
+    # The codec occupies the rank, not a tier.
+    return num_bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.kernels.codec)

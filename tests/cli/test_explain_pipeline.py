@@ -18,7 +18,7 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.instruction import Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
@@ -151,10 +151,12 @@ def test_memory_bytes_and_seconds_are_those_of_the_programs(here: Here) -> None:
         state, kept = sum(program.state_bytes.values()), kept_activations(config, program)
         assert memory[str(index)][-3:] == [quantity(size, "B") for size in (state, kept, state + kept)]
         assert spent[str(index)][-2:] == [seconds(report.step_s), f"{idle_s(report) / report.step_s:.1%}"]
-    between = [report.sent_bytes[MessageClass.PIPELINE, "system"] for report in step.reports]
+    onward, back = (
+        [report.sent_bytes.get((message, "system"), 0) for report in step.reports] for message in BETWEEN_STAGES
+    )
     totals = [sum(report.sent_bytes.values()) for report in step.reports]
-    for words, sizes in (("pipeline +system", between), ("total", totals)):
-        cells = " +".join(quantity(size, "B") for size in sizes)
+    for words, sizes in (("pipeline +system", onward), ("pipeline_backward +system", back), ("total", totals)):
+        cells = " +".join(quantity(size, "B") if size else "-" for size in sizes)
         assert any(re.fullmatch(rf" {words} +{cells}", line) for line in sent), (words, sent)
     assert re.search(rf"^ +all +{bubble(step.reports):.1%} *$", out, re.M)
 

@@ -103,6 +103,15 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(compute="bf16", wire={"refresh": {"node": "fp32"}}), ("wire.refresh.node = 'fp32'", "wider than the bf16")),
     (zero3(wire={"sync": {"node": "fp64"}}), ("wire.sync.node = 'fp64'", "wider than the fp32")),
     (zero3(wire={"sync": {"node": "bf16"}}), ("wire.sync.node has no effect", "what does is gather, gather_backward")),
+    (zero3(wire={"pipeline": {"node": "int8"}}), ("wire.pipeline.node has no effect: the pipeline axis has no ranks",)),
+    (
+        zero3(wire={"pipeline_backward": {"node": "int8"}}, mapping={"package": {"pipeline": 4}}, params="device"),
+        ("wire.pipeline_backward.node has no effect", "no ranks on 'node'; leave it out"),
+    ),
+    (
+        zero3(wire={"pipeline": {"package": "int8+feedback"}}, mapping={"package": {"pipeline": 4}}),
+        ("wire.pipeline.package = 'int8+feedback'", "pipeline carries activations", "write 'int8'"),
+    ),
     (zero3(compute="fp64"), ("compute = 'fp64'", "wider than master = 'fp32'", "use master = 'fp64'")),
     (zero3(recompute=("layer.*",)), ("recompute pattern 'layer.*'", "matches no block", "did you mean 'layers.0'?")),
     (zero3(micro_batch=0), ("micro_batch = 0", "at least 1")),

@@ -14,6 +14,7 @@ from terrace.model.config import ModelConfig
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan, Update
 from terrace.plan.validate import validate
+from terrace.plan.wire import FORMATS
 from terrace.planner.evaluate import step_of as task_step
 from terrace.planner.scaling import evaluate_plan
 from terrace.planner.task import Task
@@ -169,7 +170,8 @@ def check_memory(run: RunConfig, programs: Sequence[Program]) -> None:
     for category in ("params", "secondary", "grads", "optimizer", "outer", "feedback"):
         assert account.get(category, 0) == held.get(category, 0), category
     # Activations on their way between stages: one out and one in, in each direction.
-    between_stages = 4 * programs[stage].edge_bytes if len(programs) > 1 else 0
+    item = FORMATS[run.plan.compute].element_bytes
+    between_stages = 4 * programs[stage].edge.numel * item if len(programs) > 1 else 0
     updating = footprint(
         run.cluster,
         run.plan,

@@ -1,5 +1,6 @@
 """Programs of pipelines: sound for any numbers, every damage named, bytes as by hand, bad input refused in one line."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.stage import Pass
 from terrace.plan.traffic import step_bytes
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
@@ -249,7 +250,7 @@ def test_activations_between_stages_by_hand(schedule: str) -> None:
     cluster = cluster_of(*OUTER.sizes)
     plan = pipelined("ddp", OUTER, schedule, micro_batch=batch)
     stages = build_stages(cluster, plan, MODELS["deep gpt_neox"].declared, micros, SEQUENCE)
-    sent = [tier_bytes(program, MessageClass.PIPELINE) for program in stages]
+    sent = [tier_bytes(program, *BETWEEN_STAGES) for program in stages]
     message = batch * SEQUENCE * 8 * item
     # The turn of a V stays on one stage.
     boundaries = {"1f1b": 1, "zbv": 2, "interleaved:2": 2 * chunks - 1}[schedule]
@@ -258,20 +259,23 @@ def test_activations_between_stages_by_hand(schedule: str) -> None:
     assert all(tier_bytes(program, MessageClass.TIE) == {} for program in stages)
 
 
-def tier_bytes(program: Program, message: MessageClass) -> dict[str, int]:
-    """What a rank of a program sends of one class, by tier."""
+def tier_bytes(program: Program, *messages: MessageClass) -> dict[str, int]:
+    """What a rank of a program sends of some classes, by tier."""
     verify(program)
     found = step_bytes(
         program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, program.stage
     )
-    return {tier: num for (each, tier), num in found.items() if each is message and num}
+    total: Counter[str] = Counter()
+    for (message, tier), num in found.items():
+        total[tier] += num if message in messages else 0
+    return {tier: num for tier, num in total.items() if num}
 
 
 def test_an_interior_stage_sends_both_ways_and_over_the_tiers_that_its_edges_cross() -> None:
     place = Place((2, 2), {"package": {"pipeline": 2}, "node": {"pipeline": 2}}, 4)
     micros, message = 5, SEQUENCE * 8 * 8
     programs = programs_of(pipelined("ddp", place), place.sizes, "deep gpt_neox", micros)
-    sent = [tier_bytes(programs[rank], MessageClass.PIPELINE) for rank in range(4)]
+    sent = [tier_bytes(programs[rank], *BETWEEN_STAGES) for rank in range(4)]
     half = micros * message
     assert sent == [
         {"package": half},
@@ -282,7 +286,7 @@ def test_an_interior_stage_sends_both_ways_and_over_the_tiers_that_its_edges_cro
     chunks = 2
     looped_programs = programs_of(pipelined("ddp", ALONE, "interleaved:2"), ALONE.sizes, "deep gpt_neox", 4)
     for rank, ends in ((0, 1), (1, 0), (2, 0), (3, 1)):
-        found = tier_bytes(looped_programs[rank], MessageClass.PIPELINE)
+        found = tier_bytes(looped_programs[rank], *BETWEEN_STAGES)
         assert found == {"package": (2 * chunks - ends) * 4 * message}
 
 
@@ -303,7 +307,7 @@ def test_tensor_rows_halve_what_crosses_an_edge() -> None:
         plan = pipelined("ddp", place, sequence_parallel=splits)
         programs = programs_of(plan, place.sizes, "deep gpt_neox", micros)
         for program in programs.values():
-            assert tier_bytes(program, MessageClass.PIPELINE) == {"node": whole // 2}
+            assert tier_bytes(program, *BETWEEN_STAGES) == {"node": whole // 2}
     inside = []
     for number in (micros, 2 * micros):  # what the receivers gather again is a tensor message: half of a part each
         one, two = (

@@ -14,7 +14,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.traffic import step_bytes
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
@@ -158,7 +158,7 @@ def test_seconds_sum_to_the_same_step_on_every_stage_and_bytes_are_the_formulas(
         assert report.time_s["forward"] == pytest.approx(6 * len(program.stage.own))
         assert report.time_s["wait pipeline"] > 0
     middle = step_bytes(machine, plan, programs[1].blocks, 6, 4, programs[1].stage)
-    assert middle[MessageClass.PIPELINE, "node"] == 2 * 6 * 4 * HIDDEN * 4
+    assert [middle[message, "node"] for message in BETWEEN_STAGES] == [6 * 4 * HIDDEN * 4] * 2
 
 
 def test_a_circle_between_stages_is_named() -> None:

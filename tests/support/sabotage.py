@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrace.comm import codecs
 from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
+from terrace.plan.hops import Hop
 from terrace.plan.in_block_messages import ExpertMessage
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
 from terrace.runtime.activations import Key
@@ -231,6 +233,21 @@ def lost_part(engine: Engine) -> None:
     flat.reduce = lossy  # type: ignore[method-assign]
 
 
+def rounded_on_a_plain_tier(engine: Engine) -> None:
+    """Round activations and gradients from another stage also where they arrived as they were sent."""
+    inner, wire = engine.comm.collectives.read_rows, parse_format("int8:16")
+
+    def rounded(hop: Hop, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = inner(hop, coded, dtype)
+        if not hop.wire.block:
+            codes = torch.empty(1, wire.message_bytes(hop.numel), dtype=torch.uint8)
+            codecs.encode(rows, wire, codes)
+            codecs.decode(codes, wire, rows)
+        return rows
+
+    engine.comm.collectives.read_rows = rounded  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -251,5 +268,6 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         wrong_count,
         frozen_bias,
         lost_part,
+        rounded_on_a_plain_tier,
     )
 }

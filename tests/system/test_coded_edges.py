@@ -1,0 +1,144 @@
+"""Activations and gradients in block formats between stages: the numbers of one process that rounds them where the
+stages meet, and nowhere else; their bytes, and the error that is measured.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from terrace.cluster.cluster import Cluster
+from terrace.launch.start import LocalPool, World
+from terrace.plan.plan import Plan
+from terrace.plan.wire import MessageClass, parse_format
+from tests.support.coded_edges import Formats, coded_serial
+from tests.support.nightly import nightly
+from tests.support.parity import TOLERANCE, Case, Outcome, data_rows, deviation, engine_of, run
+from tests.support.pipelines import Place, pipelined
+from tests.support.toys import SEQUENCE, cluster_of
+
+pytestmark = pytest.mark.timeout(360)
+
+ONWARD, BACK = "int8:16", "int4:16"
+WIRE = {"pipeline": {"node": ONWARD}, "pipeline_backward": {"node": BACK}}
+TWO = Place((2, 2), {"node": {"pipeline": 2}}, 2)
+FOUR = Place((2, 2), {"package": {"pipeline": 2}, "node": {"pipeline": 2}}, 4)  # stages 0, 1 and 2, 3 share a node
+ROWS = Place((2, 2), {"package": {"tensor": 2}, "node": {"pipeline": 2}}, 2)
+HIDDEN, NUM_BLOCKS = 8, 8  # of the deep models
+
+
+def boundaries(place: Place, schedule: str, cut: Sequence[int], formats: Formats) -> dict[int, Formats]:
+    """The block before each boundary on tier "node", by hand."""
+    num, found, block = place.num_stages, {}, -1
+    order = list(range(num)) if schedule != "zbv" else [*range(num), *reversed(range(num))]
+    for virtual, size in enumerate(cut[:-1]):
+        block += size
+        one, other = order[virtual % len(order)], order[(virtual + 1) % len(order)]
+        nodes = (one, other) if num == 2 else (one // 2, other // 2)
+        if nodes[0] != nodes[1]:
+            found[block] = formats
+    return found
+
+
+# Place, schedule, blocks of each virtual stage, further changes of the plan.
+CASES: list[tuple[Place, str, tuple[int, ...], dict[str, Any]]] = [
+    (TWO, "1f1b", (3, 5), {"recompute": ("*",)}),
+    (TWO, "zb-h1", (5, 3), {"unit": 2, "micro_batch": 2}),
+    (FOUR, "interleaved:2", (1,) * 8, {}),
+    (FOUR, "zb-h2", (2, 2, 2, 2), {"recompute": ("block.[0246]",)}),
+    (FOUR, "zbv", (1,) * 8, {}),
+    (ROWS, "1f1b", (4, 4), {"sequence_parallel": False}),
+    (ROWS, "zb-h1", (4, 4), {}),
+]
+FURTHER: list[tuple[Place, str, tuple[int, ...], dict[str, Any]]] = [
+    (TWO, "interleaved:2", (2, 2, 2, 2), {"recompute": ("*",)}),
+    (TWO, "zeropp:2", (1, 3, 2, 2), {"unit": 2}),
+    (FOUR, "gpipe", (2, 2, 2, 2), {}),
+    (FOUR, "zb-auto:3", (2, 2, 2, 2), {}),
+    (FOUR, "breadth-first:2", (1,) * 8, {"unit": 4}),
+]
+
+
+def _name(row: tuple[Place, str, tuple[int, ...], dict[str, Any]]) -> str:
+    return f"{row[0].num_stages} {row[1]} {row[3]}"
+
+
+def plan_of(place: Place, schedule: str, cut: tuple[int, ...], **changes: Any) -> Plan:
+    changes = {"wire": WIRE, **changes}
+    name = "ddp" if place is FOUR else "zero2"
+    plan = pipelined(name, place, schedule, stages=cut, **{key: each for key, each in changes.items() if key != "wire"})
+    return Plan(**{**vars(plan), "wire": changes["wire"]})
+
+
+def both(pool: LocalPool, row: tuple[Place, str, tuple[int, ...], dict[str, Any]], **more: Any) -> dict[str, float]:
+    """How far a run is from one process; its bytes are the formula's."""
+    place, schedule, cut, changes = row
+    case = Case(plan_of(place, schedule, cut, **changes), num_micros=4, model="deep llama tied", **more)
+    wire = case.plan.wire
+    formats = Formats(wire.get("pipeline", {}).get("node", ""), wire.get("pipeline_backward", {}).get("node", ""))
+    (outcomes,) = run(pool, cluster_of(*place.sizes), [case])
+    assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+    data, rows = {id(TWO): (2, 1), id(FOUR): (1, 1), id(ROWS): (1, 2)}[id(place)]
+    return deviation(outcomes, coded_serial(case, boundaries(place, schedule, cut, formats), data, rows))
+
+
+@pytest.mark.parametrize("row", [*CASES, *nightly(*((row,) for row in FURTHER))], ids=_name)
+def test_a_run_is_one_process_that_rounds_where_stages_meet(
+    pool: LocalPool, row: tuple[Place, str, tuple[int, ...], dict[str, Any]]
+) -> None:
+    found = both(pool, row)
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    "wire", [{"pipeline": {"node": "fp8:16"}}, {"pipeline_backward": {"node": "int8:16"}}], ids=str
+)
+def test_one_direction_alone(pool: LocalPool, wire: dict[str, dict[str, str]]) -> None:
+    found = both(pool, (FOUR, "1f1b", (2, 2, 2, 2), {"wire": wire}))
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_comparison_sees_rounding_on_a_tier_that_has_no_format(pool: LocalPool) -> None:
+    found = both(pool, CASES[2], sabotage="rounded_on_a_plain_tier")
+    assert all(each > 100 * TOLERANCE for each in found.values()), found
+
+
+def figures(world: World, cluster: Cluster, case: Case) -> tuple[dict[str, float], dict[tuple[str, str], int]]:
+    """Errors of the last step, and bytes of all steps, as this rank's ledger has them."""
+    engine = engine_of(world, cluster, case)
+    for step in range(case.num_steps):
+        result = engine.step(data_rows(engine, case, step), 1e-3)
+    engine.check_bytes()
+    engine.close()
+    sent = {(str(message), tier): num for (message, tier), num in engine.comm.ledger.total().items()}
+    return result.quantisation_error, sent
+
+
+def test_bytes_and_errors_of_the_boundary_that_is_coded(pool: LocalPool) -> None:
+    case = Case(plan_of(FOUR, "1f1b", (2, 2, 2, 2)), num_micros=4, model="deep llama tied")
+    cluster, numel, passes = cluster_of(*FOUR.sizes), SEQUENCE * HIDDEN, 4 * case.num_steps
+    # 48 elements: 3 scales, then 48 bytes of int8 or 24 of int4, up to a multiple of 16.
+    onward, back, plain = passes * 64, passes * 32, passes * numel * 8
+    everyone = pool.run(4, figures, cluster, case, timeout_s=120.0)
+    wanted = [
+        {("pipeline", "package"): plain},
+        {("pipeline_backward", "package"): plain, ("pipeline", "node"): onward},
+        {("pipeline", "package"): plain, ("pipeline_backward", "node"): back},
+        {("pipeline_backward", "package"): plain},
+    ]
+    for (errors, sent), row in zip(everyone, wanted, strict=True):
+        assert {key: num for key, num in sent.items() if key[0].startswith("pipeline")} == row
+        assert errors == everyone[0][0]
+        assert 0.001 < errors["pipeline"] < 0.01 < errors["pipeline_backward"] < 0.15
+    assert parse_format(ONWARD).message_bytes(numel) == 64
+    assert {MessageClass.PIPELINE.value, MessageClass.PIPELINE_BACKWARD.value} == {*WIRE}
+
+
+def test_a_dtype_narrower_than_computing(pool: LocalPool) -> None:
+    """bf16 between stages of an fp64 model: halfway to int8, and near the exact run."""
+    wire = {"pipeline": {"node": "bf16"}, "pipeline_backward": {"node": "bf16"}}
+    case = Case(plan_of(TWO, "1f1b", (3, 5), wire=wire), num_micros=4, model="deep llama tied")
+    (outcomes,) = run(pool, cluster_of(*TWO.sizes), [case])
+    assert not outcomes[0].complaint
+    exact: Outcome = coded_serial(case, {}, 2)
+    assert 1e-6 < deviation(outcomes, exact)["loss"] < 2e-2
