@@ -59,6 +59,7 @@ RUNS = (
     Run("context", "context --only one-rank"),
     Run("codecs", "codecs"),
     Run("experts", "experts"),
+    Run("expert-chunks", "expert_chunks"),
     Run("checkpoint", "checkpoint --rounds 3"),
     Run("peer-copies", "peer_copies"),
     Run("assign", "assign --gpus 8 128"),

@@ -69,9 +69,10 @@ def prepare(
     check_passes(config, "trained")
     programs = checked_programs(config)
     plan = resolved_run(config).plan
-    # Kept, so that on other figures, too, a resumed run multiplies the same parts. It may have other stages, so its
-    # file names none that nobody gave.
-    config = replace(config, plan=replace(config.plan, expert_chunks=plan.expert_chunks))
+    # Kept, so that on other figures, too, a resumed run multiplies the same parts and rounds the same parts of
+    # gradients. It may have other stages, so its file names none that nobody gave.
+    kept = replace(config.plan, expert_chunks=plan.expert_chunks, expert_gaps=plan.expert_gaps)
+    config = replace(config, plan=kept)
     if config.train.compile:
         check_compiles(programs)
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

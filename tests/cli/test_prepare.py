@@ -44,6 +44,28 @@ def test_a_run_keeps_the_chunks_that_were_chosen(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_keeps_the_shares_that_were_found(tmp_path: Path) -> None:
+    """On a link on which gradients in gaps pay, and then on one on which others would be found."""
+    path = write_run(tmp_path, 2, 2, plan="zero3")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    device = {"overlap_penalty": 0.0, "memory_bandwidth_bytes_per_s": 1e8}
+
+    def cluster(rate: float) -> dict[str, object]:
+        return {"device": device, "tiers": {"node": {"bandwidth_bytes_per_s": rate, "latency_s": 0.0}}}
+
+    plan = {"experts": {"node": {"expert": 2}}, "expert_gaps": "auto"}
+    run = resolve(str(path), {}, {"cluster": cluster(1e6), "plan": plan})
+    found = resolved_run(run).plan.expert_gaps
+    assert not isinstance(found, str)
+    assert any(found[1:])
+    prepare(run, tmp_path / "run", None)
+    kept = parse_run(tomllib.loads((tmp_path / "run" / "config.toml").read_text()))
+    assert kept.plan.expert_gaps == found
+    elsewhere = resolve(str(path), {}, {"cluster": cluster(1e7), "plan": plan})
+    assert resolved_run(elsewhere).plan.expert_gaps != found
+    assert resolved_run(replace(kept, cluster=elsewhere.cluster)).plan.expert_gaps == found
+
+
 def test_a_changed_balance_is_said_and_an_empty_list_is_no_change(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     before, after = (table_of(replace(run, balance=BalanceConfig(z=factor))) for factor in (0.1, 0.2))
