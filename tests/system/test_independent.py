@@ -4,6 +4,7 @@ Axes, placements, schedules, models and optimizers are drawn by a number (tests/
 experts with their own divisions, chunks, gates and losses (tests/support/random_mixtures.py).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -19,8 +20,8 @@ from tests.support.comparisons import TOLERANCE, Drawn, compare_plan, compare_ru
 from tests.support.independent import Reference
 from tests.support.random_mixtures import FAMILIES as MIXTURES
 from tests.support.random_mixtures import GATES, draw_mixture, draw_mixture_run, mixture_kinds
-from tests.support.random_plans import FAMILIES, MOST_IMPORTING, PRESETS, SCHEDULES, draw
-from tests.support.random_runs import RATES, WAYS, draw_run
+from tests.support.random_plans import FAMILIES, MOST_IMPORTING, PRESETS, SCHEDULES, Case, draw
+from tests.support.random_runs import RATES, WAYS, Run, draw_run
 
 NUM_PLANS, NUM_RUNS = 64, 16
 NUM_MIXTURES, NUM_MIXTURE_RUNS = 64, 12
@@ -56,6 +57,21 @@ OF_MIXTURES = (
 )
 OF_MIXTURE_RUNS = ("z", "experts spread", "documents join", "documents separate")
 
+# How a case is drawn, how many are compared, and the choices that must be among them.
+PLANS: dict[str, tuple[Callable[[int], Case], int, tuple[str, ...]]] = {
+    "draw": (draw, NUM_PLANS, OF_PLANS),
+    "draw_mixture": (draw_mixture, NUM_MIXTURES, OF_MIXTURES),
+}
+RUNS: dict[str, tuple[Callable[[int], Run], int, tuple[str, ...]]] = {
+    "draw_run": (draw_run, NUM_RUNS, OF_RUNS),
+    "draw_mixture_run": (draw_mixture_run, NUM_MIXTURE_RUNS, OF_MIXTURE_RUNS),
+}
+
+
+def kinds_of(case: Case) -> set[str]:
+    """The choices in a case, those of its experts too."""
+    return case.kinds() | (mixture_kinds(case) if case.has_experts else set())
+
 
 def load_transformers(world: World) -> None:
     """Imports all families on every rank at once, before the time of the first plan runs."""
@@ -64,7 +80,7 @@ def load_transformers(world: World) -> None:
 
 
 def test_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
-    """Some draws; `test_random_plans_equal_transformers` has the others."""
+    """Some draws; `test_random_plans_equal_the_reference` has the others."""
     for seed in SHORT:
         found = compare_plan(pool, draw(seed), tmp_path / str(seed))
         assert not found.refused
@@ -73,7 +89,7 @@ def test_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", SHORT_MIXTURES)
 def test_mixtures_equal_plain_loops(pool: LocalPool, tmp_path: Path, seed: int) -> None:
-    """Some draws; `test_random_mixtures_equal_plain_loops` has the others."""
+    """Some draws; `test_random_plans_equal_the_reference` has the others."""
     found = compare_plan(pool, draw_mixture(seed), tmp_path)
     assert not found.refused
     assert found.largest < TOLERANCE, found
@@ -120,59 +136,31 @@ def test_the_reference_steps_as_torch() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_random_plans_equal_transformers(pool: LocalPool, tmp_path: Path) -> None:
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("name", PLANS)
+def test_random_plans_equal_the_reference(pool: LocalPool, tmp_path: Path, name: str) -> None:
+    drawn, number, wanted = PLANS[name]
     pool.run(MOST_IMPORTING, load_transformers, timeout_s=600.0)
     draws = (
-        Drawn(f"draw({case.seed})", case.kinds(), partial(compare_plan, pool, case, tmp_path / str(case.seed)))
-        for case in map(draw, count())
+        Drawn(f"{name}({seed})", kinds_of(case), partial(compare_plan, pool, case, tmp_path / str(seed)))
+        for seed, case in enumerate(map(drawn, count()))
     )
-    kinds = until(NUM_PLANS, draws)
-    assert not {*OF_PLANS} - kinds.keys()
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_random_runs_equal_transformers(
-    pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    draws = (
-        Drawn(
-            f"draw_run({seed})", run.kinds(), partial(compare_run, pool, run, tmp_path / str(seed), monkeypatch, capsys)
-        )
-        for seed, run in enumerate(map(draw_run, count()))
-    )
-    kinds = until(NUM_RUNS, draws)
-    assert not {*OF_RUNS} - kinds.keys()
+    assert not {*wanted} - until(number, draws).keys()
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)
-def test_random_mixtures_equal_plain_loops(pool: LocalPool, tmp_path: Path) -> None:
-    draws = (
-        Drawn(
-            f"draw_mixture({seed})",
-            case.kinds() | mixture_kinds(case),
-            partial(compare_plan, pool, case, tmp_path / str(seed)),
-        )
-        for seed, case in enumerate(map(draw_mixture, count()))
-    )
-    kinds = until(NUM_MIXTURES, draws)
-    assert not {*OF_MIXTURES} - kinds.keys()
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(2400)
-def test_random_runs_of_mixtures_equal_plain_loops(
-    pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", RUNS)
+def test_random_runs_equal_the_reference(
+    pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
+    drawn, number, wanted = RUNS[name]
     draws = (
         Drawn(
-            f"draw_mixture_run({seed})",
-            run.kinds() | mixture_kinds(run.case),
+            f"{name}({seed})",
+            run.kinds() | kinds_of(run.case),
             partial(compare_run, pool, run, tmp_path / str(seed), monkeypatch, capsys),
         )
-        for seed, run in enumerate(map(draw_mixture_run, count()))
+        for seed, run in enumerate(map(drawn, count()))
     )
-    kinds = until(NUM_MIXTURE_RUNS, draws)
-    assert not {*OF_MIXTURE_RUNS} - kinds.keys()
+    assert not {*wanted} - until(number, draws).keys()
