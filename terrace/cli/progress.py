@@ -66,6 +66,9 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
         f"lr {record.learning_rate:.2e}",
         quantity(record.tokens_per_s, "tokens/s"),
     ]
+    if record.outer:
+        # Every fragment has had its turn over the same steps, but for some at the ends.
+        parts.insert(2, f"islands {next(iter(record.outer.values()))['loss']:.3f}")
     if record.mfu is not None:
         parts.append(f"MFU {100 * record.mfu:.1f} %")
     if record.balance is not None:

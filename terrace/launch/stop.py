@@ -5,7 +5,10 @@ store after each step. A rank that wants to stop writes a step there that no ran
 it enters step k + 1, and no rank ends a step before all have entered it, since a step ends with figures of all ranks.
 So all ranks read the key in time and stop after the same step.
 
-In a large world ranks read it only every few steps, to limit the load on the store.
+In a large world ranks read it only every few steps, to limit the load on the store. Islands (terrace.plan.outer) read
+it when one of their fragments has its turn, since the store is across a slow link. Until a rank has started the
+exchange of its next turn, no island is further than the delay behind that turn. So a rank that wants to stop writes the
+first turn that is as late as that.
 
 Before the first step (reading a checkpoint, measuring) nothing would be lost, so a request ends the ranks at once.
 """
@@ -109,13 +112,19 @@ def ask(store: Any, seal: Seal, name: str) -> None:
 
 
 class Vote:
-    """Agreement of all ranks on the step after which they stop; each rank calls `after` at every step."""
+    """Agreement of all ranks on the step after which they stop; each rank calls `after` at every step.
 
-    def __init__(self, world: World, signal_: StopSignal) -> None:
+    `turn` is the steps between two turns of fragments of islands, `delay` those that an exchange may take; without
+    islands ranks meet in every step.
+    """
+
+    def __init__(self, world: World, signal_: StopSignal, *, turn: int = 1, delay: int = 0) -> None:
         self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_
         self._store, self._seal = PrefixStore("run", world.store), world.seal
         self._outside = world.store if world.rank == 0 and not world.supervised else None
-        self._every = 1 + world.world_size // _LOOKS_A_STEP
+        self._every = turn * -(-(1 + world.world_size // _LOOKS_A_STEP) // turn)
+        # Steps from a look to the first look that all ranks are still before.
+        self._ahead = self._every * -(-(self._every + delay) // self._every)
         self._wish: tuple[Literal["signal", "failed"], str] | None = None
         self._settled = False
 
@@ -134,7 +143,7 @@ class Vote:
         if self._wish is not None and not self._settled:
             why, text = self._wish
             # No rank can be past its next look at the key, so all of them see the wish before this step ends.
-            step = num_done if self._alone else num_done + self._every
+            step = num_done if self._alone else num_done + self._ahead
             # The first that asks decides; whoever asks later in the same step would decide the same.
             stop = self._seal.close(_AGREED, json.dumps(asdict(Stop(step=step, why=why, text=text))))
             self._store.compare_set(_AGREED, "", stop)

@@ -37,8 +37,9 @@ class Gauges:
         """Fields of a `StepRecord` for the step, counted from 1, that has just ended."""
         if self._loads is not None and result.loads is not None:
             self._loads.add(step, result.loads)
+        islands = self._engine.program.layout.num_islands
         return {
-            "tokens_per_s_per_device": result.num_tokens / step_s / self._used.num_devices,
+            "tokens_per_s_per_device": islands * result.num_tokens / step_s / self._used.num_devices,
             "load": {} if result.loads is None else result.loads.figures,
             "mfu": self._used.mfu(step_s),
             "hfu": self._used.hfu(step_s),

@@ -40,7 +40,6 @@ from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
 from terrace.model.pair_kernels import describe
 from terrace.plan.context import is_context_parallel
-from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError
@@ -49,13 +48,24 @@ from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate, predict_once
+from terrace.train.compared import compare_stages
 from terrace.train.context_batches import ContextBatches
 from terrace.train.copies import Copies, take_up
 from terrace.train.effects import why_no_sample
+from terrace.train.error_budget import check_rounding
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
-from terrace.train.metrics import NUM_SAVES, MetricsFile, Observer, Outcome, StepRecord, Summary
+from terrace.train.metrics import (
+    NUM_SAVES,
+    MetricsFile,
+    Observer,
+    Outcome,
+    StepRecord,
+    Summary,
+    outer_figures,
+    outer_words,
+)
 from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
@@ -125,7 +135,10 @@ class RankOfRun:
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
-        self.vote, self.saves, train = Vote(world, stop_signal), tuple[Saved, ...](), run.train
+        self._islands = self.engine.program.layout.num_islands  # each makes steps of its own
+        outer, train = run.plan.outer, run.train
+        turns = {} if outer is None else {"turn": outer.every // outer.fragments, "delay": outer.delay}
+        self.vote, self.saves = Vote(world, stop_signal, **turns), tuple[Saved, ...]()
         self.batches = Batches(
             job.sources, train.sequence, train.batch, train.seed, run.data.holdout, run.model.vocab_size
         )
@@ -167,7 +180,8 @@ class RankOfRun:
             self.engine.close()
             return stop
         measured = self.engine.report(summary.mean_time_s)
-        stages = self._stages(of_stages, measured)  # before the sample: rank 0 makes it and all others would wait
+        self.dog.idle("comparing the stages")  # before the sample: rank 0 makes it and all others would wait
+        stages = compare_stages(self.engine, of_stages, measured)
         folder = folder_of(self.job.folder, self.run.train.steps)  # by number: a newer folder may exist, damaged
         result = Outcome(
             final_loss=summary.final_loss,
@@ -230,7 +244,7 @@ class RankOfRun:
             self.observer.note(f"attention pairs: {describe(self.engine.device, DTYPES[self.run.plan.compute])}")
         if self.job.resume is None:
             self._save(0)  # a folder that cannot be written ends the run in its first minute
-        # The estimate of the time left counts from here, without the first checkpoint.
+        # The time left is estimated without the first checkpoint.
         begin = time.perf_counter()
         # An attribute, so that watchdog messages name the step.
         for self.step in range(first_step, train.steps):
@@ -259,6 +273,8 @@ class RankOfRun:
             stop = self._stop(num_done) if num_done < train.steps else None
             # A stop is voted on after every step but the last, and always leaves a checkpoint.
             due = train.checkpoint_every and num_done % train.checkpoint_every == 0
+            if num_done == train.steps:
+                self._finish(summary)
             if due or stop is not None or num_done == train.steps:
                 self._save(num_done)
             if stop is not None:
@@ -284,7 +300,7 @@ class RankOfRun:
                     f"step {number} has {problem}. The run cannot go on; to see the step block by block: "
                     f"terrace replay {quote(str(self.job.folder))} --step {number}"
                 ) from problem
-            _check_rounding(result, self.step, self.run.train.error_budget)
+            check_rounding(result, self.step, self.run.train.error_budget)
         if not result.num_tokens:
             self.observer.note(f"step {self.step + 1} has no label that counts: its gradient is zero")
 
@@ -308,18 +324,6 @@ class RankOfRun:
             raise CheckpointError(stop.text)
         return stop
 
-    def _stages(
-        self, predicted: Sequence[StepReport], measured: StepReport
-    ) -> tuple[tuple[StepReport, StepReport], ...]:
-        # Without a pipeline the rank's own report says it all.
-        if len(predicted) == 1:
-            return ()
-        self.dog.idle("comparing the stages")
-        # All ranks exchange their reports; the first data and tensor rank stands for its stage.
-        of_ranks = [read_plain(report) for report in self.engine.comm.exchange(plain(measured))]
-        mesh = self.engine.program.mesh
-        return tuple((each, of_ranks[mesh.at_stage(0, stage)]) for stage, each in enumerate(predicted))
-
     def _next_batches(self, feeder: Feeder[StepBatches]) -> StepBatches:
         self._at(0, "READ DATA", ())
         # Only the copy to the device is left; batches were made in the feeder's thread.
@@ -339,7 +343,8 @@ class RankOfRun:
             learning_rate=rate,
             num_tokens=result.num_tokens,
             step_s=step_s,
-            tokens_per_s=result.num_tokens / step_s,
+            tokens_per_s=self._islands * result.num_tokens / step_s,
+            outer=outer_figures(result.outer),
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
             dropped=result.dropped,
@@ -356,6 +361,12 @@ class RankOfRun:
         self.saver.start(step)
         self._tell()
         self.engine.check_bytes()
+
+    def _finish(self, summary: Summary) -> None:
+        results = self.engine.finish()
+        if results:
+            summary.finish(results)
+            self.observer.note(f"islands have agreed on all parameters: {outer_words(results)}")
 
     def _finish_saving(self) -> None:
         self.dog.idle("finishing a checkpoint")
@@ -386,14 +397,3 @@ class RankOfRun:
             return None
         self.dog.idle("generating a sample")
         return None if why_no_sample(self.run) else closing_sample(self.job, folder)
-
-
-def _check_rounding(result: StepResult, step: int, budget: Mapping[str, float]) -> None:
-    for message, limit in budget.items():
-        error = result.quantisation_error.get(message, 0.0)
-        if error > limit:
-            raise TrainingError(
-                f"step {step + 1}: the relative rounding error of {message} messages since the step before is "
-                f"{error:.3g}, above train.error_budget.{message} = {limit:g}: use a wider wire format or a smaller "
-                "block, and resume from the last checkpoint if there is one"
-            )

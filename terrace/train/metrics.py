@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,7 @@ from terrace.base.sealed import sealed_json
 from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport
+from terrace.runtime.islands import OuterResult
 
 # Bounds of kept figures, so that memory does not grow with a run.
 NUM_SAVES = 100
@@ -27,6 +29,9 @@ def num_final(num_steps: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is for the whole world.
+
+    Of islands, loss, norm and tokens are those of rank 0's, and the rate that of as many islands like it; `outer` has
+    the exchanges that were applied, by fragment, with the loss over all islands since the last one.
 
     Bytes and memory are rank 0's: `sent_bytes` by tier since the line before, `memory_bytes` the peak of each category
     of model state so far, `peak_memory_bytes` the peak seen by the device's allocator, or on a CPU by the system. A
@@ -53,6 +58,7 @@ class StepRecord:
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     balance: float | None = None
     load: dict[str, float] = field(default_factory=dict)  # of the experts of rank 0's stage: terrace.program.loads
+    outer: dict[str, dict[str, MaybeNaN]] = field(default_factory=dict)
     slow_ranks: dict[str, float] = field(default_factory=dict)  # rank -> its own time over its peers'
     time: float = 0.0  # when the step ended, in seconds since 1970
 
@@ -89,10 +95,16 @@ class Summary:
         self._losses: deque[float] = deque(maxlen=num_final(num_steps))
         self._time_s: dict[str, float] = defaultdict(float)
         self.quantisation_error: dict[str, float] = {}
+        self._of_all = deque[tuple[int, float, float]](maxlen=_END_STEPS)  # of islands: step, loss, tokens
+
+    def finish(self, results: Sequence[OuterResult]) -> None:
+        """Add the exchanges that end a run of islands."""
+        self._of_all += [(self._num_seen, each.loss, each.num_tokens) for each in results]
 
     def add(self, record: StepRecord) -> None:
         self._num_seen += 1
         self._losses.append(record.loss)
+        self._of_all += [(self._num_seen, each["loss"], each["tokens"]) for each in record.outer.values()]
         self.quantisation_error = record.quantisation_error
         # Losses count from the first step, times only after the warm-up.
         if self._num_seen > self._num_warm_up:
@@ -101,7 +113,14 @@ class Summary:
 
     @property
     def final_loss(self) -> float:
-        """Mean loss of the last tenth of the steps, at most 1,000; NaN before the first."""
+        """Mean loss of the last tenth of the steps, at most 1,000; NaN before the first.
+
+        Of islands, over the tokens of all of them in the exchanges of these steps.
+        """
+        last = [each for each in self._of_all if each[0] > self._num_seen - len(self._losses)]
+        tokens = sum(number for _, _, number in last)
+        if tokens:
+            return sum(loss * number for _, loss, number in last) / tokens
         return sum(self._losses) / len(self._losses) if self._losses else float("nan")
 
     @property
@@ -137,6 +156,22 @@ class Silent:
     def note(self, text: str) -> None: ...
 
     def finished(self, outcome: Outcome) -> None: ...
+
+
+def outer_figures(results: Sequence[OuterResult]) -> dict[str, dict[str, MaybeNaN]]:
+    """Figures of exchanges by fragment, as in a `StepRecord`."""
+    found = {}
+    for each in results:
+        figures = {"loss": each.loss, "tokens": float(each.num_tokens), "change": each.change}
+        found[str(each.fragment)] = figures | ({} if each.agreement is None else {"agreement": each.agreement})
+    return found
+
+
+def outer_words(results: Sequence[OuterResult]) -> str:
+    """The exchanges of one step in a line."""
+    tokens = max(each.num_tokens for each in results)
+    loss = next(each.loss for each in results if each.num_tokens == tokens)
+    return f"loss {loss:.3f} over the {tokens:,} tokens of all islands since their last exchange"
 
 
 class MetricsFile:

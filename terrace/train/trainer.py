@@ -268,6 +268,11 @@ class Trainer:
             self.num_steps = checkpoint.step
             return found
 
+    def finish(self) -> None:
+        """Ends a run of islands: after it they hold the same parameters. Every rank calls this after its last step."""
+        with self._guarded("ending a run of islands"):
+            self.engine.finish()
+
     def close(self) -> None:
         """Stops the trainer's threads, and leaves the world if it was joined here. Closing twice is fine."""
         if not self._is_closed:

@@ -1,5 +1,6 @@
 """Islands on ranks against a simulation of them in one process, which shares no code with the runtime."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,18 +10,25 @@ import torch
 from torch import Tensor
 
 from terrace.cluster.cluster import Cluster
+from terrace.comm import codecs
 from terrace.launch.start import LocalPool, World
+from terrace.model.decoder import IGNORE_INDEX
 from terrace.plan.layout import Layout
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.cycle import cycle
+from terrace.program.program import Program
 from terrace.runtime.engine import Engine
+from terrace.runtime.outer_state import OuterState
+from terrace.runtime.settings import OptimizerConfig
+from tests.support.outer_exchanges import Summed
 from tests.support.outer_reference import Micro, OuterLoop, OuterReference
-from tests.support.parity import TOLERANCE, Case, engine_of, exact, gathered
-from tests.support.toys import MODELS, cluster_of
+from tests.support.parity import TOLERANCE, Case, engine_of, exact, flatten, gathered, trainable
+from tests.support.pipelines import INNER, pipelined
+from tests.support.toys import MODELS, cluster_of, count_tokens, run_blocks
 
-AVERAGE = Outer(tier="node", every=1, optimizer="average")
+DEEP = "deep llama tied"
 
 
 def island_plan(name: str, outer: Outer, **changes: object) -> Plan:
@@ -43,7 +51,72 @@ class Found:
     applied: list[tuple[int, int, float]]  # step, fragment, loss of every exchange
 
 
-FAULTS: dict[str, Callable[[Engine], None]] = {}
+def _changed(**changes: Any) -> Callable[[Engine], None]:
+    """A fault: every state's loop has other values than the plan says, for `apply` alone."""
+
+    def spoil(engine: Engine) -> None:
+        for flat in engine.state:
+            if flat.spec.trainable:
+                flat.outer_state.outer = replace(flat.outer_state.outer, **changes)
+
+    return spoil
+
+
+def equal_weights(engine: Engine) -> None:
+    """Islands count alike, however many tokens they have."""
+    island = engine.runner.island
+    hear = island.hear
+
+    def heard(program: Program, numbers: Tensor) -> None:
+        hear(program, numbers)
+        for fragment, weights in island._weights.items():
+            island._weights[fragment] = torch.full_like(weights, 1 / len(weights))
+
+    island.hear = heard  # type: ignore[method-assign]
+
+
+def without_penalty(engine: Engine) -> None:
+    """The mean of an exchange is not divided."""
+    island = engine.runner.island
+    apply = island.apply
+
+    def applied(program: Program, block: int) -> None:
+        island._stretch.clear()
+        apply(program, block)
+
+    island.apply = applied  # type: ignore[method-assign]
+
+
+def start_that_stays(engine: Engine) -> None:
+    """Parameters at the start of an exchange are those of the first."""
+    for flat in engine.state:
+        if flat.spec.trainable:
+            flat.outer_state.take = _staying(flat.outer_state)  # type: ignore[method-assign]
+
+
+def _staying(state: OuterState) -> Callable[[], Tensor]:
+    take = state.take
+
+    def taken() -> Tensor:
+        assert state.start is not None
+        before = state.start.clone()
+        found = take()
+        state.start.copy_(before)
+        return found
+
+    return taken
+
+
+FAULTS: dict[str, Callable[[Engine], None]] = {
+    "equal weights": equal_weights,
+    "another rate": _changed(lr=0.9),
+    "another momentum": _changed(momentum=0.3),
+    "another clip": _changed(clip=1e-4),
+    "another keep": _changed(keep=1.0),
+    "another form": _changed(optimizer="nesterov"),
+    "no penalty": without_penalty,
+    "a start that stays": start_that_stays,
+}
 
 
 def trained(world: World, cluster: Cluster, case: Case) -> Found:
@@ -86,8 +159,9 @@ def simulated(case: Case, cluster: Cluster, **more: Any) -> tuple[OuterReference
     assert outer is not None
     table = asdict(outer) | {"lr": outer.rate, "momentum": outer.beta}
     del table["tier"]
+    optimizer = {key: value for key, value in asdict(case.optimizer).items() if value is not None}
     reference = OuterReference(
-        model.blocks(torch.float64), model.objective, len(rows_of), asdict(case.optimizer), OuterLoop(**table), **more
+        model.blocks(torch.float64), model.objective, len(rows_of), optimizer, OuterLoop(**table), **more
     )
     figures = []
     for step in range(case.num_steps):
@@ -142,3 +216,135 @@ def test_a_loop_equals_its_simulation(pool: LocalPool, name: str) -> None:
         assert found.held > 0
         # The cycle sends each fragment once, and a run of three cycles and a step four times.
         assert found.outer_bytes["node"] == 4 * found.cycle_bytes["node"] > 0
+
+
+SYNCHRONOUS = OptimizerConfig(name="sgd", lr=0.05, clip=0.0, weight_decay=0.0)
+ONE_STEP = Outer(tier="node", every=1, optimizer="average")
+INSIDE = {
+    "replicated": case_of(ONE_STEP, "ddp", optimizer=SYNCHRONOUS),
+    "optimizer sharded": case_of(ONE_STEP, "zero1", optimizer=SYNCHRONOUS),
+    "gradients sharded": case_of(ONE_STEP, "zero2", optimizer=SYNCHRONOUS),
+    "all sharded": case_of(ONE_STEP, "zero3", optimizer=SYNCHRONOUS),
+    "every rank an island": case_of(replace(ONE_STEP, tier="package"), "ddp", optimizer=SYNCHRONOUS),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_islands_of_sgd_that_average_every_step_are_synchronous(pool: LocalPool, name: str) -> None:
+    """Also of uneven valid tokens; the reference is one model on all rows."""
+    case, cluster = replace(INSIDE[name], num_steps=5), cluster_of(2, 2)
+    outcomes = pool.run(cluster.world_size, trained, cluster, case, timeout_s=120.0)
+    losses, parameters = one_model(case, cluster)
+    layout = Layout.of(cluster, case.plan)
+    tokens = [valid_tokens(case, cluster, step) for step in range(case.num_steps)]
+    assert any(len(set(counts)) > 1 for counts in tokens)
+    for outcome in outcomes:
+        assert outcome.parameters.sub(parameters).abs().max() < TOLERANCE
+        assert [loss for _, _, loss in outcome.applied] == pytest.approx(losses, rel=1e-10)
+        assert len(outcome.applied) == 5
+    assert layout.num_islands == (4 if name == "every rank an island" else 2)
+
+
+def one_model(case: Case, cluster: Cluster) -> tuple[list[float], Tensor]:
+    """Losses of plain gradient descent on all rows in this process, and parameters after it."""
+    model, losses = MODELS[case.model], list[float]()
+    blocks = model.blocks(torch.float64)
+    for step in range(case.num_steps):
+        batch = case.rows.batch(step, sum(map(len, islands_of(case, cluster))))
+        loss = model.objective(run_blocks(blocks, batch.inputs), batch.labels) / count_tokens(batch.labels)
+        parameters = trainable(blocks)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.data -= case.optimizer.lr * gradient
+        losses.append(float(loss.detach()))
+    return losses, flatten(blocks)
+
+
+def valid_tokens(case: Case, cluster: Cluster, step: int) -> list[int]:
+    """Valid tokens of each island."""
+    rows_of = islands_of(case, cluster)
+    labels = case.rows.batch(step, sum(map(len, rows_of))).labels
+    return [int((labels[list(rows)] != IGNORE_INDEX).sum()) for rows in rows_of]
+
+
+LION, MUON = OptimizerConfig(name="lion", lr=3e-4), OptimizerConfig(name="muon", lr=3e-3)
+TURNS = Outer(tier="node", every=3, fragments=3, delay=1, keep=0.5)
+AXES = {
+    "tensor inside": case_of(LOOPS["late in turns"], "ddp", mapping={"package": {"tensor": 2}}, model=DEEP),
+    "pipeline inside": Case(
+        replace(pipelined("ddp", INNER, "1f1b"), outer=LOOPS["a cycle late in turns"]),
+        num_micros=3,
+        model=DEEP,
+        num_steps=8,
+    ),
+    "context inside": case_of(TURNS, "zero3", mapping={"package": {"context": 2}}, model=DEEP),
+    "tied and frozen": case_of(TURNS, model="llama, frozen layer"),
+    "lion": case_of(TURNS, optimizer=LION),
+    "muon": case_of(TURNS, optimizer=MUON, model=DEEP),
+    "every rank an island": case_of(replace(TURNS, tier="package"), "ddp"),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_islands_of_other_axes_and_optimizers_equal_their_simulation(pool: LocalPool, name: str) -> None:
+    check(pool, cluster_of(2, 2), [AXES[name]])
+
+
+ALL_RULES = Outer(
+    tier="node", every=3, fragments=3, delay=3, optimizer="momentum", lr=0.8, momentum=0.5, keep=0.5, penalty=True,
+    clip=0.002,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rule_that_is_broken_is_noticed(pool: LocalPool, fault: str) -> None:
+    with pytest.raises(AssertionError):
+        check(pool, cluster_of(2, 2), [replace(case_of(ALL_RULES), sabotage=fault)])
+
+
+def as_it_arrives(name: str) -> Callable[[Tensor], Tensor]:
+    """The code of a wire format: a row as it is after coding and decoding."""
+    wire = parse_format(name)
+
+    def code(row: Tensor) -> Tensor:
+        if not row.numel():
+            return row
+        coded = torch.empty(1, wire.message_bytes(row.numel()), dtype=torch.uint8)
+        found = torch.empty(1, row.numel(), dtype=row.dtype)
+        codecs.encode(row.view(1, -1), wire, coded)
+        codecs.decode(coded, wire, found)
+        return found[0]
+
+    return code
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4+feedback"])
+def test_coded_changes_equal_a_simulation_that_codes_them(pool: LocalPool, wire: str) -> None:
+    cluster = cluster_of(2, 2)
+    base = case_of(LOOPS["late in turns"])
+    case = replace(base, plan=replace(base.plan, wire={"outer": {"node": wire}}))
+    coded = Summed(as_it_arrives(wire.partition("+")[0]), ranks_inside=2, feedback=wire.endswith("feedback"))
+    check(pool, cluster, [case], exchange=coded)
+    # The same without what rounding left over is noticed.
+    if wire.endswith("feedback"):
+        forgets = Summed(as_it_arrives("int4"), ranks_inside=2)
+        with pytest.raises(AssertionError):
+            check(pool, cluster, [case], exchange=forgets)
+
+
+def any_loop(number: int) -> tuple[Outer, OptimizerConfig]:
+    """A loop and an inner optimizer, drawn by its number."""
+    draw = random.Random(number)
+    every, optimizer = draw.choice((1, 3, 9)), draw.choice(("nesterov", "momentum", "average"))
+    delay, fragments = draw.choice((0, 1, every)), draw.choice((1, 3)) if every > 1 else 1
+    late = {"keep": draw.choice((0.0, 0.5, 1.0)), "penalty": draw.random() < 0.5} if delay else {}
+    clip = {"clip": 0.01} if optimizer != "average" and draw.random() < 0.5 else {}
+    outer = Outer(tier="node", every=every, delay=delay, fragments=fragments, optimizer=optimizer, **late, **clip)
+    return outer, draw.choice((OptimizerConfig(lr=3e-3), LION, MUON, SYNCHRONOUS))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(36))
+def test_any_loop_equals_its_simulation(pool: LocalPool, number: int) -> None:
+    outer, optimizer = any_loop(number)
+    name = ("ddp", "zero1", "zero2", "zero3")[number % 4]
+    check(pool, cluster_of(2, 2), [case_of(outer, name, optimizer=optimizer)])

@@ -57,8 +57,7 @@ def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int |
 
     def rank_of(rank: int) -> None:
         generator = random.Random(rank)
-        vote = Vote(World(rank, world_size, rank, world_size, store, seal=seal), wish(None))
-        vote._every = every
+        vote = Vote(World(rank, world_size, rank, world_size, store, seal=seal), wish(None), turn=every)
         for done in range(1, 40):
             barrier.wait(20)  # nobody ends a step before all have entered it
             time.sleep(generator.random() / 2000)
@@ -97,6 +96,48 @@ def test_all_ranks_stop_after_the_same_step(
         found = steps_of(4, wishes, outside, every)
         assert [None if each is None else each.step for each in found] == [at] * 4
         assert len(set(found)) == 1
+
+
+def islands_stop(turn: int, delay: int, slow: int, asks: int, after: int) -> list[Stop | None]:
+    """Threads as islands, which meet in exchanges alone; island `asks` wants to stop `after` so many steps."""
+    store, seal, num, ended = HashStore(), Seal.fresh(), 3, threading.Condition()
+    started, found = [0] * num, list[Stop | None]([None] * num)
+
+    def island_of(rank: int) -> None:
+        vote = Vote(World(rank, num, rank, num, store, seal=seal), wish(None), turn=turn, delay=delay)
+        for done in range(1, 20 * turn):
+            time.sleep(0.002 * (rank == slow))
+            with ended:
+                if done % turn == 0:
+                    started[rank] = done
+                    ended.notify_all()
+                arrives = max(0, done - delay) // turn * turn
+                assert ended.wait_for(lambda: min(started) >= arrives, 20)  # noqa: B023  (waits before it goes on)
+            if rank == asks and done == after:
+                vote._signal = wish("SIGTERM")
+            found[rank] = vote.after(done)
+            if found[rank] is not None:
+                # What others still wait for is there: the exchange of this step has started.
+                return
+
+    threads = [threading.Thread(target=island_of, args=(rank,), daemon=True) for rank in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize(("turn", "delay"), [(1, 0), (4, 0), (4, 1), (4, 4), (2, 6), (3, 4)])
+def test_islands_stop_after_the_same_step_however_far_apart_they_are(turn: int, delay: int) -> None:
+    for slow, asks in ((0, 0), (0, 1), (1, 0), (2, 2)):
+        found = islands_stop(turn, delay, slow, asks, after=turn + 1)
+        assert len(set(found)) == 1, found
+        assert found[0] is not None
+        assert found[0].step % turn == 0
+        # Looked at after two turns, and agreed on for one more turn, and the delay.
+        assert found[0].step == 2 * turn + turn * -(-(turn + delay) // turn)
 
 
 def test_a_rank_alone_stops_at_once_and_a_failure_has_its_own_words() -> None:
