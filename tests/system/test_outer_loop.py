@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from terrace.base.schema import load
 from terrace.cluster.cluster import Cluster
 from terrace.comm import codecs
 from terrace.launch.start import LocalPool, World
@@ -334,12 +335,16 @@ def test_coded_changes_equal_a_simulation_that_codes_them(pool: LocalPool, wire:
 def any_loop(number: int) -> tuple[Outer, OptimizerConfig]:
     """A loop and an inner optimizer, drawn by its number."""
     draw = random.Random(number)
-    every, optimizer = draw.choice((1, 3, 9)), draw.choice(("nesterov", "momentum", "average"))
-    delay, fragments = draw.choice((0, 1, every)), draw.choice((1, 3)) if every > 1 else 1
-    late = {"keep": draw.choice((0.0, 0.5, 1.0)), "penalty": draw.random() < 0.5} if delay else {}
-    clip = {"clip": 0.01} if optimizer != "average" and draw.random() < 0.5 else {}
-    outer = Outer(tier="node", every=every, delay=delay, fragments=fragments, optimizer=optimizer, **late, **clip)
-    return outer, draw.choice((OptimizerConfig(lr=3e-3), LION, MUON, SYNCHRONOUS))
+    table: dict[str, Any] = {"tier": "node", "every": draw.choice((1, 3, 9))}
+    table |= {"optimizer": draw.choice(("nesterov", "momentum", "average"))}
+    table |= {"delay": draw.choice((0, 1, table["every"]))}
+    table |= {"fragments": draw.choice((1, 3))} if table["every"] > 1 else {}
+    if table["delay"]:
+        table |= {"keep": draw.choice((0.0, 0.5, 1.0)), "penalty": draw.random() < 0.5}
+    if table["optimizer"] != "average" and draw.random() < 0.5:
+        table |= {"clip": 0.01}
+    optimizer = draw.choice((OptimizerConfig(lr=3e-3), LION, MUON, SYNCHRONOUS))
+    return load(Outer, table, "outer"), optimizer
 
 
 @pytest.mark.nightly
