@@ -22,6 +22,7 @@ from terrace.checkpoint.boxes import to_text
 from terrace.checkpoint.layout import tensor_name
 from terrace.checkpoint.parts import BoxValues, Slices, parts_of
 from terrace.checkpoint.residuals import named_residuals
+from terrace.comm.rounding import Origin
 from terrace.runtime.flat_param import FlatParam
 
 _DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -32,17 +33,21 @@ _ALIGNED = 8  # where the tensors begin in a file
 class Snapshot:
     """Pieces that no earlier rank holds, as the content of one file.
 
-    `slices` gives the rank's slice of each parameter, `beside` more parts, each under its block. The tensors of both
-    must keep their storage: every `take` copies from them.
+    `slices` gives the rank's slice of each parameter, `beside` more parts, each under its block, `edges` origins of
+    what blocks send to other stages. Tensors must keep their storage: every `take` copies from them.
     """
 
     def __init__(
-        self, flats: Iterable[FlatParam], slices: Slices, beside: Iterable[tuple[str, BoxValues]] = ()
+        self,
+        flats: Iterable[FlatParam],
+        slices: Slices,
+        beside: Iterable[tuple[str, BoxValues]] = (),
+        edges: Iterable[Origin] = (),
     ) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
         self.num_updates = 0
-        self._flats, self._pieces = list(flats), list[tuple[str, Tensor]]()
+        self._flats, self._edges, self._pieces = list(flats), list(edges), list[tuple[str, Tensor]]()
         for block, part in (*parts_of(self._flats, slices, first=True), *beside):
             self.pieces.setdefault(block, {}).setdefault(part.parameter, []).append(to_text(part.box))
             for kind, values in part.values.items():
@@ -53,7 +58,7 @@ class Snapshot:
     def lay_out(self) -> None:
         """Give the residuals that messages have made since a place in the file."""
         # The first message of a hop makes its residual, which then stays where it is.
-        residuals = list(named_residuals(self._flats))
+        residuals = list(named_residuals(self._flats, self._edges))
         if len(residuals) != self._num_residuals:
             self._lay_out(residuals)
 

@@ -56,7 +56,7 @@ def snapshot_of(state: ModelState) -> Snapshot:
     program = state.program
     is_first = not any(program.stage_layout.coordinates(state.rank))
     beside = choices_of(program, state.choices) if is_first else ()
-    return Snapshot(state, slices_of(program.mesh, state.rank), beside)
+    return Snapshot(state, slices_of(program.mesh, state.rank), beside, state.edges.values())
 
 
 def partial_of(folder: Path, life: str = "") -> Path:

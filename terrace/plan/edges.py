@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
-from terrace.plan.hops import Hop
+from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, Hop
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
@@ -87,7 +87,22 @@ def edge_coding_bytes(compute: str, hop: Hop) -> float:
     """
     if not hop.wire.block:
         return 0.0
-    return 2.0 * (hop.numel * FORMATS[compute].element_bytes + hop.part_bytes)
+    residual = RESIDUAL_BYTES if hop.wire.feedback else 0
+    return 2.0 * (hop.numel * (FORMATS[compute].element_bytes + residual) + hop.part_bytes)
+
+
+def edge_feedback_bytes(numel: int) -> int:
+    """Bytes of what error feedback keeps of the messages of `numel` elements that cross a boundary in one direction."""
+    return numel * RESIDUAL_BYTES * RESIDUAL_COPIES
+
+
+def stage_feedback_bytes(stage: Stage, mesh: Mesh, tiers: Sequence[str], edge: Edge, plan: Plan) -> int:
+    """Bytes of all residuals of the messages from a rank of `stage` to other stages; one for each chunk's boundary."""
+    num_fed_back = 0
+    for peer, is_gradient in stage.sends():
+        message, tier = BETWEEN_STAGES[is_gradient], mesh.edge_tier(stage.index, peer)
+        num_fed_back += plan.wire_format(message, tiers[tier]).feedback
+    return num_fed_back * edge_feedback_bytes(edge.numel)
 
 
 def edge_buffers(plan: Plan, tiers: Sequence[str], numel: int) -> int:

@@ -12,7 +12,8 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
                 fewest of them. SGD without momentum has none
     outer       P / span(optimizer) * m                   always, of islands, for each of Outer.num_slices: what they
                 last agreed on, momentum, and two where an exchange takes steps
-    feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels)
+    feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels), and of
+                                                          gradients that a stage sends back (terrace.plan.edges)
     buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and
                 per lane its largest message: converted parts, received parts and sums, over all hops;
                 or its largest part that travels in a gap, packed before (terrace.plan.gaps);
@@ -31,6 +32,7 @@ from itertools import chain, product
 from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.edges import edge_of, stage_feedback_bytes
 from terrace.plan.flats import FlatParamSpec, block_flats, gathered_numel, orthogonalised, stage_layout
 from terrace.plan.gaps import largest_part_bytes
 from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
@@ -78,7 +80,10 @@ def model_state_bytes(
     stays = gathers(stage, blocks, flats, plan.prefetch)
     total["gathered"] = _peak_gathered(stays, whole) * compute
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
-    tensor = TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
+    mesh, tiers = Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers]
+    tensor = TensorTraffic.of(mesh, tiers, plan, sequence)
+    if stage.num_stages > 1:
+        total["feedback"] += stage_feedback_bytes(stage, mesh, tiers, edge_of(tensor, blocks), plan)
     total["buffers"] = _largest_buffers(stage_layout(cluster, plan), plan, stays, held)
     # Messages inside blocks have a lane and memory of their own.
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)

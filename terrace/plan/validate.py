@@ -19,6 +19,7 @@ from terrace.plan.routes import crossed_tiers
 from terrace.plan.wire import (
     BETWEEN_STAGES,
     CHANGES,
+    FED_BACK,
     FORMATS,
     GRADIENTS,
     PLACEABLE,
@@ -193,7 +194,7 @@ def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> No
             f"wire.{message.value}.{tier} = {name!r} is wider than the {widest} values it would carry: "
             f"use {widest!r} or leave it out"
         )
-    if wire.feedback and message not in CHANGES:
+    if wire.feedback and message not in FED_BACK:
         carried = "parameters" if message in ROUTES else "activations"
         raise PlanError(
             f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients and for changes of islands, and "

@@ -55,7 +55,8 @@ _AS_THEY_ARE = ("context", "route", "choices", "counts", "tie", "peer_copy", "co
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)
-CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters: their rounding errors may be fed back
+FED_BACK = (*GRADIENTS, MessageClass.OUTER, MessageClass.PIPELINE_BACKWARD)  # whose rounding errors may be fed back
+CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters
 # Of parameters and gradients: they travel in `plan.messages`, if it is given.
 OF_STATES = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH, *CHANGES)
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from terrace.base.alike import once_each
 from terrace.model.spec import BlockSpec
+from terrace.plan.edges import edge_feedback_bytes
 from terrace.plan.flats import FlatParamSpec, gathered_numel
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
@@ -92,8 +93,10 @@ def state_buffers(
 
     `flats` are the flat buffers of every block of the model.
     """
+    messages = tuple(messages)
     return (
         *_slices(plan, stage, blocks, flats),
+        *_residuals(messages),
         *_lanes(messages),
         *_visiting(plan, blocks, flats, instructions),
         *_gradients(plan, blocks, flats, instructions),
@@ -107,6 +110,14 @@ def _slices(
     for index, of_block in zip(stage.held, sizes, strict=True):
         for category, num_bytes in of_block.items():
             yield Buffer(f"{category} of {blocks[index].name}", category, num_bytes)
+
+
+def _residuals(messages: Iterable[Message]) -> Iterator[Buffer]:
+    # Those of parameters are with the slices of their blocks.
+    for message in messages:
+        if message.fed_back:
+            name = f"feedback of a {message.message_class} message"
+            yield Buffer(name, "feedback", edge_feedback_bytes(message.fed_back))
 
 
 def _lanes(messages: Iterable[Message]) -> Iterator[Buffer]:

@@ -47,7 +47,8 @@ class Message:
 
     `tiers` are the indexes of the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index,
     bytes) of each collective or point-to-point message; empty for a RECV, since the peer sends its bytes.
-    `coding_bytes` is the memory traffic of coding and decoding block formats. `parts` are those of a message in gaps:
+    `coding_bytes` is the memory traffic of coding and decoding block formats, `fed_back` the elements of a message
+    between stages whose rounding errors are kept. `parts` are those of a message in gaps:
     they send what `sends` and `transfers` say of all of it.
     """
 
@@ -58,6 +59,7 @@ class Message:
     transfers: tuple[Transfer, ...] = ()
     sends: tuple[tuple[int, int], ...] = ()
     coding_bytes: float = 0.0
+    fed_back: int = 0
     parts: "tuple[Message, ...]" = ()
 
     @cached_property

@@ -11,7 +11,7 @@ from terrace.base.repeated import Repeated
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.edges import Edge, edge_coding_bytes, edge_of
+from terrace.plan.edges import Edge, edge_of
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
 from terrace.plan.hops import Hop
@@ -38,6 +38,7 @@ from terrace.program.resolve import (
     context_message,
     control_message,
     counts_message,
+    edge_message,
     expert_message,
     expert_transfers,
     message_in_gaps,
@@ -254,10 +255,8 @@ class Program:
             if instruction.op is Op.TIE:
                 tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
                 return stage_message(message_class, tier, tie_bytes(self.flats[instruction.block], self.plan.master))
-            hop = self.edge_hop(instruction)
-            if instruction.op is Op.RECV:
-                return Message(message_class=message_class, lane=hop.tier, tiers=(hop.tier,))
-            return stage_message(message_class, hop.tier, hop.part_bytes, edge_coding_bytes(self.plan.compute, hop))
+            hop, received = self.edge_hop(instruction), instruction.op is Op.RECV
+            return edge_message(message_class, hop, self.plan.compute, received=received)
         # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
             # A step stays inside an island; an evaluation is of all.

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
+from terrace.plan.edges import edge_coding_bytes
 from terrace.plan.expert_counts import count_hops, num_counts
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.gaps import part_buffers, part_columns, slices_of
@@ -136,18 +137,17 @@ def counts_message(stage_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]
     return _collective(message_class, plan, lane, tiers, stage_layout, [transfer])
 
 
-def stage_message(message_class: MessageClass, tier: int, num_bytes: int, coding_bytes: float = 0.0) -> Message:
-    """A message of `num_bytes` from one rank to its peer of another stage, across `tier`.
+def stage_message(message_class: MessageClass, tier: int, num_bytes: int) -> Message:
+    """A message of `num_bytes` from one rank to its peer of another stage, across `tier`."""
+    return Message(message_class=message_class, lane=tier, tiers=(tier,), sends=((tier, num_bytes),))
 
-    `coding_bytes` are those of both ranks: they count where the message is sent.
-    """
-    return Message(
-        message_class=message_class,
-        lane=tier,
-        tiers=(tier,),
-        sends=((tier, num_bytes),),
-        coding_bytes=coding_bytes,
-    )
+
+def edge_message(message_class: MessageClass, hop: Hop, compute: str, *, received: bool) -> Message:
+    """An activation or a gradient from one rank to its peer of another stage; coding on both counts for the sender."""
+    if received:
+        return Message(message_class=message_class, lane=hop.tier, tiers=(hop.tier,))
+    sent, fed_back = stage_message(message_class, hop.tier, hop.part_bytes), hop.numel if hop.wire.feedback else 0
+    return replace(sent, coding_bytes=edge_coding_bytes(compute, hop), fed_back=fed_back)
 
 
 def tensor_message(tensor: TensorTraffic, message: TensorMessage) -> Message:

@@ -361,7 +361,7 @@ class StepRunner:
         self._scale = self._sums.scale(self._clip_norm)
         self._clock.mark("clip")
         if self._program.trains:
-            end_gradients(flats, self._sums, self.gives_up)
+            end_gradients(flats, self._state.edges.values(), self._sums, self.gives_up)
             self._load.settle()
             if self._island is not None:
                 self._island.stepped(self._sums.loss, self._sums.num_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from terrace.comm.rounding import Origin
 from terrace.program.loads import Loads
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
@@ -86,12 +87,17 @@ class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its o
         self.sums = sums
 
 
-def end_gradients(flats: Iterable[FlatParam], sums: StepSums, gives_up: bool) -> None:
-    """After CLIP: let the gradients stand, or raise `GivenUp` if `gives_up` or the sums are not finite."""
+def end_gradients(flats: Iterable[FlatParam], edges: Iterable[Origin], sums: StepSums, gives_up: bool) -> None:
+    """After CLIP: let the gradients stand, or raise `GivenUp` if `gives_up` or the sums are not finite.
+
+    `edges` are the origins of what went to other stages.
+    """
     # All ranks have the same sums, so all go on or none; nothing has been updated yet.
     given_up = gives_up or not sums.is_finite
     for flat in flats:
         flat.end_gradients(undo=given_up)
+    for origin in edges:
+        (origin.undo if given_up else origin.keep)()
     if given_up:
         raise GivenUp(sums)
 

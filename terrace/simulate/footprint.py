@@ -30,12 +30,13 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, model_of
-from terrace.plan.edges import edge_buffers
+from terrace.plan.edges import edge_buffers, edge_feedback_bytes
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import TensorTraffic
+from terrace.plan.wire import MessageClass
 from terrace.simulate.activations import BlockActivations, activations_of
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes
@@ -117,7 +118,12 @@ def footprint(
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
     if num_stages > 1:  # a rank sends its part of an activation
         tiers = [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")]
-        steady["buffers"] += edge_buffers(plan, tiers, work.tokens * work.model.hidden_size // work.tensor)
+        numel = work.tokens * work.model.hidden_size // work.tensor
+        steady["buffers"] += edge_buffers(plan, tiers, numel)
+        if any(plan.wire_format(MessageClass.PIPELINE_BACKWARD, tier).feedback for tier in tiers):
+            # A chunk begins where blocks do not follow one another; each sends back, in the format with most to keep.
+            begins = sum(block > 0 and block - 1 not in held for block in held)
+            steady["feedback"] += begins * edge_feedback_bytes(numel)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * mask_bytes(work, backend)
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.

@@ -81,7 +81,8 @@ def part_bytes(program: Program, rank: int) -> int:
 def residual_bytes(program: Program) -> int:
     """Bytes of a rank's residuals of error feedback, which are in its part once it has made a step."""
     flats = (flat for block in program.stage.held for flat in program.flats[block] if flat.trainable)
-    return RESIDUAL_BYTES * sum(sum(residual_numels(flat.layout, program.plan, flat.padded)) for flat in flats)
+    of_states = sum(sum(residual_numels(flat.layout, program.plan, flat.padded)) for flat in flats)
+    return RESIDUAL_BYTES * (of_states + sum(message.fed_back for message in program.messages))
 
 
 def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:

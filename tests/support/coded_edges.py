@@ -46,7 +46,8 @@ class _Coder:
             codecs.encode(sent[None].to(part.dtype), parse_format(name.removesuffix("+feedback")), codes)
             decoded = torch.empty(1, len(part), dtype=torch.float32)
             codecs.decode(codes, wire, decoded)
-            self.residuals[number] = sent - decoded[0]
+            if wire.feedback:
+                self.residuals[number] = sent - decoded[0]
             found.append(decoded[0].to(part.dtype))
         return torch.cat(found)[: len(flat)].view(x.shape)
 

@@ -248,6 +248,12 @@ def rounded_on_a_plain_tier(engine: Engine) -> None:
     engine.comm.collectives.read_rows = rounded  # type: ignore[method-assign]
 
 
+def lost_residual(engine: Engine) -> None:
+    """Forget what rounding left of the gradients that this rank sent to the stage before."""
+    for origin in engine.state.edges.values():
+        origin.residual = lambda message, tier, leg, rows, numel: torch.zeros(rows, numel)  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -269,5 +275,6 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         frozen_bias,
         lost_part,
         rounded_on_a_plain_tier,
+        lost_residual,
     )
 }

@@ -3,14 +3,18 @@ stages meet, and nowhere else; their bytes, and the error that is measured.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from terrace.checkpoint.reading import Checkpoint, resume
+from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass, parse_format
+from terrace.runtime.engine import Engine
 from tests.support.coded_edges import Formats, coded_serial
 from tests.support.nightly import nightly
 from tests.support.parity import TOLERANCE, Case, Outcome, data_rows, deviation, engine_of, run
@@ -21,6 +25,7 @@ pytestmark = pytest.mark.timeout(360)
 
 ONWARD, BACK = "int8:16", "int4:16"
 WIRE = {"pipeline": {"node": ONWARD}, "pipeline_backward": {"node": BACK}}
+FED_BACK = WIRE | {"pipeline_backward": {"node": "int4:16+feedback"}}
 TWO = Place((2, 2), {"node": {"pipeline": 2}}, 2)
 FOUR = Place((2, 2), {"package": {"pipeline": 2}, "node": {"pipeline": 2}}, 4)  # stages 0, 1 and 2, 3 share a node
 ROWS = Place((2, 2), {"package": {"tensor": 2}, "node": {"pipeline": 2}}, 2)
@@ -43,12 +48,12 @@ def boundaries(place: Place, schedule: str, cut: Sequence[int], formats: Formats
 # Place, schedule, blocks of each virtual stage, further changes of the plan.
 CASES: list[tuple[Place, str, tuple[int, ...], dict[str, Any]]] = [
     (TWO, "1f1b", (3, 5), {"recompute": ("*",)}),
-    (TWO, "zb-h1", (5, 3), {"unit": 2, "micro_batch": 2}),
-    (FOUR, "interleaved:2", (1,) * 8, {}),
-    (FOUR, "zb-h2", (2, 2, 2, 2), {"recompute": ("block.[0246]",)}),
+    (TWO, "zb-h1", (5, 3), {"unit": 2, "micro_batch": 2, "wire": FED_BACK}),
+    (FOUR, "interleaved:2", (1,) * 8, {"wire": FED_BACK}),
+    (FOUR, "zb-h2", (2, 2, 2, 2), {"recompute": ("block.[0246]",), "wire": FED_BACK}),
     (FOUR, "zbv", (1,) * 8, {}),
     (ROWS, "1f1b", (4, 4), {"sequence_parallel": False}),
-    (ROWS, "zb-h1", (4, 4), {}),
+    (ROWS, "zb-h1", (4, 4), {"wire": FED_BACK}),
 ]
 FURTHER: list[tuple[Place, str, tuple[int, ...], dict[str, Any]]] = [
     (TWO, "interleaved:2", (2, 2, 2, 2), {"recompute": ("*",)}),
@@ -103,6 +108,11 @@ def test_comparison_sees_rounding_on_a_tier_that_has_no_format(pool: LocalPool) 
     assert all(each > 100 * TOLERANCE for each in found.values()), found
 
 
+def test_comparison_sees_a_residual_that_is_lost(pool: LocalPool) -> None:
+    found = both(pool, CASES[3], sabotage="lost_residual")
+    assert found["loss"] > 100 * TOLERANCE < found["parameters"], found
+
+
 def figures(world: World, cluster: Cluster, case: Case) -> tuple[dict[str, float], dict[tuple[str, str], int]]:
     """Errors of the last step, and bytes of all steps, as this rank's ledger has them."""
     engine = engine_of(world, cluster, case)
@@ -132,6 +142,36 @@ def test_bytes_and_errors_of_the_boundary_that_is_coded(pool: LocalPool) -> None
         assert 0.001 < errors["pipeline"] < 0.01 < errors["pipeline_backward"] < 0.15
     assert parse_format(ONWARD).message_bytes(numel) == 64
     assert {MessageClass.PIPELINE.value, MessageClass.PIPELINE_BACKWARD.value} == {*WIRE}
+
+
+def goes_on(world: World, cluster: Cluster, case: Case, folder: Path) -> list[str]:
+    """A run that is stopped after two steps, resumed, and stopped again: what differs from one that was not."""
+    straight, other = engine_of(world, cluster, case), engine_of(world, cluster, case)
+
+    def step(engine: Engine, number: int) -> tuple[float, float]:
+        result = engine.step(data_rows(engine, case, number), 3e-3)
+        return result.loss, result.grad_norm
+
+    before = [step(straight, number) for number in range(2)]
+    notes = [resume(other, Checkpoint(save(straight, folder, 2, {}, keep=1)))]
+    wanted, found = ([step(engine, number) for number in (2, 3)] for engine in (straight, other))
+    complaints = [note for note in notes if note]
+    complaints += [] if len(before) == len(wanted) and wanted == found else [f"{found} is not {wanted}"]
+    kept = {block: origin.residuals for block, origin in other.state.edges.items() if origin.residuals}
+    expected = [4] if world.rank >= 2 else []  # of the second stage's first block
+    complaints += [] if [*kept] == expected else [f"residuals of {[*kept]}"]
+    measured = other.comm.meter.peak()["feedback"]
+    complaints += [] if measured == other.program.state_bytes["feedback"] else [f"{measured} bytes of feedback"]
+    for engine in (straight, other):
+        engine.close()
+    return complaints
+
+
+def test_a_resumed_run_has_the_residuals_of_its_gradients_and_the_formula_their_memory(
+    pool: LocalPool, tmp_path: Path
+) -> None:
+    case = Case(plan_of(TWO, "1f1b", (4, 4), wire=FED_BACK), num_micros=4, model="deep llama tied")
+    assert pool.run(4, goes_on, cluster_of(*TWO.sizes), case, tmp_path, timeout_s=120.0) == [[]] * 4
 
 
 def test_a_dtype_narrower_than_computing(pool: LocalPool) -> None:

@@ -67,6 +67,8 @@ def state_of(engine: Engine) -> list[Tensor]:
         for _, part in parts_of(engine.state, slices_of(engine.program.mesh, engine.rank))
         for value in part.values.values()
     ]
+    for origin in engine.state.edges.values():
+        kept += origin.residuals.values()
     for flat in engine.state:
         kept += [flat.shard, *([flat.secondary] if flat.secondary is not None else [])]
         kept += flat.origin.residuals.values()
@@ -109,6 +111,7 @@ FED_BACK = replace(
     replace(preset("three-level", CLUSTER), grads="package"),
     wire={"reduce": {"package": "int8:16+feedback"}, "sync": {"node": "int4:16+feedback"}},
 )
+PIPELINED = replace(pipelined("zero1", OUTER, "1f1b"), wire={"pipeline_backward": {"node": "int4:16+feedback"}})
 CASES = {
     "ddp": Spoiled(Case(exact("ddp", CLUSTER), num_micros=2), 3, 1, 2),
     "feedback": Spoiled(Case(FED_BACK, num_micros=2), 1, 1, 3),
@@ -117,7 +120,7 @@ CASES = {
     "muon, chunked head": Spoiled(
         Case(exact("zero1", CLUSTER), num_micros=2, model="llama tied", optimizer=MUON), 0, 1, 1
     ),
-    "pipeline": Spoiled(Case(pipelined("zero1", OUTER, "1f1b"), num_micros=3, model="deep llama tied"), 2, 1, 4),
+    "pipeline": Spoiled(Case(PIPELINED, num_micros=3, model="deep llama tied"), 2, 1, 4),
     "zero bubble": Spoiled(
         Case(pipelined("zero3", OUTER, "zb-h1"), num_micros=3, model="deep llama tied"), 0, 2, 1, True
     ),
