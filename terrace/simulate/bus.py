@@ -10,9 +10,18 @@ be slowed with them.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 Piece = tuple[float, float, float]  # from, to, and by how much the wall runs ahead of the clock in between
+
+
+class Stretch(NamedTuple):
+    """Seconds in which a lane is busy without a pause."""
+
+    lane: int
+    begin_s: float
+    end_s: float
 
 
 class Bus:
@@ -34,6 +43,22 @@ class Bus:
         if stretches and stretches[-1][1] == begin_s:
             begin_s, _ = stretches.pop()
         stretches.append((begin_s, end_s))
+
+    def left(self, now_s: float) -> tuple[Stretch, ...]:
+        """The stretches that reach beyond `now_s`, in seconds from there."""
+        return tuple(
+            Stretch(lane, max(0.0, begin_s - now_s), end_s - now_s)
+            for lane, stretches in self._busy.items()
+            for begin_s, end_s in stretches
+            if end_s > now_s
+        )
+
+    def enter(self, stretches: Iterable[Stretch]) -> None:
+        """Begin at 0 with these stretches, in order, and no others."""
+        for known in self._busy.values():
+            known.clear()
+        for lane, begin_s, end_s in stretches:
+            self._busy[lane].append((begin_s, end_s))
 
     def longer_s(self, now_s: float, clock_s: float) -> float:
         """By how much the next `clock_s` seconds of the clock take longer on the wall."""

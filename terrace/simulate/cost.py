@@ -16,7 +16,7 @@ own members and padding. Messages inside a block are priced by `terrace.simulate
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -28,9 +28,11 @@ from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
+from terrace.plan.outer import Outer
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.steps import Compute
+from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
 from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
@@ -39,6 +41,7 @@ from terrace.simulate.kernels import gemm_s
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
+from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
 from terrace.simulate.rank import Doing, Event, PassStep
 from terrace.simulate.work import Work
 
@@ -49,9 +52,6 @@ if TYPE_CHECKING:
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
 # read once more for the norm and once read and written to be scaled.
 _ADAMW_PASSES = 10
-
-# The change is the anchor less the parameters; its mean is subtracted from the anchor, and the anchor copied.
-_OUTER_PASSES = 3 + 3 + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,9 @@ class Costs:
     def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
         """Seconds of a collective instruction, its lane, the category of waiting for it, and its penalty."""
         block = instruction.block
-        # Blocks that are alike send the same messages. CLIP has no block.
-        alike = self.program.alike[block] if block >= 0 else -1
+        # Blocks that are alike send the same messages. CLIP and OUTER_COUNT have no block: programs differ in theirs.
+        own = (self.program.phase, self.program.exchange)
+        alike = self.program.alike[block] if block >= 0 else own
         key = (instruction.op, instruction.backward, instruction.secondary, instruction.in_gaps, alike)
         found = self._collectives.get(key)
         if found is None:
@@ -96,10 +97,19 @@ class Costs:
         return [(self.message_s(part), self.penalty(part)) if part.sends else (0.0, 0.0) for part in parts]
 
     def apply_s(self, block: int) -> float:
-        """Seconds of an OUTER_APPLY, and of computing the change it applies."""
-        program, device = self.program, self.program.cluster.device
-        num_bytes = _owned(program.flats[block]) * FORMATS[program.plan.master].element_bytes
-        return _OUTER_PASSES * num_bytes / device.memory_bandwidth_bytes_per_s
+        """Seconds of an OUTER_APPLY."""
+        return self._outer_s([block], apply_passes)
+
+    def take_s(self) -> float:
+        """Seconds of an OUTER_COUNT's computing: the changes of all blocks whose exchange starts."""
+        exchange = self.program.exchange
+        return self._outer_s(exchanged(self.program, exchange.starts) if exchange else (), take_passes)
+
+    def _outer_s(self, blocks: Iterable[int], passes: Callable[[Outer], list[int]]) -> float:
+        program = self.program
+        assert program.plan.outer is not None, "the plan has islands"
+        device, master, each = program.cluster.device, program.plan.master, passes(program.plan.outer)
+        return math.fsum(passes_s(device, program.flats[block], master, each) for block in blocks)
 
     def penalty(self, message: Message) -> float:
         """Slow-down of compute during a message: the mean over its time on each tier."""

@@ -132,7 +132,10 @@ class _Pricing:
         act = Rank.restore if self.program.phase is Phase.RESTORE else _COLLECTIVE[op]
         seconds, lane, category, penalty = self.costs.collective(instruction)
         name = str(instruction.message_class)
-        return act, Event(op, block, seconds, lane, category, penalty=penalty, message=name)
+        event = Event(op, block, seconds, lane, category, penalty=penalty, message=name)
+        if op is Op.OUTER_COUNT:
+            event.parts = (Event(op, block, self.costs.take_s(), -1, "update"),)
+        return act, event
 
     def _in_gaps(self, instruction: Instruction) -> Event:
         op, block, name = instruction.op, instruction.block, str(instruction.message_class)

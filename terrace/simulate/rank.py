@@ -68,7 +68,7 @@ class Event:
     penalty: float = 0.0  # of a message: slow-down of compute, as a share of the shared time
     message: str = ""  # its class
     steps: tuple[PassStep, ...] = ()  # of a pass with messages on lanes: all behind its first computing
-    parts: "tuple[Event, ...]" = ()  # of a message in gaps, by gap
+    parts: "tuple[Event, ...]" = ()  # of a message in gaps, by gap; of OUTER_COUNT, its computing
 
 
 class Passes:
@@ -112,25 +112,8 @@ class Rank:
     SENDING = -1  # the lane of messages to other stages, after the tiers' lanes
 
     __slots__ = (
-        "begins_s",
-        "bus",
-        "busy_s",
-        "changes",
-        "counts",
-        "directions",
-        "gathers",
-        "heard",
-        "held",
-        "lanes_s",
-        "mutual",
-        "now_s",
-        "penalties",
-        "reduced",
-        "reductions",
-        "refreshes",
-        "stops",
-        "syncs",
-        "time_s",
+        *("begins_s", "bus", "busy_s", "changes", "counts", "directions", "gathers", "heard", "held", "lanes_s"),
+        *("mutual", "now_s", "penalties", "reduced", "reductions", "refreshes", "stops", "syncs", "time_s"),
     )
 
     def __init__(self, program: "Program") -> None:
@@ -296,7 +279,8 @@ class Rank:
         self.compute(event)
 
     def outer_count(self, event: Event) -> None:
-        """OUTER_COUNT starts at once."""
+        """OUTER_COUNT takes the changes, then tells of them at once."""
+        self.compute(event.parts[0])
         self.heard = self.issue(event, _START)
 
     def outer_start(self, event: Event) -> None:

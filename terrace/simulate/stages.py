@@ -53,14 +53,14 @@ def simulate_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> St
     Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
     """
     with no_collection():
-        pipeline = _Pipeline(programs, costs, _Noting)
+        pipeline = Pipeline(programs, costs, _Noting)
         stages = zip(programs, pipeline.run(), strict=True)
         return StagesStep([program.report(time_s) for program, time_s in stages], pipeline.noted())
 
 
 def stages_seconds(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[dict[str, float]]:
     """The seconds by category of `simulate_stages` alone, in less time."""
-    return _Pipeline(programs, costs).run()
+    return Pipeline(programs, costs).run()
 
 
 def record_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[Recording]:
@@ -71,7 +71,7 @@ def record_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list
     if len(programs) == 1:
         return [record(programs[0], costs[0])]
     with no_collection():
-        pipeline = _Pipeline(programs, costs, Recorder)
+        pipeline = Pipeline(programs, costs, Recorder)
         pipeline.run()
         return pipeline.recordings()
 
@@ -153,7 +153,9 @@ class _Clock(NamedTuple):
     ready: deque[int]  # stages that can go on
 
 
-class _Pipeline:
+class Pipeline:
+    """The programs of all stages and the clocks of their ranks. A pipeline of one stage is no special case."""
+
     def __init__(self, programs: "Sequence[Program]", costs: Sequence[Costs], rank: type[Rank] = Rank) -> None:
         self.programs = programs
         self.ranks = [rank(program) for program in programs]
@@ -177,7 +179,7 @@ class _Pipeline:
                     rank.restart()
                 elif isinstance(rank, _Noting):
                     rank.begun_s, rank.notes = self.begun_s[index], is_last
-            self._step()
+            self.step()
         return [dict(rank.time_s) for rank in self.ranks]
 
     def noted(self) -> list[list[Passed]]:
@@ -197,7 +199,8 @@ class _Pipeline:
             found.append(rank.recording(begun_s - first_s))
         return found
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Play the programs once; the clocks, `begun_s` and `time_s` of ranks are its caller's."""
         clock = _Clock({}, defaultdict(dict), {}, {}, {}, deque(range(len(self.programs))))
         # Stages are coroutines: each runs until it needs a message that has not been sent yet.
         running = [self._stage(index, clock) for index in range(len(self.programs))]

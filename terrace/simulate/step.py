@@ -31,8 +31,10 @@ from terrace.program.program import Program
 from terrace.program.report import StepReport, declared_ahead
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
+from terrace.simulate.carried import stage_costs
 from terrace.simulate.chunks import Layer, Numbers, best_chunks
-from terrace.simulate.cost import Costs, expert_seconds, step_costs, update_seconds
+from terrace.simulate.cost import Costs, expert_seconds, step_costs
+from terrace.simulate.cycle import Cycle, play_cycle
 from terrace.simulate.events import step_seconds
 from terrace.simulate.experts import ExpertSeconds, alone_s
 from terrace.simulate.gap_shares import Shares, any_shares, shares_to_try
@@ -94,6 +96,7 @@ class Prediction:
     expected_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]  # of experts under even routing
     programs: tuple[Program, ...]
     costs: tuple[Costs, ...]
+    cycle: Cycle | None = None  # of islands: times and bytes are of its mean step, programs of one without exchanges
 
     @cached_property
     def sent_bytes(self) -> tuple[Mapping[tuple[MessageClass, str], int], ...]:
@@ -103,7 +106,11 @@ class Prediction:
     @cached_property
     def reports(self) -> tuple[StepReport, ...]:
         """The report of every stage. A search and a folded step read the times of most predictions and no more."""
-        return tuple(map(Program.report, self.programs, self.times_s, self.sent_bytes))
+        found = map(Program.report, self.programs, self.times_s, self.sent_bytes)
+        if self.cycle is None:
+            return tuple(found)
+        held = self.cycle.period.state_bytes  # the peak over its steps
+        return tuple(replace(report, memory_bytes=held(stage)) for stage, report in enumerate(found))
 
     @cached_property
     def passes(self) -> tuple[Sequence[Passed], ...]:
@@ -154,9 +161,12 @@ def bubble(reports: Sequence[StepReport]) -> float:
 
 def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
     """The prediction of a step, from its `programs` where they are built; raises `PlanError` for a plan that cannot
-    run.
+    run. Under a plan with islands it is the mean step of the cycle.
     """
-    step = resolved(step)
+    return _with_cycle(_steady(resolved(step), programs))
+
+
+def _steady(step: Step, programs: Sequence[Program]) -> Prediction:
     num_stages = step.num_stages
     most = WHOLE_PASSES_ALONE if num_stages == 1 else WHOLE_PASSES
     if step.num_micros * len(step.blocks) > most:
@@ -182,7 +192,7 @@ def predict_on(prediction: Prediction, step: Step) -> Prediction:
     step = resolved(step)
     if not prediction.is_whole or step.plan != prediction.step.plan:
         return predict_step(step)
-    return _played(step, [program.on(step.cluster) for program in prediction.programs])
+    return _with_cycle(_played(step, [program.on(step.cluster) for program in prediction.programs]))
 
 
 def play_whole(step: Step) -> Prediction:
@@ -301,6 +311,16 @@ def _play(step: Step, num_micros: int) -> Prediction:
     return _played(step, lowered(step.frame, step.blocks, num_micros), step.costs)
 
 
+def _with_cycle(steady: Prediction) -> Prediction:
+    """The prediction of a steady step, of the cycle if there are islands."""
+    if steady.step.plan.outer is None:
+        return steady
+    whole = None if steady.is_whole else steady.times_s
+    found = play_cycle(steady.programs, steady.step.work, steady.costs, whole)
+    sent = found.mean_bytes(steady.programs, steady.expected_bytes)
+    return replace(steady, times_s=found.mean_times_s, expected_bytes=sent, cycle=found)
+
+
 def _played(step: Step, programs: Sequence[Program], known: Costs | None = None) -> Prediction:
     costs, times_s = play_stages(programs, step.work, known)
     return Prediction(
@@ -319,10 +339,7 @@ def play_stages(
 
     `known` are prices of blocks that the programs share.
     """
-    first = known or step_costs(programs[0], work)
-    # Blocks cost the same everywhere; the optimizer's constant is with a stage's last.
-    is_work = isinstance(work, Work)
-    costs = [first.of_stage(each, update_seconds(each) if is_work else first.update_s) for each in programs]
+    costs = stage_costs(programs, work, known)
     return costs, [step_seconds(programs[0], costs[0])] if len(programs) == 1 else stages_seconds(programs, costs)
 
 

@@ -7,6 +7,7 @@ from terrace.plan.residency import recomputed
 from terrace.plan.state_bytes import accumulates_in_place
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
+from terrace.program.period import Period
 from terrace.program.program import Program
 from terrace.simulate.cost import Costs
 
@@ -19,6 +20,22 @@ def slow_time_s(program: Program, costs: Costs) -> dict[str, float]:
         for instruction in program.instructions:
             rank.step(instruction)
     return dict(rank.time_s)
+
+
+def slow_cycle_s(period: Period, costs: Costs, cycles: int = 3) -> list[dict[str, float]]:
+    """Return the seconds of every turn of the last of some cycles, step after step, on one clock."""
+    first = period.turns[0].programs[0]
+    rank = _Rank(first, costs, recomputed(first.plan, first.blocks))
+    for _ in range(cycles):
+        found = []
+        for turn in period.turns:
+            rank.time_s = defaultdict(float)
+            for _ in range(turn.times):
+                rank.program, rank.costs = turn.programs[0], costs.of_stage(turn.programs[0], costs.update_s)
+                for instruction in rank.program.instructions:
+                    rank.step(instruction)
+            found.append(dict(rank.time_s))
+    return found
 
 
 @dataclass
@@ -38,6 +55,8 @@ class _Rank:
     reductions: deque[float] = field(default_factory=deque)
     reduced: dict[int, float] = field(default_factory=dict)
     syncs: list[float] = field(default_factory=list)
+    told_s: float = 0.0  # when the numbers of islands are there
+    changes: dict[int, float] = field(default_factory=dict)
 
     def step(self, instruction: Instruction) -> None:
         op, block = instruction.op, instruction.block
@@ -68,6 +87,20 @@ class _Rank:
             self._compute(self.costs.update_s[block], "update")
         elif op is Op.REFRESH:
             self.refreshes[block] = self._issue(instruction)
+        elif op in (Op.OUTER_COUNT, Op.OUTER_START, Op.OUTER_APPLY):
+            self._outer(instruction)
+
+    def _outer(self, instruction: Instruction) -> None:
+        block = instruction.block
+        if instruction.op is Op.OUTER_COUNT:
+            self._compute(self.costs.take_s(), "update")
+            self.told_s = self._issue(instruction)
+        elif instruction.op is Op.OUTER_START:
+            self.changes[block] = self._issue(instruction, self.told_s)
+        else:
+            self._wait(self.changes.pop(block, 0.0), "wait outer")
+            self._wait(self.refreshes.pop(block, 0.0), "wait refresh")
+            self._compute(self.costs.apply_s(block), "update")
 
     def _clip(self, instruction: Instruction) -> None:
         for done_s in self.reductions:

@@ -1,0 +1,254 @@
+"""A period played: each program begins where the one before has left the clocks of every stage.
+
+Between two programs a rank is described by seconds that are left (`Left`): of busy lanes, of refreshes, of the changes
+of islands under way. A program that begins in a state seen before, to a picosecond, ends as it did then; a cycle of 500
+steps is therefore a few plays. While an exchange crosses the outer tier through several equal steps, nothing but what
+is left of it changes from step to step, and these are not played either. The period is played until it ends in the
+state in which it has begun, and the last one counts.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from terrace.base.collection import no_collection
+from terrace.plan.wire import MessageClass
+from terrace.program.period import Period, Turn
+from terrace.program.phase import Phase
+from terrace.program.program import Program
+from terrace.simulate.bus import Stretch
+from terrace.simulate.cost import Costs, step_costs, update_seconds
+from terrace.simulate.rank import Rank
+from terrace.simulate.stages import Pipeline
+from terrace.simulate.work import Work
+
+WAIT_OUTER = f"wait {MessageClass.OUTER.value}"
+_MOST = 8  # plays of a period, where it does not come to the same state again
+_DIGITS = 12  # of seconds: states less than a picosecond apart are one
+_COMPUTING = ("forward", "backward", "update")
+
+Times = Mapping[str, float]  # seconds by category
+
+
+class Left(NamedTuple):
+    """The seconds that are left of all that is under way on a rank between two programs."""
+
+    lanes_s: tuple[float, ...]
+    begins_s: tuple[float, ...]  # until the present stretch of a busy lane begins
+    penalties: tuple[float, ...]  # of busy lanes; of others 0
+    begun_s: float = 0.0  # of its stage, after the first stage to begin
+    refreshes: tuple[tuple[int, float], ...] = ()  # by block
+    changes: tuple[tuple[int, float], ...] = ()  # by block
+    shared: tuple[Stretch, ...] = ()  # of lanes that share a bus
+
+
+class _Played(NamedTuple):
+    times: tuple[Times, ...]  # of every stage
+    clocks_s: tuple[float, ...]
+    after: tuple[Left, ...]
+
+
+def play_period(
+    period: Period, work: Work | Sequence[float], known: Sequence[Costs] = (), rests: Sequence[Times] = ()
+) -> list[list[Times]]:
+    """Seconds by category of all runs of each turn together, by turn and stage; `work` as in `Step`.
+
+    `known` are the costs of training programs of all stages. `rests` are seconds of a training step of each stage that
+    its programs leave out: further micro-batches, equal to those played.
+    """
+    with no_collection():
+        return _Play(period, work, known, rests).run()
+
+
+class _Play:
+    def __init__(
+        self, period: Period, work: Work | Sequence[float], known: Sequence[Costs], rests: Sequence[Times]
+    ) -> None:
+        self.period, self.work, self.rests = period, work, rests
+        self._costs = {Phase.TRAIN: list(known)} if known else {}
+        self._pipelines: dict[tuple[int, ...], Pipeline] = {}
+        self._known: dict[tuple[object, ...], _Played] = {}
+        first = period.turns[0].programs[0]
+        # Outside an island nothing but exchanges travels.
+        self.outside = range(first.world_layout.island + 1, len(first.layout.tiers))
+
+    def run(self) -> list[list[Times]]:
+        first = self.period.turns[0].programs[0]
+        idle = (0.0,) * (len(first.layout.tiers) + (first.stage.num_stages > 1))
+        state = tuple(Left(lanes_s=idle, begins_s=idle, penalties=idle) for _ in range(self.period.num_stages))
+        for _ in range(_MOST):
+            begun, found = state, list[list[Times]]()
+            for turn in self.period.turns:
+                times, state = self._turn(turn, state)
+                found.append(times)
+            if _rounded(begun) == _rounded(state):
+                break
+        return found
+
+    def _turn(self, turn: Turn, state: tuple[Left, ...]) -> tuple[list[Times], tuple[Left, ...]]:
+        total = [defaultdict[str, float](float) for _ in turn.programs]
+        left = turn.times
+        while left:
+            played = self._once(turn, state)
+            more = min(left - 1, self._equal(turn, state, played))
+            for sums, times in zip(total, played.times, strict=True):
+                for category, seconds in times.items():
+                    sums[category] += (1 + more) * seconds
+            left -= 1 + more
+            clocks = zip(played.after, played.clocks_s, strict=True)
+            state = tuple(self._later(each, more * clock_s) for each, clock_s in clocks)
+        return list(total), state
+
+    def _once(self, turn: Turn, state: tuple[Left, ...]) -> _Played:
+        key = (turn.key, *_rounded(state))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._played(turn, state)
+        return found
+
+    def _played(self, turn: Turn, state: tuple[Left, ...]) -> _Played:
+        pipeline = self._pipelines.get(turn.key)
+        if pipeline is None:
+            pipeline = self._pipelines[turn.key] = Pipeline(turn.programs, self._costs_of(turn))
+        for rank, program, left in zip(pipeline.ranks, turn.programs, state, strict=True):
+            _enter(rank, program, left)
+        pipeline.begun_s = [left.begun_s for left in state]
+        pipeline.step()
+        ends_s = [left.begun_s + sum(rank.time_s.values()) for rank, left in zip(pipeline.ranks, state, strict=True)]
+        after = [_leave(rank, end_s - min(ends_s)) for rank, end_s in zip(pipeline.ranks, ends_s, strict=True)]
+        times: list[Times] = [dict(rank.time_s) for rank in pipeline.ranks]
+        clocks_s = [rank.now_s for rank in pipeline.ranks]
+        if self.rests and turn.phase is Phase.TRAIN:
+            for stage, (rank, rest) in enumerate(zip(pipeline.ranks, self.rests, strict=True)):
+                slowed_s, clock_s = self._slowed_s(rank, rest, after[stage])
+                computing = {name: rest[name] for name in _COMPUTING if rest.get(name, 0.0) > 0.0}
+                whole_s = sum(computing.values())
+                slower = {name: slowed_s * each_s / whole_s for name, each_s in computing.items()}
+                times[stage] = _sum(times[stage], rest, slower)
+                clocks_s[stage] += clock_s
+                after[stage] = self._later(after[stage], clock_s)
+        return _Played(tuple(times), tuple(clocks_s), tuple(after))
+
+    def _costs_of(self, turn: Turn) -> list[Costs]:
+        known = self._costs.get(turn.phase)
+        if known is None:
+            known = self._costs[turn.phase] = stage_costs(turn.programs, self.work)
+        return [costs.of_stage(program, costs.update_s) for costs, program in zip(known, turn.programs, strict=True)]
+
+    def _equal(self, turn: Turn, before: tuple[Left, ...], played: _Played) -> int:
+        """The number of runs after this one that are surely equal to it."""
+        if turn.programs[0].exchange is not None or self._inside(before) != self._inside(played.after):
+            return 0
+        most = turn.times
+        for one, other, clock_s in zip(before, played.after, played.clocks_s, strict=True):
+            if self._busy_s(one) > 0.0:
+                # All of this run was beside an exchange, as the next ones are.
+                through = clock_s > 0.0 and not any(one.begins_s[lane] for lane in self.outside)
+                most = min(most, int(self._busy_s(other) / clock_s) if through else 0)
+        return most
+
+    def _inside(self, state: tuple[Left, ...]) -> tuple[Left, ...]:
+        return _rounded(tuple(self._later(each, float("inf")) for each in state))
+
+    def _busy_s(self, left: Left) -> float:
+        return max((left.lanes_s[lane] for lane in self.outside), default=0.0)
+
+    def _later(self, left: Left, seconds: float) -> Left:
+        """The same state but for what crosses the outer tier, which has had `seconds` more."""
+        if not seconds:
+            return left
+
+        def less(of_lanes: Sequence[float]) -> tuple[float, ...]:
+            return tuple(
+                max(0.0, each_s - seconds) if lane in self.outside else each_s for lane, each_s in enumerate(of_lanes)
+            )
+
+        lanes_s = less(left.lanes_s)
+        shared = (
+            Stretch(lane, max(0.0, begin_s - seconds), end_s - seconds) if lane in self.outside else each
+            for each in left.shared
+            for lane, begin_s, end_s in (each,)
+        )
+        return left._replace(
+            lanes_s=lanes_s,
+            begins_s=less(left.begins_s),
+            penalties=tuple(each if busy_s else 0.0 for each, busy_s in zip(left.penalties, lanes_s, strict=True)),
+            changes=tuple((block, max(0.0, each_s - seconds)) for block, each_s in left.changes),
+            shared=tuple(each for each in shared if each.end_s > 0.0),
+        )
+
+    def _slowed_s(self, rank: Rank, rest: Times, left: Left) -> tuple[float, float]:
+        """How much longer a rest takes beside an exchange, and the seconds of the rank's clock in it."""
+        whole_s, slowed_s = sum(rest.values()), 0.0
+        computing = sum(rest.get(category, 0.0) for category in _COMPUTING) / whole_s if whole_s else 0.0
+        for lane in self.outside:
+            busy_s, penalty = left.lanes_s[lane], left.penalties[lane]
+            if rank.mutual:  # the clock stands still
+                slowed_s += penalty * min(busy_s, whole_s)
+            else:
+                slowed = penalty * computing
+                slowed_s += slowed * min(whole_s, busy_s / (1.0 + slowed))
+        return slowed_s, whole_s if rank.mutual else whole_s + slowed_s
+
+
+def _sum(*parts: Times) -> Times:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def stage_costs(programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None) -> list[Costs]:
+    """Costs of the programs of all stages; `work` as in `Step`, `known` prices of blocks that they share."""
+    first = known or step_costs(programs[0], work)
+    # Blocks cost the same everywhere; the optimizer's constant is with a stage's last.
+    is_work = isinstance(work, Work)
+    return [first.of_stage(each, update_seconds(each) if is_work else first.update_s) for each in programs]
+
+
+def _enter(rank: Rank, program: Program, left: Left) -> None:
+    """Set the clocks of a rank to a state, at 0."""
+    rank.now_s, rank.time_s = 0.0, defaultdict(float)
+    rank.lanes_s, rank.begins_s, rank.penalties = list(left.lanes_s), list(left.begins_s), list(left.penalties)
+    rank.busy_s = max(rank.lanes_s)
+    rank.refreshes = {block: (moment_s, -1) for block, moment_s in left.refreshes}
+    # At the very first, what a program applies is there.
+    rank.changes = dict.fromkeys(program.stage.held, ((0.0, -1), WAIT_OUTER))
+    rank.changes |= {block: ((moment_s, -1), WAIT_OUTER) for block, moment_s in left.changes}
+    rank.reduced.clear()
+    if rank.bus is not None:
+        rank.bus.enter(left.shared)
+
+
+def _leave(rank: Rank, begun_s: float) -> Left:
+    """The state in which a rank ends a program."""
+    now_s, lanes_s = rank.now_s, rank.lanes_s
+
+    def of_blocks(moments: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted((block, moment_s - now_s) for block, moment_s in moments.items() if moment_s > now_s))
+
+    return Left(
+        begun_s=begun_s,
+        lanes_s=tuple(max(0.0, each_s - now_s) for each_s in lanes_s),
+        begins_s=tuple(max(0.0, each_s - now_s) for each_s in rank.begins_s),
+        penalties=tuple(each if lane_s > now_s else 0.0 for each, lane_s in zip(rank.penalties, lanes_s, strict=True)),
+        refreshes=of_blocks({block: moment_s for block, (moment_s, _) in rank.refreshes.items()}),
+        changes=of_blocks({block: moment_s for block, ((moment_s, _), _) in rank.changes.items()}),
+        shared=() if rank.bus is None else rank.bus.left(now_s),
+    )
+
+
+def _rounded(state: tuple[Left, ...]) -> tuple[Left, ...]:
+    def of_blocks(pairs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        return tuple((block, round(each_s, _DIGITS)) for block, each_s in pairs)
+
+    return tuple(
+        Left(
+            begun_s=round(each.begun_s, _DIGITS),
+            lanes_s=tuple(round(lane_s, _DIGITS) for lane_s in each.lanes_s),
+            begins_s=tuple(round(begin_s, _DIGITS) for begin_s in each.begins_s),
+            penalties=each.penalties,
+            refreshes=of_blocks(each.refreshes),
+            changes=of_blocks(each.changes),
+            shared=tuple(Stretch(lane, round(a, _DIGITS), round(b, _DIGITS)) for lane, a, b in each.shared),
+        )
+        for each in state
+    )

@@ -1,0 +1,122 @@
+"""The predicted cycle of a plan with islands: its mean step, and how far its exchanges hide.
+
+A step of the cycle is the step that all commands show with the exchange at its end (terrace.program.cycle); the steps
+are played one after the other (terrace.simulate.carried), so that an exchange under way meets the steps that it hides
+behind.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from terrace.plan.outer import Outer
+from terrace.plan.wire import MessageClass
+from terrace.program.cycle import cycle
+from terrace.program.instruction import Op
+from terrace.program.period import Period, Turn
+from terrace.program.program import Program
+from terrace.simulate.carried import WAIT_OUTER, Times, play_period
+from terrace.simulate.cost import Costs
+from terrace.simulate.work import Work
+
+Sent = Mapping[tuple[MessageClass, str], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """A steady cycle. `turns_s` has seconds by category of all runs of each turn together, by turn and stage.
+
+    `plain_s` are seconds of a step without exchanges, on the first stage.
+    """
+
+    period: Period
+    costs: tuple[Costs, ...]
+    turns_s: tuple[tuple[Times, ...], ...]
+    plain_s: float
+
+    @property
+    def outer(self) -> Outer:
+        found = self.period.turns[0].programs[0].plan.outer
+        assert found is not None, "a cycle is of islands"
+        return found
+
+    @property
+    def cycle_s(self) -> float:
+        """Seconds of the whole cycle, on the first stage."""
+        return math.fsum(math.fsum(turn[0].values()) for turn in self.turns_s)
+
+    @cached_property
+    def mean_times_s(self) -> tuple[Times, ...]:
+        """Seconds by category of the mean step, by stage."""
+        found = []
+        for stage in range(self.period.num_stages):
+            total = defaultdict[str, float](float)
+            for turn in self.turns_s:
+                for category, seconds in turn[stage].items():
+                    total[category] += seconds / self.outer.every
+            found.append(dict(total))
+        return tuple(found)
+
+    def mean_bytes(self, steps: Sequence[Program], of_steps: Sequence[Sent]) -> tuple[Sent, ...]:
+        """Bytes of the mean step by stage, to whole bytes, from those of a step without exchanges of `steps`."""
+        every, found = self.outer.every, []
+        for stage, (step, of_step) in enumerate(zip(steps, of_steps, strict=True)):
+            total = Counter({key: every * size for key, size in of_step.items()})
+            for turn in self.period.turns:
+                total.update({key: turn.times * size for key, size in turn.programs[stage].expected_bytes.items()})
+            total.subtract({key: every * size for key, size in step.expected_bytes.items()})
+            found.append({key: round(size / every) for key, size in total.items()})
+        return tuple(found)
+
+    @property
+    def sent_bytes(self) -> Sent:
+        """Bytes of exchanges in a cycle, on the stage that sends most."""
+        of_stages = map(self.period.sent_bytes, range(self.period.num_stages))
+        found = [{key: size for key, size in each.items() if key[0] is MessageClass.OUTER} for each in of_stages]
+        return max(found, key=lambda each: sum(each.values()))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of a cycle in which a stage waits for exchanges, at most."""
+        return max(self.outer.every * times.get(WAIT_OUTER, 0.0) for times in self.mean_times_s)
+
+    @cached_property
+    def exchange_s(self) -> float:
+        """Seconds of the messages of the longest exchange."""
+        return max(map(self._lane_s, (turn.programs for turn in self.period.turns)))
+
+    def _lane_s(self, programs: Sequence[Program]) -> float:
+        return max(
+            math.fsum(
+                costs.of_stage(program, costs.update_s).collective_s(each) * times
+                for each, times in program.counts.items()
+                if each.op in (Op.OUTER_COUNT, Op.OUTER_START)
+            )
+            for costs, program in zip(self.costs, programs, strict=True)
+        )
+
+
+def play_cycle(
+    programs: Sequence[Program], work: Work | Sequence[float], costs: Sequence[Costs], times_s: Sequence[Times] | None
+) -> Cycle:
+    """The cycle of the steps `programs` of all stages, with their costs; `work` as in `Step`.
+
+    `times_s` are seconds of a step by stage where it has more micro-batches than its programs.
+    """
+    period = cycle(programs)
+    rests: list[Times] = []
+    plain = Period((Turn(tuple(programs)),))
+    (played,) = play_period(plain, work, costs)
+    if times_s is not None:
+        for whole, part in zip(times_s, played, strict=True):
+            names = dict.fromkeys((*whole, *part))
+            rests.append({name: whole.get(name, 0.0) - part.get(name, 0.0) for name in names})
+    turns = play_period(period, work, costs, rests)
+    return Cycle(
+        period=period,
+        costs=tuple(costs),
+        turns_s=tuple(tuple(turn) for turn in turns),
+        plain_s=sum((times_s or played)[0].values()),
+    )
