@@ -15,6 +15,7 @@ from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.data.config import DataConfig
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
+from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
@@ -54,6 +55,7 @@ def _keys(*tables: type) -> list[str]:
     [
         ("clusters.md", _keys(Cluster, Device, Kernels, Tier)),
         ("plans.md", _keys(Plan)),
+        ("slow-networks.md", _keys(Outer)),
         ("lora.md", _keys(LoraConfig)),
         ("experts.md", _keys(BalanceConfig)),
         ("training.md", _keys(DataConfig, TrainConfig, OptimizerConfig)),
