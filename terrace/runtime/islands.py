@@ -4,7 +4,7 @@ Nothing crosses the outer tier in a step but an exchange. Tokens, losses, norms 
 therefore ride with it (terrace.plan.routes.OUTER_FIGURES), summed over the island first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,28 @@ class OuterResult:
     agreement: float | None
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """Numbers of all islands for a fragment, on the device: (islands,) each, and a digest of every block."""
+
+    tokens: Tensor
+    loss: Tensor
+    changes: Tensor
+    agreement: Tensor | None
+    digests: dict[int, Tensor]
+
+    def result(self, fragment: int) -> OuterResult:
+        """The figures on the host."""
+        tokens = float(self.tokens.sum())
+        return OuterResult(
+            fragment=fragment,
+            loss=float(self.loss.sum()) / max(1.0, tokens),
+            num_tokens=int(tokens),
+            change=float(self.changes.square().mean().sqrt()),
+            agreement=None if self.agreement is None else float(self.agreement),
+        )
+
+
 class Island:
     """This rank's island among all: where the cycle stands, tokens by fragment, and the last numbers of all islands.
 
@@ -68,7 +90,7 @@ class Island:
         self.changes: dict[int, Tensor] = {}  # fragment -> norms of the last change of every island
         self._weights: dict[int, Tensor] = {}
         self._stretch: dict[int, Tensor] = {}
-        self._results: dict[int, OuterResult] = {}  # of exchanges that were heard of
+        self._heard: dict[int, _Heard] = {}
         self._ended: list[OuterResult] = []
 
     def next(self) -> Exchange | None:
@@ -102,67 +124,63 @@ class Island:
         """Take the outer step of a block whose mean has arrived."""
         fragment, exchange = self.outer.fragment(block), program.exchange
         assert exchange is not None, "an exchange ends"
+        self._check(program, self._heard[fragment].digests)
+        self._heard[fragment].digests.clear()
         for flat in self._flats(block):
             flat.outer_state.apply(self._stretch.get(fragment), waits=fragment not in exchange.arrives)
 
     def take(self, program: Program) -> Tensor:
         """This rank's part of the numbers of the exchange that begins, fp64; changes are then in their messages."""
         assert program.exchange is not None, "an exchange begins"
-        starts, figures, digests = program.exchange.starts, list[Tensor](), list[float]()
+        starts, figures, digests = program.exchange.starts, list[Tensor](), list[Tensor]()
         for fragment in starts:
             squares, own = self.sums.new_zeros(3), exchanged(program, [fragment])
             for block in outer_blocks(program, fragment):
-                digests.append(self._taken(block, squares) if block in own else 0.0)
+                digests.append(self._taken(block, squares) if block in own else torch.zeros_like(squares[0]))
             figures += [self.sums[fragment] * self._counts, squares]
             self.sums[fragment] = 0
         self._end(program.exchange.arrives)  # before a lane hears of the next exchange of the same fragments
         self.changed -= set(starts)
         self.under_way |= set(starts)
-        return torch.cat([*figures, self.sums.new_tensor(digests)])
+        return torch.cat([*figures, *(digest.view(1) for digest in digests)])
 
-    def _taken(self, block: int, squares: Tensor) -> float:
+    def _taken(self, block: int, squares: Tensor) -> Tensor:
         """Adds squared norms of a block to `squares` (3); its digest."""
-        digest = 0
+        digest = torch.zeros_like(squares[0])
         for flat in self._flats(block):
             state = flat.outer_state
             change = state.take()
             if flat.is_first(flat.layout.optimizer):  # of the ranks of this island with this slice
                 squares += torch.stack([change, state.meanwhile, state.mean])
                 digest += state.digest()
-        return float(digest)
+        return digest
 
     def hear(self, program: Program, numbers: Tensor) -> None:
-        """Read the `numbers` (islands, n) of an exchange; raises `DivergedError` where anchors differ."""
+        """Keep the `numbers` (islands, n) of an exchange. Runs on a lane, so nothing of them goes to the host here."""
         assert program.exchange is not None, "an exchange begins"
         starts, size = program.exchange.starts, len(OUTER_FIGURES)
         blocks = [block for fragment in starts for block in outer_blocks(program, fragment)]
-        self._compare(program, blocks, numbers[:, size * len(starts) :])
+        digests = dict(zip(blocks, numbers[:, size * len(starts) :].unbind(1), strict=True))
         for place, fragment in enumerate(starts):
             tokens, loss, change, meanwhile, mean = numbers[:, size * place : size * (place + 1)].unbind(1)
             self._weights[fragment] = tokens / tokens.sum().clamp(min=1.0)
-            before, norms = self.changes.get(fragment), change.sqrt()
+            before, self.changes[fragment] = self.changes.get(fragment), change.sqrt()
             if self.outer.penalty:
                 gaps = torch.zeros_like(tokens) if before is None else meanwhile.sqrt() / before.clamp(min=1e-300)
                 self._stretch[fragment] = 1.0 + gaps.mean()
-            self.changes[fragment] = norms
-            ratio = None if before is None else float(mean[0].sqrt() / before.square().mean().sqrt().clamp(min=1e-300))
-            self._results[fragment] = OuterResult(
-                fragment=fragment,
-                loss=float(loss.sum() / tokens.sum().clamp(min=1.0)),
-                num_tokens=int(tokens.sum()),
-                change=float(change.mean().sqrt()),
-                agreement=ratio,
-            )
+            agreement = None if before is None else mean[0].sqrt() / before.square().mean().sqrt().clamp(min=1e-300)
+            own = {block: digests[block] for block in outer_blocks(program, fragment)}
+            self._heard[fragment] = _Heard(tokens, loss, self.changes[fragment], agreement, own)
 
-    def _compare(self, program: Program, blocks: Sequence[int], digests: Tensor) -> None:
-        same = digests == digests[0]
-        for island, row in enumerate(same.tolist()):
-            if not all(row):
-                block = program.blocks[blocks[row.index(False)]].name
+    def _check(self, program: Program, digests: Mapping[int, Tensor]) -> None:
+        """Raise `DivergedError` where islands do not hold the same anchor of a block."""
+        for block, row in digests.items():
+            same = (row == row[0]).tolist()
+            if not all(same):
                 raise DivergedError(
-                    f"block {block!r} has other outer parameters on island {island} than on island 0, and all islands "
-                    "apply the same mean to the same: a rank's memory or a message was damaged; resume from the last "
-                    "checkpoint"
+                    f"block {program.blocks[block].name!r} has other outer parameters on island {same.index(False)} "
+                    "than on island 0, and all islands apply the same mean to the same: the memory of a rank or a "
+                    "message was damaged; resume from the last checkpoint"
                 )
 
     def applied(self, exchange: Exchange) -> list[OuterResult]:
@@ -173,7 +191,7 @@ class Island:
 
     def _end(self, fragments: Sequence[int]) -> None:
         self.under_way -= set(fragments)
-        self._ended += [self._results.pop(fragment) for fragment in fragments]
+        self._ended += [self._heard.pop(fragment).result(fragment) for fragment in fragments]
 
 
 def outer_blocks(program: Program, fragment: int) -> list[int]:

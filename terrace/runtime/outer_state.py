@@ -134,12 +134,12 @@ class OuterState:
         else:
             self.anchor.sub_(self.momentum, alpha=outer.rate)
 
-    def digest(self) -> int:
-        """A number of the anchor's bits: equal on ranks with the same slice, as sums over an island are on islands."""
+    def digest(self) -> Tensor:
+        """A number of the anchor's bits, fp64: equal on ranks with the same slice, and so summed over islands."""
         bits = self.anchor.view(torch.int32)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for start in range(0, bits.numel(), _DIGESTED):
             part = bits[start : start + _DIGESTED].to(torch.int64)
             # Odd weights by place, so that a swap is seen; int64 wraps, which is exact.
             total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bits.device)).sum()
-        return int(total) % _DIGEST_RANGE
+        return total.remainder(_DIGEST_RANGE).double()

@@ -21,6 +21,7 @@ from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.cycle import cycle
 from terrace.program.program import Program
 from terrace.runtime.engine import Engine
+from terrace.runtime.islands import DivergedError
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.outer_exchanges import Summed
@@ -353,3 +354,29 @@ def test_any_loop_equals_its_simulation(pool: LocalPool, number: int) -> None:
     outer, optimizer = any_loop(number)
     name = ("ddp", "zero1", "zero2", "zero3")[number % 4]
     check(pool, cluster_of(2, 2), [case_of(outer, name, optimizer=optimizer)])
+
+
+def damaged(world: World, cluster: Cluster, case: Case) -> str:
+    """The last bit of one element of an anchor flips on rank 3, of island 1, behind the second step."""
+    engine = engine_of(world, cluster, case)
+    for step in range(2):
+        engine.step(case.batches(engine, case, step), case.optimizer.lr)
+    if world.rank == 3:
+        (flat,) = engine.state.trainable(2)
+        flat.outer_state.anchor.view(torch.int64)[-1] ^= 1
+    said = ""
+    try:
+        for step in range(2, 9):
+            engine.step(case.batches(engine, case, step), case.optimizer.lr)
+    except DivergedError as error:
+        said = str(error)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("name", ["average", "late in turns"])
+def test_an_island_with_another_anchor_is_named(pool: LocalPool, name: str) -> None:
+    case, cluster = case_of(LOOPS[name]), cluster_of(2, 2)
+    said = pool.run(cluster.world_size, damaged, cluster, case, timeout_s=120.0)
+    assert len(set(said)) == 1
+    assert said[0].startswith("block 'block.2' has other outer parameters on island 1 than on island 0")
