@@ -1,7 +1,7 @@
 """Islands on ranks against a simulation of them in one process, which shares no code with the runtime."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.islands import DivergedError
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.settings import OptimizerConfig
+from tests.support.nightly import nightly
 from tests.support.outer_exchanges import Summed
 from tests.support.outer_reference import Micro, OuterLoop, OuterReference
 from tests.support.parity import TOLERANCE, Case, engine_of, exact, flatten, gathered, trainable
@@ -190,6 +191,12 @@ def check(pool: LocalPool, cluster: Cluster, cases: Sequence[Case], **more: Any)
     return found
 
 
+def some(names: Iterable[str], *first: str) -> list[Any]:
+    """These names for every run of the tests, the others nightly."""
+    assert set(first) <= set(names)
+    return [*first, *nightly(*(name for name in names if name not in first))]
+
+
 LOOPS = {
     "average": Outer(tier="node", every=3, optimizer="average"),
     "nesterov": Outer(tier="node", every=3),
@@ -210,7 +217,7 @@ def case_of(outer: Outer, name: str = "zero3", **changes: object) -> Case:
     return Case(island_plan(name, outer, **changes), **steps)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", some(LOOPS, "nesterov", "late in turns", "CO2", "every step late"))
 def test_a_loop_equals_its_simulation(pool: LocalPool, name: str) -> None:
     outer, cluster = LOOPS[name], cluster_of(2, 2)
     (outcomes,) = check(pool, cluster, [case_of(outer)])
@@ -231,7 +238,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", some(INSIDE, "optimizer sharded", "every rank an island"))
 def test_islands_of_sgd_that_average_every_step_are_synchronous(pool: LocalPool, name: str) -> None:
     """Also of uneven valid tokens; the reference is one model on all rows."""
     case, cluster = replace(INSIDE[name], num_steps=5), cluster_of(2, 2)
@@ -286,7 +293,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("name", some(AXES, "tensor inside", "pipeline inside", "muon"))
 def test_islands_of_other_axes_and_optimizers_equal_their_simulation(pool: LocalPool, name: str) -> None:
     check(pool, cluster_of(2, 2), [AXES[name]])
 
@@ -297,7 +304,7 @@ ALL_RULES = Outer(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some(FAULTS, "equal weights", "no penalty", "a start that stays"))
 def test_a_rule_that_is_broken_is_noticed(pool: LocalPool, fault: str) -> None:
     with pytest.raises(AssertionError):
         check(pool, cluster_of(2, 2), [replace(case_of(ALL_RULES), sabotage=fault)])
@@ -319,7 +326,7 @@ def as_it_arrives(name: str) -> Callable[[Tensor], Tensor]:
     return code
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4+feedback"])
+@pytest.mark.parametrize("wire", ["int4+feedback", *nightly("int8")])
 def test_coded_changes_equal_a_simulation_that_codes_them(pool: LocalPool, wire: str) -> None:
     cluster = cluster_of(2, 2)
     base = case_of(LOOPS["late in turns"])
@@ -374,7 +381,7 @@ def damaged(world: World, cluster: Cluster, case: Case) -> str:
     return said
 
 
-@pytest.mark.parametrize("name", ["average", "late in turns"])
+@pytest.mark.parametrize("name", ["late in turns", *nightly("average")])
 def test_an_island_with_another_anchor_is_named(pool: LocalPool, name: str) -> None:
     case, cluster = case_of(LOOPS[name]), cluster_of(2, 2)
     said = pool.run(cluster.world_size, damaged, cluster, case, timeout_s=120.0)
