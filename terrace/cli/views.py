@@ -19,6 +19,7 @@ from terrace.program.schedules.orders import Orders
 from terrace.program.stages import plan_orders
 from terrace.program.text import program_text
 from terrace.report.advice import advice_words, timeline_text
+from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.inside import ASSIGNED, attention_table, experts_table, inside_table
 from terrace.report.page import page_html
@@ -44,6 +45,7 @@ from terrace.report.tables import (
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.changes import Change, best_changes, changes
 from terrace.simulate.critical import critical_words
+from terrace.simulate.hiding import hiding
 from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.step import Prediction, predict_step
 from terrace.simulate.timeline_picture import memory_picture, passes_picture
@@ -122,9 +124,12 @@ class StepView:
     def page(self) -> str:
         """HTML page of the step."""
         recorded, found, title, advice = self.recorded, self.candidates, self.subtitle, self.advice
+        if self.predicted.cycle is not None:
+            mean = f"the mean of a cycle is {seconds(self.predicted.step_s)}"
+            title += f"; drawn without the exchanges of islands, {mean}"
         if self.is_pipelined:
             # One rank stands for the step, and stages send different amounts.
-            sent = max((program.expected_bytes for program in self.programs), key=lambda each: sum(each.values()))
+            sent = max(self.predicted.expected_bytes, key=lambda each: sum(each.values()))
             return stages_page(recorded, sent, found, subtitle=title, advice=advice)
         recording, curve = recorded.recordings[0], recorded.curves[0]
         return page_html(recording, curve, recorded.path, found, subtitle=title, advice=advice)
@@ -177,11 +182,12 @@ def show_blocks(view: StepView) -> None:
 def show_memory(view: StepView) -> None:
     """Memory of one rank, of each stage."""
     capacity = view.run.cluster.device.memory_bytes
+    held = [report.memory_bytes for report in view.predicted.reports]
     if view.is_pipelined:
         kept = [kept_activations(view.run, program) for program in view.programs]
-        view.console.print(stage_memory_table(view.programs, kept, capacity))
+        view.console.print(stage_memory_table(held, kept, capacity))
     else:
-        view.console.print(memory_table(view.programs[0].state_bytes, capacity))
+        view.console.print(memory_table(held[0], capacity))
     run = view.run
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     worst = worst_words(job, run.blocks(), run.train.sequence)
@@ -190,7 +196,7 @@ def show_memory(view: StepView) -> None:
 
 def show_bytes(view: StepView) -> None:
     """Bytes sent by a rank, of each stage."""
-    tiers, sent = view.programs[0].layout.tiers, [program.expected_bytes for program in view.programs]
+    tiers, sent = view.programs[0].layout.tiers, view.predicted.expected_bytes
     for table in stage_bytes_tables(sent, tiers) if view.is_pipelined else [bytes_table(sent[0], tiers)]:
         view.console.print(table)
     if view.programs[0].expert_transfers:
@@ -217,6 +223,14 @@ def show_time(view: StepView) -> None:
     """Seconds by category, of each stage."""
     reports = view.predicted.reports
     view.console.print(stage_time_table(reports) if view.is_pipelined else time_table(reports[0]))
+
+
+def show_cycle(view: StepView) -> None:
+    """The steps of a cycle of islands, and how far their exchanges hide."""
+    cycle = view.predicted.cycle
+    if cycle is not None:
+        view.console.print(cycle_table(cycle))
+        print(f"{cycle_words(cycle, hiding(view.predicted))}\n")
 
 
 def show_exposed(view: StepView) -> None:
@@ -287,7 +301,7 @@ def show_program(view: StepView) -> None:
 
 Section = Callable[[StepView], None]
 _DRAWN: tuple[Section, ...] = (show_exposed, show_order, show_timeline, show_advice, show_memory_over_time)
-_FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time, show_alternatives)
+_FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time, show_cycle, show_alternatives)
 VIEWS: dict[str, tuple[Section, ...]] = {
     "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_advice, show_memory_over_time),
     "program": (show_plan, show_blocks, *_FIGURES, show_order, show_program),

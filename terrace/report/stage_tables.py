@@ -80,17 +80,17 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
     return "\n".join(lines) + "\n"
 
 
-def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], capacity_bytes: float) -> Table:
-    """Model state by category and peak activations, of one rank of each stage."""
+def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[int], capacity_bytes: float) -> Table:
+    """Model state by category (`held`, of each stage) and peak activations, of one rank of each stage."""
     capacity = quantity(capacity_bytes, "B")
-    names = [name for name in programs[0].state_bytes if any(program.state_bytes[name] for program in programs)]
+    names = [name for name in held[0] if any(each[name] for each in held)]
     table = new_table(
         f"model state and activations of one rank of each stage, at most (the device has {capacity})",
         ["stage", *names, "model state", "activations", "together"],
     )
-    for index, (program, kept) in enumerate(zip(programs, activations, strict=True)):
-        state = sum(program.state_bytes.values())
-        sizes = (*(program.state_bytes[name] for name in names), state, kept, state + kept)
+    for index, (each, kept) in enumerate(zip(held, activations, strict=True)):
+        state = sum(each.values())
+        sizes = (*(each[name] for name in names), state, kept, state + kept)
         table.add_row(str(index), *map(bytes_words, sizes))
     return table
 

@@ -14,6 +14,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, num_active_params, num_params
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
+from terrace.plan.outer import Outer
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
 from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.report import StepReport
@@ -79,6 +80,8 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
         tier = cluster.tiers[index]
         # The span counts all ranks inside the tier, which is the divisor of the state.
         states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
+        if plan.outer is not None and tier.name == plan.outer.tier:
+            states.append(outer_words(plan.outer))
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         link += ", shared" if tier.shared else ""
         cells = (_degree_words(mesh, index, axis) for axis in axes)
@@ -87,6 +90,14 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
     whole = ", ".join(state for state, where in placed.items() if where < 0)
     rows.append(["device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else ""])
     return ["tier", "joins", *axes, "link", "states placed here"], rows
+
+
+def outer_words(outer: Outer) -> str:
+    """How islands exchange, in a line."""
+    parts = f"{outer.fragments} fragments" if outer.fragments > 1 else ""
+    late = f"{counted(outer.delay, 'step')} late" if outer.delay else ""
+    words = [f"islands exchange every {counted(outer.every, 'step')}", parts, late, outer.optimizer]
+    return ", ".join(filter(None, words))
 
 
 def _degree_words(mesh: Mesh, tier: int, axis: str) -> str:
