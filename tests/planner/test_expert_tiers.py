@@ -7,6 +7,7 @@ import pytest
 from terrace.model.config import block_specs
 from terrace.plan.presets import preset
 from terrace.planner.expert_tiers import alternatives
+from terrace.report.experts import experts_words
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step
 from tests.support.mixtures import PLAIN, mixture
@@ -33,3 +34,21 @@ def test_a_plan_with_shares_of_gradients_has_both(tier: str, is_shared: bool) ->
     assert len(one_chunk.expert_gaps) <= 3, "of one chunk"
     assert further.experts != plan.experts
     assert is_shared or not further.expert_gaps
+
+
+@pytest.mark.parametrize(("ahead", "other"), [(1, "with 3 chunks ahead"), (3, "with 1 chunk ahead")])
+def test_the_other_order_of_chunks_is_priced(ahead: int, other: str) -> None:
+    cluster, model = cluster_of(2, 2), mixture(replace(PLAIN, num_experts=16))
+    plan = replace(
+        preset("zero3", cluster),
+        experts={"package": {"expert": 2}, "node": {"expert": 2}},
+        expert_chunks={"forward": 4, "backward": 2, "ahead": ahead},
+    )
+    work = work_of(cluster, plan, model, 128)
+    step = Step(cluster=cluster, plan=plan, blocks=tuple(block_specs(model)), num_micros=1, sequence=128, work=work)
+    found = {each.what: each.prediction for each in alternatives(step)}
+    assert found.keys() == {"with tokens in one chunk", other}
+    predicted = found[other]
+    assert predicted is not None
+    assert predicted.step.plan.expert_chunks == {"forward": 4, "backward": 2, "ahead": 4 - ahead}
+    assert ("3 of them ahead" in experts_words(plan)) == (ahead == 3)
