@@ -249,11 +249,13 @@ def serial(
     before: dict[Router, list[int]] = {}
     for step in range(num_steps):
         whole = rows.batch(step, batch)
+        assert whole.places is not None, "a batch has places"
         optimizer.zero_grad()
-        begin_noise(blocks, whole)
         total, count = torch.zeros(()).double(), count_tokens(whole.labels)
         with scored(blocks, rows, balance) as routers:
-            for x, y in rows.apart(whole.inputs, whole.labels):
+            parts = rows.apart(whole.inputs, whole.labels), rows.apart(whole.places, whole.labels)
+            for (x, y), (places, _) in zip(*parts, strict=True):
+                begin_noise(blocks, places)
                 total = total + model.objective(run_blocks(blocks, x), y) / count
         of_routers = [loss / count for loss in router_losses(routers, rows, whole.labels, balance, before)]
         torch.autograd.backward(torch.stack([total, *of_routers]).sum())

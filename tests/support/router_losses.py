@@ -14,7 +14,6 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.mixture import Router
-from terrace.runtime.batch import Batch
 from tests.support.toys import Rows
 
 # Of every pass: tokens (T, H), the experts that they choose (T, k), and those that they pass, -1 for none.
@@ -52,15 +51,14 @@ def bounded(choice: Choice, sequence: int, factor: float, config: ExpertsConfig)
     return Choice(experts, weights * (experts >= 0), is_whole=False)
 
 
-def begin_noise(blocks: Sequence[nn.Module], batch: Batch) -> None:
-    """Have noisy gates draw the noise of a whole batch."""
+def begin_noise(blocks: Sequence[nn.Module], places: Tensor) -> None:
+    """Have noisy gates draw the noise of tokens at these places of the run."""
     for index, block in enumerate(blocks):
         for router in (module for module in block.modules() if isinstance(module, Router)):
             if router.config.gate == "noisy":
-                assert batch.places is not None
                 router.gating, router.layer = Gating(BalanceConfig()), index
                 router.gating.trains = True
-                router.gating.passage = Passage(None, None, places=batch.places.flatten())
+                router.gating.passage = Passage(None, None, places=places.flatten())
 
 
 def router_losses(

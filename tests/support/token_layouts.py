@@ -56,6 +56,5 @@ def assigned(engine: Engine, batch: Batch) -> Batch:
 
 def window_of(engine: Engine) -> int:
     """The window of the engine's model."""
-    axis = engine.axes[-1]
-    assert isinstance(axis, ContextAxis)
+    axis = next(each for each in engine.axes if isinstance(each, ContextAxis))
     return next((plans.window for _, plans in axis._replaced if isinstance(plans, AttentionPlans)), 0)
