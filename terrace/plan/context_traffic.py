@@ -20,6 +20,9 @@ A message counts on the outermost tier that it crosses. Of the other parts of a 
 across tier t. A step s of the ring goes over the outermost tier t such that s is a multiple of r_0 ... r_(t-1)
 (terrace.sequence.segments), so r/(r_0 ... r_(t-1)) - r/(r_0 ... r_t) steps cross tier t; `home` crosses the outermost.
 
+Where a tier has a format (`wire.context`), each row of a tensor, one token's heads of it, is coded by itself, anew at
+every message: by keys also in each step of the ring that crosses the tier. Rows that stay on a rank are as they are.
+
 Per layer and micro-batch of b rows of L tokens of hidden size d, K = N, forward and backward, over N ranks (Fang and
 Zhao, 2405.07719, table 2, without its factors (N-1)/N):
 
@@ -35,15 +38,42 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads, attention_tokens, is_context_parallel, local_tokens
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 
 _DEALT = ContextLeg.INTO, ContextLeg.BACK  # to every other part of a place; the others go to one rank
+
+
+class Sizes(NamedTuple):
+    """Bytes of `AttentionBytes` in the format of one tier, and whether it is a block format."""
+
+    inputs: int
+    outputs: int
+    keys: int
+    is_coded: bool
+
+
+def sizes_by_tier(
+    wires: Sequence[WireFormat], compute: str, *, held: int, attended: int, queries: int, keys: int
+) -> tuple[Sizes, ...]:
+    """Sizes on every tier, for its format: of `held` and `attended` tokens, with elements of queries and of keys.
+
+    Keys have as many elements as values. Empty where all travels in the compute dtype. A row of each tensor is coded by
+    itself.
+    """
+    if all(wire == FORMATS[compute] for wire in wires):
+        return ()
+    found = []
+    for wire in wires:
+        query, key = wire.message_bytes(queries), 2 * wire.message_bytes(keys)
+        found.append(Sizes(held * (query + key), held * query, attended * key, wire.block > 0))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -51,7 +81,8 @@ class AttentionBytes:
     """Bytes of the messages of a layer's attention on one micro-batch; degrees by tier, innermost first.
 
     `inputs` are the queries, keys and values of a rank's tokens in the heads of one part, `outputs` the attention
-    output of the same; `keys` are the keys and values of a place in the heads of one part.
+    output of the same; `keys` are the keys and values of a place in the heads of one part. These are in the compute
+    dtype; `formats` has what they are on each tier, if some tier has another format.
     """
 
     ulysses: tuple[int, ...]
@@ -59,6 +90,15 @@ class AttentionBytes:
     inputs: int
     outputs: int
     keys: int
+    formats: tuple[Sizes, ...] = ()
+
+    def on(self, tier: int) -> Sizes:
+        """The sizes in the format of a tier."""
+        return self.formats[tier] if self.formats else self._plain
+
+    @property
+    def _plain(self) -> Sizes:
+        return Sizes(self.inputs, self.outputs, self.keys, False)
 
     @property
     def parts(self) -> int:
@@ -69,19 +109,30 @@ class AttentionBytes:
         """(tier index, bytes sent over it) of a message, the innermost tier first."""
         # Ring messages go to one rank, dealt ones to every other Ulysses rank.
         if message.leg not in _DEALT:
-            return ((message.tier, self.keys),)
-        return tuple(_dealt(self.ulysses, self.dealt(message)))
+            return ((message.tier, self.on(message.tier).keys),)
+        return tuple((tier, peers * self._dealt(message, self.on(tier))) for tier, peers in _peers(self.ulysses))
 
-    def dealt(self, message: ContextMessage) -> int:
-        """Bytes that every other Ulysses rank gets of a dealt message."""
+    def coding_bytes(self, message: ContextMessage) -> dict[int, float]:
+        """Bytes of memory that coding and decoding a message reads and writes, by tier index; none for dtypes."""
+        ring = message.leg not in _DEALT
+        counts = [(message.tier, 1)] if ring else _peers(self.ulysses)
+        found = {}
+        for tier, copies in counts:
+            both = self._plain, self.on(tier)
+            if self.on(tier).is_coded:
+                found[tier] = 2.0 * copies * sum(each.keys if ring else self._dealt(message, each) for each in both)
+        return found
+
+    @staticmethod
+    def _dealt(message: ContextMessage, sizes: Sizes) -> int:
         # A backward sends gradients the other way: into carries the output's, back the inputs'.
-        return self.inputs if (message.leg is ContextLeg.INTO) is not message.backward else self.outputs
+        return sizes.inputs if (message.leg is ContextLeg.INTO) is not message.backward else sizes.outputs
 
     def totals(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Bytes by tier index of a forward, and of a backward by itself."""
         forward = Counter[int]()
-        for num_bytes in (self.inputs, self.outputs):
-            forward.update(dict(_dealt(self.ulysses, num_bytes)))
+        for tier, peers in _peers(self.ulysses):
+            forward[tier] += peers * (self.on(tier).inputs + self.on(tier).outputs)
         # Ulysses exchanges are mirrored in the backward.
         backward = forward.copy()
         crossed = [tier for tier, degree in enumerate(self.ring) if degree > 1]
@@ -89,19 +140,20 @@ class AttentionBytes:
         for tier in crossed:
             num_steps = left - left // self.ring[tier]
             left //= self.ring[tier]
-            forward[tier] += num_steps * self.keys
+            forward[tier] += num_steps * self.on(tier).keys
             # Keys once more, their gradients after all but the first exchange, and home over the outermost tier.
-            backward[tier] += (2 * num_steps - (tier == crossed[0]) + (tier == crossed[-1])) * self.keys
+            backward[tier] += (2 * num_steps - (tier == crossed[0]) + (tier == crossed[-1])) * self.on(tier).keys
         return forward, backward
 
 
 @dataclass(frozen=True)
 class ContextTraffic:
-    """Bytes of a context axis with `balance = "tokens"`, for rows of `sequence` tokens."""
+    """Bytes of a context axis with `balance = "tokens"`, for rows of `sequence` tokens; `tiers` are their names."""
 
     plan: Plan
     mesh: Mesh
     sequence: int
+    tiers: tuple[str, ...]
 
     @property
     def has_formula(self) -> bool:
@@ -124,18 +176,22 @@ class ContextTraffic:
         # Keys and values travel together.
         queries, keys = part.queries * head_bytes, 2 * part.keys * head_bytes
         held = local_tokens(self.plan, self.mesh, self.sequence)
+        attended = attention_tokens(self.plan, self.mesh, self.sequence)
+        wires = [self.plan.wire_format(MessageClass.CONTEXT, tier) for tier in self.tiers]
+        numels = {"queries": part.queries * heads.size, "keys": part.keys * heads.size}
         return AttentionBytes(
             ulysses=self.mesh.group("ulysses"),
             ring=self.mesh.group("ring"),
             inputs=held * (queries + keys),
             outputs=held * queries,
-            keys=attention_tokens(self.plan, self.mesh, self.sequence) * keys,
+            keys=attended * keys,
+            formats=sizes_by_tier(wires, self.plan.compute, held=held, attended=attended, **numels),
         )
 
 
-def _dealt(degrees: Sequence[int], num_bytes: int) -> Iterator[tuple[int, int]]:
-    """(tier, bytes) sent when each other Ulysses rank gets `num_bytes`."""
+def _peers(degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(Tier, number of other Ulysses ranks across it)."""
     for tier, degree in enumerate(degrees):
         if degree > 1:
             # Across tier t a rank meets (degree - 1) units, each with all Ulysses ranks of the tiers inside.
-            yield tier, (degree - 1) * prod(degrees[:tier]) * num_bytes
+            yield tier, (degree - 1) * prod(degrees[:tier])

@@ -13,7 +13,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import EXPERT, PIPELINE, TENSOR
+from terrace.plan.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
@@ -82,6 +82,8 @@ def crossed_tiers(layout: Layout, message: MessageClass) -> tuple[int, ...]:
 
 def axes_of(message: MessageClass) -> tuple[str, ...]:
     """The axes of the mapping whose ranks exchange messages of a class that no `ROUTES` has."""
+    if message is MessageClass.CONTEXT:
+        return CONTEXT
     return PIPELINE if message in BETWEEN_STAGES else TENSOR
 
 

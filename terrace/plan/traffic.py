@@ -105,7 +105,7 @@ def step_bytes(
         if edge.gathers is not None:
             for tier, num_bytes in tensor.sends(edge.gathers):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
-    context = ContextTraffic(plan, mesh, sequence)
+    context = ContextTraffic(plan, mesh, sequence, layout.tiers)
     for index in own:
         attention = context.attention(blocks[index])
         if attention is not None:

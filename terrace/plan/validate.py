@@ -35,6 +35,9 @@ MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every
 SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
 
 
+_AXIS = dict.fromkeys(BETWEEN_STAGES, "the pipeline axis") | {MessageClass.CONTEXT: "the context axis"}
+
+
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
     """The settled layout of a valid plan; raises `PlanError` with the first rule it breaks."""
     _check_mapping(cluster, plan)
@@ -205,11 +208,15 @@ def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> No
 
 def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str) -> None:
     index = layout.tiers.index(tier)
+    if message is MessageClass.CONTEXT and plan.balance == "cost":
+        raise PlanError(
+            f'wire.context.{tier} with balance = "cost": rows go to other ranks in every batch, and their messages '
+            'have no formats yet; write balance = "tokens", or leave the format out'
+        )
     if index in crossed_tiers(layout, message):
         return
     if message not in ROUTES:
-        axis = "the pipeline axis" if message in BETWEEN_STAGES else "the tensor axis"
-        axis = "the table experts" if message in TO_EXPERTS else axis
+        axis = "the table experts" if message in TO_EXPERTS else _AXIS.get(message, "the tensor axis")
         raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
     # Naming the classes that do cross the tier points at the likely slip.
     crossing = [other.value for other in PLACEABLE if index in layout.route(other)]

@@ -51,7 +51,7 @@ class MessageClass(StrEnum):
 TO_EXPERTS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens, each in a format by itself
 OF_EXPERTS = (*TO_EXPERTS, MessageClass.ROUTE)  # declared batch by batch
 # What travels in the dtype in which it is held.
-_AS_THEY_ARE = ("context", "route", "choices", "counts", "tie", "peer_copy", "control")
+_AS_THEY_ARE = ("route", "choices", "counts", "tie", "peer_copy", "control")
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)

@@ -11,7 +11,7 @@ from itertools import groupby
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import MessageClass, parse_format
 from terrace.planner.task import Task
 from terrace.program.block_program.attention import attention_moments
 from terrace.program.block_program.regions import tensor_steps
@@ -52,6 +52,8 @@ class Inner:
         self._contexts: dict[tuple[object, ...], PassSeconds] = {}
         self._counts: dict[tuple[tuple[int, ...], ...], tuple[list[InBlockMessage], list[list[_Counted]]]] = {}
         self._sends: dict[tuple[object, ...], float] = {}
+        row = task.wire.get(MessageClass.CONTEXT, {})
+        self._context_wires = [parse_format(row.get(tier.name, task.compute)) for tier in task.cluster.tiers]
 
     def tensor(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> PassSeconds:
         """Seconds a block waits for its tensor ranks on one micro-batch, if its computing takes `own`."""
@@ -77,7 +79,7 @@ class Inner:
             cluster = self.task.cluster
             work = work_in(work, spec, self.task.backend)
             messages, passes = self._counted(degrees)
-            prices = InBlockPrices(cluster, None, attention_bytes(work, *degrees), self._sends)
+            prices = InBlockPrices(cluster, None, attention_bytes(work, *degrees, self._context_wires), self._sends)
             seconds = [prices.seconds(message) for message in messages]
             # Without a ring nothing hides messages.
             rooms = self.rooms(0.0, 0.0, 0.0, core_rounds(cluster.device, work)) if work.ring > 1 else {}

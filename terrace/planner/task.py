@@ -13,10 +13,10 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads
 from terrace.plan.kinds import Kinds
-from terrace.plan.mesh import PIPELINE, Mesh
+from terrace.plan.mesh import CONTEXT, PIPELINE, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import residual_patterns
-from terrace.plan.wire import BETWEEN_STAGES, TO_EXPERTS
+from terrace.plan.wire import BETWEEN_STAGES, TO_EXPERTS, MessageClass
 from terrace.simulate.block_tape import Backend
 
 _MOST = 10**9  # so that divisors are found at once
@@ -183,6 +183,7 @@ def _formats(task: Task, mesh: Mesh) -> Wire:
     degrees = (1,) * len(of_stages) if of_experts is None else of_experts.group("expert", "rows")
     crosses: dict[str, tuple[int, ...]] = dict.fromkeys(TO_EXPERTS, degrees)
     crosses |= dict.fromkeys(BETWEEN_STAGES, of_stages)
+    crosses[MessageClass.CONTEXT] = mesh.group(*CONTEXT)
     if not any(message in task.wire for message in crosses):
         return task.wire
     place = {tier.name: index for index, tier in enumerate(task.cluster.tiers)}

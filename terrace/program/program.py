@@ -368,7 +368,7 @@ class Program:
     @cached_property
     def context(self) -> ContextTraffic:
         """The context axis."""
-        return ContextTraffic(self.plan, self.mesh, self.sequence)
+        return ContextTraffic(self.plan, self.mesh, self.sequence, self.layout.tiers)
 
     @cached_property
     def _block_programs(self) -> dict[tuple[int, bool], BlockProgram]:

@@ -48,7 +48,10 @@ def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> 
             each for each in program.messages_inside(instruction) if each.message_class is MessageClass.CONTEXT
         )
         tiers = sorted({tier for message in attending for tier in message.tiers})
-        notes += ["attends over " + ", ".join(program.layout.tiers[tier] for tier in tiers)] if tiers else []
+        names = [program.layout.tiers[tier] for tier in tiers]
+        wires = [program.plan.wire_format(MessageClass.CONTEXT, name) for name in names]
+        said = [f"{name} ({wire.name})" if wire.block else name for name, wire in zip(names, wires, strict=True)]
+        notes += ["attends over " + ", ".join(said)] if tiers else []
         return "; ".join(notes)
     message_class = instruction.message_class
     if message_class is None:

@@ -11,6 +11,7 @@ from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.context.peer_exchange import PeerComm
+from terrace.runtime.context.row_coder import RowCoder
 from terrace.runtime.experts.axis import ExpertAxis
 from terrace.runtime.experts.sharing import SharedChoices
 from terrace.runtime.head import Objective
@@ -53,7 +54,8 @@ def _tensor(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockC
 def _context(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
     if comm.context_group is None or comm.members is None:
         return None, blocks, objective
-    peers = PeerComm(comm.context_group, comm.context_group.members.index(comm.rank), comm.members, in_block)
+    coder = RowCoder(comm.collectives, comm.program.plan, comm.program.layout.tiers, comm.meter)
+    peers = PeerComm(comm.context_group, comm.context_group.members.index(comm.rank), comm.members, in_block, coder)
     held = [blocks[index] for index in comm.program.stage.held]
     return ContextAxis(peers, comm.program, held, comm.device), blocks, objective
 

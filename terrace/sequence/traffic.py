@@ -11,10 +11,11 @@ ranks, with kv = max(K / u, 1):
     back               N/u: output               N/u + 2 kv: gradients of q, k, v
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from terrace.plan.context import ContextGroup, Heads
+from terrace.plan.wire import WireFormat
 from terrace.sequence.token_layout import Exchange, TokenLayout, num_rows
 
 
@@ -50,21 +51,23 @@ def sent_rows(token_layout: TokenLayout, group: ContextGroup) -> SentRows:
     )
 
 
-def sent_bytes(token_layout: TokenLayout, group: ContextGroup, heads: Heads, item_bytes: int) -> SentBytes:
-    """Bytes that the member sends; `heads` are all heads of a ring rank."""
+def sent_bytes(
+    token_layout: TokenLayout, group: ContextGroup, heads: Heads, wire: WireFormat | Sequence[WireFormat]
+) -> SentBytes:
+    """Bytes that the member sends; `heads` are all heads of a ring rank, `wire` the format of all tiers or of each."""
     rows = sent_rows(token_layout, group)
     part = heads.per_ulysses_rank(group.ulysses)
-    queries, keys, head_bytes = part.queries, 2 * part.keys, part.size * item_bytes
     legs = list(zip(rows.into, rows.ring, rows.gradients, rows.return_gradients, rows.back, strict=True))
-    return SentBytes(
-        forward=tuple(
-            head_bytes * (into * (queries + keys) + ring * keys + back * queries) for into, ring, _, _, back in legs
-        ),
-        backward=tuple(
-            head_bytes * (into * queries + (ring + gradients + return_gradients) * keys + back * (queries + keys))
-            for into, ring, gradients, return_gradients, back in legs
-        ),
-    )
+    wires = [wire] * len(legs) if isinstance(wire, WireFormat) else wire
+    forward, backward = [], []
+    for (into, ring, gradients, return_gradients, back), of_tier in zip(legs, wires, strict=True):
+        # A row of each tensor is a message of its own to the codec.
+        queries = of_tier.message_bytes(part.queries * part.size)
+        keys = 2 * of_tier.message_bytes(part.keys * part.size)
+        forward.append(into * (queries + keys) + ring * keys + back * queries)
+        around = (ring + gradients + return_gradients) * keys
+        backward.append(into * queries + around + back * (queries + keys))
+    return SentBytes(forward=tuple(forward), backward=tuple(backward))
 
 
 def _by_tier(exchanges: Iterable[Exchange], member: int, group: ContextGroup) -> tuple[int, ...]:

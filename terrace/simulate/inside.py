@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Cluster
-from terrace.plan.context_traffic import AttentionBytes
+from terrace.plan.context_traffic import AttentionBytes, sizes_by_tier
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.in_block_messages import ExpertMessage, Leg, TensorMessage
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment, Send
 from terrace.program.instruction import Instruction
 from terrace.simulate.links import coding_s, exchange_tiers, hop_s, send_s, tier_penalty
@@ -82,8 +82,12 @@ class InBlockPrices:
         sends = self._attention.sends(message)
         # A message without a tier of its own is an exchange of Ulysses ranks, over all their tiers at once.
         if message.tier < 0:
-            return exchange_tiers(self._cluster, self._attention.ulysses, sends)
-        return {tier: send_s(self._cluster, tier, num_bytes) for tier, num_bytes in sends}
+            found = exchange_tiers(self._cluster, self._attention.ulysses, sends)
+        else:
+            found = {tier: send_s(self._cluster, tier, num_bytes) for tier, num_bytes in sends}
+        for tier, num_bytes in self._attention.coding_bytes(message).items():
+            found[tier] += coding_s(self._cluster, num_bytes)
+        return found
 
     def price(self, message: InBlockMessage) -> tuple[float, float]:
         """Seconds of a message, and the share of them by which overlapping compute slows."""
@@ -104,7 +108,7 @@ class InBlockPrices:
         if isinstance(message, TensorMessage | ExpertMessage) or attention is None:
             return sum(self.by_tier(message).values())
         # Forward and backward, keys and their gradients often have the same bytes.
-        key = (message.tier, attention.keys) if message.tier >= 0 else (attention.ulysses, attention.dealt(message))
+        key = (message.tier if message.tier >= 0 else attention.ulysses, attention.sends(message), attention.formats)
         found = self._sends.get(key)
         if found is None:
             found = self._sends[key] = sum(self.by_tier(message).values())
@@ -184,8 +188,13 @@ def inside_seconds(program: "Program", instruction: Instruction, message_class: 
     return dict(total)
 
 
-def attention_bytes(work: Work, ulysses: Sequence[int], ring: Sequence[int]) -> AttentionBytes:
-    """Bytes of the messages in a layer's attention; the degrees by tier multiply to the degrees of `work`."""
+def attention_bytes(
+    work: Work, ulysses: Sequence[int], ring: Sequence[int], wires: Sequence[WireFormat] = ()
+) -> AttentionBytes:
+    """Bytes of the messages in a layer's attention; the degrees by tier multiply to the degrees of `work`.
+
+    `wires` are the formats of the tiers; without any, all have the compute dtype.
+    """
     head_bytes = work.model.head_dim * FORMATS[work.compute].element_bytes
     queries, keys = head_bytes * work.attended_heads, head_bytes * 2 * work.attended_kv_heads
     return AttentionBytes(
@@ -194,6 +203,14 @@ def attention_bytes(work: Work, ulysses: Sequence[int], ring: Sequence[int]) -> 
         inputs=work.tokens * (queries + keys),
         outputs=work.tokens * queries,
         keys=work.attended * keys,
+        formats=sizes_by_tier(
+            wires,
+            work.compute,
+            held=work.tokens,
+            attended=work.attended,
+            queries=work.model.head_dim * work.attended_heads,
+            keys=work.model.head_dim * work.attended_kv_heads,
+        ),
     )
 
 

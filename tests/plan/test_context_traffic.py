@@ -17,7 +17,7 @@ from terrace.cli.main import main
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec
-from terrace.plan.context import ContextGroup, local_tokens
+from terrace.plan.context import ContextGroup, attention_heads, local_tokens
 from terrace.plan.context_traffic import AttentionBytes, ContextTraffic
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
@@ -25,7 +25,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.slices import slice_blocks
 from terrace.plan.traffic import step_bytes
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.block_program.attention import attention_steps
 from terrace.program.block_program.steps import Send, Steps, messages_of
 from terrace.program.instruction import Op
@@ -36,6 +36,7 @@ from terrace.program.verify import verify
 from terrace.report.inside import ASSIGNED, attention_table
 from terrace.sequence.static import static_token_layout
 from terrace.sequence.token_layout import Exchange, num_rows
+from terrace.sequence.traffic import sent_bytes
 from tests.support.tiny_runs import write_run
 from tests.support.toys import cluster_of
 
@@ -79,7 +80,7 @@ def by_leg(attention: AttentionBytes) -> list[Counter[tuple[ContextLeg, int]]]:
 
 
 def attention_of(plan: Plan, mesh: Mesh, sequence: int, blocks: Sequence[BlockSpec]) -> AttentionBytes:
-    found = ContextTraffic(plan, mesh, sequence).attention(blocks[LAYER])
+    found = ContextTraffic(plan, mesh, sequence, TIERS).attention(blocks[LAYER])
     assert found is not None
     return found
 
@@ -106,7 +107,7 @@ def test_the_formula_is_what_every_spread_sends(
     plan = planned(cluster, mapping, micro_batch=micro_batch)
     mesh, blocks = Mesh.of(cluster, plan), block_specs(llama(8, kv_heads))
     if math.prod(math.prod(each) for each in degrees) == 1:
-        assert ContextTraffic(plan, mesh, sequence).attention(blocks[LAYER]) is None
+        assert ContextTraffic(plan, mesh, sequence, TIERS).attention(blocks[LAYER]) is None
         return
     forward, backward = by_leg(attention_of(plan, mesh, sequence, blocks))
     member = data.draw(st.integers(0, cluster.world_size - 1))
@@ -141,6 +142,32 @@ def test_the_formula_is_what_every_spread_sends(
     for found, leg, wanted, row_bytes in expected:
         here = {tier: num_bytes for (other, tier), num_bytes in found.items() if other is leg}
         assert here == {tier: num * row_bytes for tier, num in wanted.items()}, leg
+
+
+def test_formats_of_tiers_in_the_formula_are_those_of_every_spread() -> None:
+    """Rows of 8 and of 4 elements: 2 bytes of scale and as many of codes, in 16 bytes."""
+    cluster = cluster_of(2, 2, 2)
+    wires = {"package": "bf16", "node": "int8", "system": "fp8:16"}
+    mapping = {
+        "package": {"context": {"ulysses": 2}},
+        "node": {"context": {"ring": 2}},
+        "system": {"context": {"ulysses": 2}},
+    }
+    plan = planned(cluster, mapping, wire={"context": wires})
+    mesh, blocks = Mesh.of(cluster, plan), block_specs(llama(8, 4))
+    attention = attention_of(plan, mesh, 16, blocks)
+    heads, group = attention_heads(blocks[LAYER], 1), ContextGroup.of(cluster, plan, 0)
+    assert heads is not None
+    formats = [parse_format(wires[tier]) for tier in TIERS]
+    token_layout = static_token_layout(plan, mesh, 16, 0, [0], 3)
+    sent = sent_bytes(token_layout, group, heads, formats)
+    by_leg(attention)
+    for total, found in zip(attention.totals(), (sent.forward, sent.backward), strict=True):
+        assert [total.get(tier, 0) for tier in range(3)] == list(found)
+    plain = attention_of(replace(plan, wire={}), mesh, 16, blocks).totals()
+    assert attention.totals()[0][0] * 4 == plain[0][0]
+    held = local_tokens(plan, mesh, 16)
+    assert attention.totals()[0][2] == 2 * held * 16 * (1 + 2 + 1)
 
 
 # 2405.07719, table 2: elements of activations that a rank sends for a layer, forward and backward, of b rows of L

@@ -89,7 +89,7 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(params="node", params_backward="system"), ("params_backward = 'system'", "inside params = 'node'")),
     (zero3(params_backward="device"), ("params_backward = 'device'", "write params = 'device'")),
     (zero3(wire={"gathr": {"node": "bf16"}}), ("message class 'gathr'", "did you mean 'gather'?")),
-    (zero3(wire={"control": {"node": "bf16"}}), ("message class 'control'", "known: combine, dispatch, gather")),
+    (zero3(wire={"control": {"node": "bf16"}}), ("message class 'control'", "known: combine, context, dispatch")),
     (zero3(wire={"gather": {"nod": "bf16"}}), ("wire.gather", "'nod'", "did you mean 'node'?")),
     (zero3(wire={"gather": {"node": "bf61"}}), ("wire.gather.node: 'bf61'", "did you mean 'bf16'?")),
     (zero3(wire={"gather": {"node": "int4:100"}}), ("wire.gather.node: wire format 'int4:100'", "a power of two")),
@@ -111,6 +111,11 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (
         zero3(wire={"pipeline": {"package": "int8+feedback"}}, mapping={"package": {"pipeline": 4}}),
         ("wire.pipeline.package = 'int8+feedback'", "pipeline carries activations", "write 'int8'"),
+    ),
+    (zero3(wire={"context": {"node": "int8"}}), ("wire.context.node has no effect: the context axis has no ranks",)),
+    (
+        zero3(wire={"context": {"node": "int8"}}, balance="cost"),
+        ("wire.context.node with balance", 'write balance = "tokens"'),
     ),
     (zero3(compute="fp64"), ("compute = 'fp64'", "wider than master = 'fp32'", "use master = 'fp64'")),
     (zero3(recompute=("layer.*",)), ("recompute pattern 'layer.*'", "matches no block", "did you mean 'layers.0'?")),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.plan.context import ContextGroup, Heads
+from terrace.plan.wire import FORMATS
 from terrace.sequence.balanced import balanced_group_layout
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.capacity import ring_rank_capacity
@@ -38,7 +39,7 @@ def sent_of(layout: GroupLayout, degrees: tuple[int, ...]) -> list[float]:
     pool = ContextGroup(tuple(range(num_ring_ranks)), 1, degrees, degrees)
     total = [0.0] * len(degrees)
     for member in range(num_ring_ranks):
-        sent = sent_bytes(build_token_layout(layout, member), pool, Heads(32, 8, 64), 4)
+        sent = sent_bytes(build_token_layout(layout, member), pool, Heads(32, 8, 64), FORMATS["fp32"])
         total = [sum(each) for each in zip(total, sent.forward, sent.backward, strict=True)]
     return total
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from terrace.plan.context import ContextGroup, Heads, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.wire import FORMATS
 from terrace.sequence.assign import assign
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import Link, WorkCost
@@ -348,11 +349,13 @@ def test_bytes_follow_the_table() -> None:
         into=(4, 0), ring=(0, 8), gradients=(0, 0), return_gradients=(0, 8), back=(4, 0)
     )
     # 8 query heads and 2 key heads of 16: parts have 4 and 1; 2 bytes an item
-    assert sent_bytes(one, group, Heads(8, 2, 16), 2) == SentBytes(
+    assert sent_bytes(one, group, Heads(8, 2, 16), FORMATS["bf16"]) == SentBytes(
         forward=(32 * 4 * (4 + 2 + 4), 32 * 8 * 2), backward=(32 * 4 * (4 + 4 + 2), 32 * 8 * 2 * 2)
     )
-    few = sent_bytes(one, group, Heads(8, 1, 16), 2)
-    assert few == sent_bytes(one, group, Heads(8, 2, 16), 2), "with fewer key heads than parts, each is sent one"
+    few = sent_bytes(one, group, Heads(8, 1, 16), FORMATS["bf16"])
+    assert few == sent_bytes(one, group, Heads(8, 2, 16), FORMATS["bf16"]), (
+        "with fewer key heads than parts, each is sent one"
+    )
 
 
 def test_the_effort_of_a_layout_grows_with_documents_and_ranks() -> None:

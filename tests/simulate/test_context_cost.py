@@ -117,7 +117,7 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     program = program_of(task, candidate)
     work = work_of(task.cluster, program.plan, task.model, task.sequence)
     attention = program.context.attention(program.blocks[LAYER])
-    assert attention == attention_bytes(work, *(program.mesh.group(form) for form in ("ulysses", "ring")))
+    assert attention == attention_bytes(work, program.mesh.group("ulysses"), program.mesh.group("ring"))
     assert attention is not None
     first, later = ((scale * forward, scale * backward) for forward, backward in core_rounds(task.cluster.device, work))
     rounds: Rounds = (first, later)

@@ -1,6 +1,6 @@
 """One process in which activations and their gradients are rounded where stages of a pipeline meet."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,14 +63,21 @@ class _Crossing(torch.autograd.Function):
         return ctx.coder.rounded(grads[0], ctx.coder.formats.back), None
 
 
-def coded_serial(case: Case, boundaries: Mapping[int, Formats], data: int, rows: int = 1) -> Outcome:
+def coded_serial(
+    case: Case,
+    boundaries: Mapping[int, Formats],
+    data: int,
+    rows: int = 1,
+    prepare: Callable[[Sequence[nn.Module]], None] = lambda blocks: None,
+) -> Outcome:
     """Train a case in this process for `data` data ranks with `rows` tensor rows each; `boundaries` maps the block
-    before a boundary to its formats.
+    before a boundary to its formats, and `prepare` may change the blocks.
 
     Losses are sums over tokens until the step ends, since gradients cross stages so.
     """
     model, size = MODELS[case.model], case.plan.micro_batch
     blocks = model.blocks(torch.float64)
+    prepare(blocks)
     parameters = trainable(blocks)
     optimizer = make_adamw(parameters)
     coders = {(rank, block): _Coder(each, rows) for rank in range(data) for block, each in boundaries.items()}

@@ -254,6 +254,20 @@ def lost_residual(engine: Engine) -> None:
         origin.residual = lambda message, tier, leg, rows, numel: torch.zeros(rows, numel)  # type: ignore[method-assign]
 
 
+def rows_rounded_twice(engine: Engine) -> None:
+    """Round coded rows that arrive once more, in a narrower format."""
+    inner, wire = engine.comm.collectives.read_rows, parse_format("int4:16")
+
+    def rounded(hop: Hop, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = inner(hop, coded, dtype)
+        codes = torch.empty(len(rows), wire.message_bytes(hop.numel), dtype=torch.uint8)
+        codecs.encode(rows, wire, codes)
+        codecs.decode(codes, wire, rows)
+        return rows
+
+    engine.comm.collectives.read_rows = rounded  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -276,5 +290,6 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         lost_part,
         rounded_on_a_plain_tier,
         lost_residual,
+        rows_rounded_twice,
     )
 }

@@ -12,7 +12,7 @@ from terrace.model.attention import AttentionPlans, Plans
 from terrace.model.layers import Attention
 from terrace.plan.context import attention_heads, local_tokens
 from terrace.plan.residency import recomputed
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import MessageClass
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 from terrace.runtime.context.attention import attend
@@ -74,12 +74,12 @@ class ContextAxis(InBlockAxis):
     def _declare(self, token_layout: TokenLayout, trains: bool) -> None:
         program, group = self._program, self.comm.group
         again = recomputed(program.plan, program.blocks)
-        item_bytes = FORMATS[program.plan.compute].element_bytes
+        wires = [program.plan.wire_format(MessageClass.CONTEXT, tier) for tier in program.layout.tiers]
         for block in program.stage.own:
             heads = attention_heads(program.blocks[block], program.mesh.total("rows"))
             if heads is None:
                 continue
-            sent = sent_bytes(token_layout, group, heads, item_bytes)
+            sent = sent_bytes(token_layout, group, heads, wires)
             for tier, forward, backward in zip(program.layout.tiers, sent.forward, sent.backward, strict=True):
                 # A recomputed layer sends its forward messages twice.
                 num_bytes = forward * (2 if block in again else 1) + backward if trains else forward

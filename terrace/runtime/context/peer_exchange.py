@@ -17,6 +17,7 @@ from terrace.model.pair_kernels import side_by_side
 from terrace.plan.context import ContextGroup
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
+from terrace.runtime.context.row_coder import RowCoder
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
 from terrace.sequence.token_layout import Exchange, Run, merged_runs, num_rows
 
@@ -131,14 +132,40 @@ class PendingRecv:
             return
         # Receive buffers must exist before the lane starts the exchange.
         for member, rows in exchange.receives:
-            self._messages.append((member, like.new_empty(rows.num * sum(heads) * self._size)))
+            self._messages.append((member, self._empty(member, rows.num)))
         # The lane reads the given tensors, and fills the messages, until the wait.
         self._given = [(member, rows, give(member)) for member, rows in exchange.sends]
         self._flight = comm.in_block.submit(self._exchange, message)
 
     def _exchange(self) -> None:
-        sends = [(member, _packed(rows, given)) for member, rows, given in self._given]
+        sends = []
+        for member, rows, given in self._given:
+            values, coding = _packed(rows, given), self._comm.coding(member)
+            if coding is not None:
+                coder, tier = coding
+                values = coder.code(tier, values, rows.num, [x.shape[1] * self._size for x in given])
+            sends.append((member, values))
         self._comm.among.exchange(MessageClass.CONTEXT, sends, self._messages)
+
+    @property
+    def _numels(self) -> list[int]:
+        """Elements of a row of each tensor that arrives."""
+        return [heads * self._size for heads in self._heads]
+
+    def _empty(self, member: int, num: int) -> Tensor:
+        coding = self._comm.coding(member)
+        if coding is None:
+            return self._like.new_empty(num * sum(self._numels))
+        coder, tier = coding
+        return self._like.new_empty(coder.num_bytes(tier, num, self._numels), dtype=torch.uint8)
+
+    def _values(self, member: int, message: Tensor, num: int) -> Sequence[Tensor]:
+        """What a message brings of each tensor."""
+        coding = self._comm.coding(member)
+        if coding is None:
+            return torch.split(message, [num * numel for numel in self._numels])
+        coder, tier = coding
+        return coder.read(tier, message, num, self._numels, self._like.dtype)
 
     def whole(self, num: int) -> Sequence[Tensor]:
         """Wait, then make tensors of `num` rows of the ones that arrived and stayed; other rows are zero."""
@@ -163,7 +190,7 @@ class PendingRecv:
         own, self._own = self._own, []
         for (member, message), (_, rows) in zip(messages, self._peer_exchange.receives, strict=True):
             shapes = [(1, rows.num, heads, self._size) for heads in self._heads]
-            values = torch.split(message, [math.prod(shape) for shape in shapes])
+            values = self._values(member, message, rows.num)
             yield member, rows, [x.view(shape).transpose(1, 2) for x, shape in zip(values, shapes, strict=True)]
         if self._peer_exchange.own is not None:
             yield self._comm.member, self._peer_exchange.own[1], own
@@ -188,8 +215,15 @@ def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
 class PeerComm:
     """Exchanges of `member` of a context group with the other members."""
 
-    def __init__(self, group: ContextGroup, member: int, among: GroupP2P, in_block: InBlockComm) -> None:
-        self.group, self.member, self.among, self.in_block = group, member, among, in_block
+    def __init__(
+        self, group: ContextGroup, member: int, among: GroupP2P, in_block: InBlockComm, coder: RowCoder | None = None
+    ) -> None:
+        self.group, self.member, self.among, self.in_block, self.coder = group, member, among, in_block, coder
+
+    def coding(self, other: int) -> tuple[RowCoder, int] | None:
+        """The coder of messages to and from another member and their tier; None where they are as they are held."""
+        tier = self.group.tier(self.member, other)
+        return None if self.coder is None or not self.coder.codes(tier) else (self.coder, tier)
 
     def start(
         self, message: ContextMessage, exchange: PeerExchange, give: Give, heads: Sequence[int], like: Tensor

@@ -1,0 +1,60 @@
+"""Rows of messages between context ranks in the formats of the tiers that they cross.
+
+Each row of a tensor, one token's heads of it, is coded by itself, so that its rounding depends on no other row, nor on
+which rows travel together.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from terrace.comm.collectives import Collectives
+from terrace.comm.ledger import Meter
+from terrace.comm.rounding import Origin
+from terrace.plan.hops import Hop
+from terrace.plan.plan import Plan
+from terrace.plan.wire import FORMATS, MessageClass
+
+
+class RowCoder:
+    """Codes and reads messages of one rank; a message has `num` rows of tensors with `numels` elements a row."""
+
+    def __init__(self, collectives: Collectives, plan: Plan, tiers: Sequence[str], meter: Meter) -> None:
+        self._collectives = collectives
+        wires = [plan.wire_format(MessageClass.CONTEXT, tier) for tier in tiers]
+        self._wires = [None if wire == FORMATS[plan.compute] else wire for wire in wires]
+        self._origin = Origin("attention", torch.device("cpu"), meter)
+
+    def codes(self, tier: int) -> bool:
+        """Whether messages over a tier are in another format than the compute dtype."""
+        return self._wires[tier] is not None
+
+    def num_bytes(self, tier: int, num: int, numels: Sequence[int]) -> int:
+        """Bytes of a message over a tier that has a format."""
+        return num * sum(self._hop(tier, numel).part_bytes for numel in numels)
+
+    def code(self, tier: int, values: Tensor, num: int, numels: Sequence[int]) -> Tensor:
+        """The message (bytes) of `values`, the rows of one tensor after those of another."""
+        parts = torch.split(values, [num * numel for numel in numels])
+        coded = [
+            self._collectives.code_rows(
+                MessageClass.CONTEXT, self._hop(tier, numel), part.view(num, numel), self._origin
+            ).view(-1)
+            for part, numel in zip(parts, numels, strict=True)
+        ]
+        return torch.cat(coded)
+
+    def read(self, tier: int, message: Tensor, num: int, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """The rows (num, numel) of each tensor."""
+        hops = [self._hop(tier, numel) for numel in numels]
+        parts = torch.split(message, [num * hop.part_bytes for hop in hops])
+        return [
+            self._collectives.read_rows(hop, part.view(num, hop.part_bytes), dtype)
+            for hop, part in zip(hops, parts, strict=True)
+        ]
+
+    def _hop(self, tier: int, numel: int) -> Hop:
+        wire = self._wires[tier]
+        assert wire is not None, "only tiers with a format code"
+        return Hop(tier, 2, wire, numel)
