@@ -47,8 +47,13 @@ def bottleneck(task: Task, plan: Plan) -> Bottleneck:
     predicted = predict_step(step_of(task, plan))
     recordings, stage = record_stages(predicted.programs, predicted.costs), predicted.busiest
     exposed = exposed_by_tier(recordings, stage)
+    step_s = recordings[stage].report.step_s
+    if predicted.cycle is not None:  # recorded is a step without exchanges
+        outer = predicted.cycle.outer
+        exposed[outer.tier] = exposed.get(outer.tier, 0.0) + predicted.cycle.waited_s / outer.every
+        step_s = predicted.step_s
     tier = max(exposed, key=exposed.__getitem__, default=task.cluster.tiers[-1].name)
-    share = exposed.get(tier, 0.0) / (recordings[stage].report.step_s or 1.0)
+    share = exposed.get(tier, 0.0) / (step_s or 1.0)
     return Bottleneck(tier=tier, share=share, step_s=predicted.step_s)
 
 
