@@ -110,7 +110,7 @@ class MegatronEvaluator(ExposedEvaluator):
 
     def lines(self, candidate: Candidate) -> list[dict[str, float]]:
         # Not overlapped: the messages of the blocks follow each other.
-        numels, message_prices = self.estimator.numels(candidate.mesh), self.bounds.message_prices
+        numels, message_prices = self.estimator.numels.all(candidate.mesh), self.bounds.chains.message_prices
         of_kind = message_prices.messages(candidate.mesh.state, numels, candidate.placement).sync
         parts = self.stages(candidate)[0].parts
         sums = [math.fsum(count * of_kind[kind] for kind, count in part.runs) for part in parts]

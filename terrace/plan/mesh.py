@@ -61,7 +61,7 @@ class Mesh:
             # The ranks left over hold the same experts.
             own = {**row, "data": members // math.prod(row.values()), "pipeline": pipeline}
             of_experts.append(tuple(own.get(axis, 1) for axis in ORDER))
-        return Mesh(mesh.degrees, _interned(tuple(of_experts)))
+        return _interned(mesh.degrees, _interned(tuple(of_experts)))
 
     @staticmethod
     def build(num_tiers: int, **degrees: Sequence[int]) -> "Mesh":
@@ -141,7 +141,7 @@ class Mesh:
     def inside(self) -> "Mesh":
         """Only the axes whose ranks send messages inside a block: tensor, context, and those of experts."""
         found = self.only("tensor", "context")
-        return found if self.experts is None else Mesh(found.degrees, self.experts.only(*EXPERT_AXES))
+        return found if self.experts is None else _interned(found.degrees, self.experts.only(*EXPERT_AXES))
 
     @cached_property
     def expert_degrees(self) -> tuple[int, int]:
@@ -150,11 +150,12 @@ class Mesh:
 
     def with_experts(self, expert: Sequence[int], rows: Sequence[int]) -> "Mesh":
         """The mesh with these degrees per tier for stacks of experts; without any, experts are as all else."""
-        if math.prod(expert) * math.prod(rows) == 1:
-            return self
-        data = [members // (own * cut) for members, own, cut in zip(self.group(*STAGE), expert, rows, strict=True)]
-        of_experts = Mesh.build(len(data), expert=expert, rows=rows, data=data, pipeline=self.group("pipeline"))
-        return Mesh(self.degrees, _interned(of_experts.degrees))
+        of_experts = _of_experts(self.group(*STAGE), self.group("pipeline"), tuple(expert), tuple(rows))
+        return self if of_experts is None else _interned(self.degrees, of_experts)
+
+    def with_experts_of(self, other: "Mesh") -> "Mesh":
+        """The mesh with the experts of another, whatever its ranks of a stage: to price what happens inside a block."""
+        return self if self.experts is other.experts else _interned(self.degrees, other.experts)
 
     def expert_table(self, tiers: Sequence[str]) -> dict[str, dict[str, int]]:
         """The degrees for experts as `Plan.experts` on the named tiers."""
@@ -181,8 +182,7 @@ class Mesh:
         found = []
         for (columns, rows, own, ring, *others), ulysses in zip(self.degrees, degrees, strict=True):
             found.append((columns, rows, ulysses, own * ring // ulysses, *others))
-        mesh = _interned(tuple(found))
-        return mesh if self.experts is None else Mesh(mesh.degrees, self.experts)
+        return _interned(tuple(found), self.experts)
 
     def mapping(self, tiers: Sequence[str]) -> dict[str, dict[str, int | dict[str, int]]]:
         """The mesh as `Plan.mapping` on the named tiers, a row for each: the way back from `Mesh.of`."""
@@ -282,9 +282,19 @@ def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _interned(degrees: tuple[tuple[int, ...], ...]) -> Mesh:
+def _interned(degrees: tuple[tuple[int, ...], ...], experts: Mesh | None = None) -> Mesh:
     # The planner asks for the same few meshes many times, and a mesh remembers what was asked of it.
-    return Mesh(degrees)
+    return Mesh(degrees, experts)
+
+
+@lru_cache(maxsize=4096)
+def _of_experts(
+    members: tuple[int, ...], pipeline: tuple[int, ...], expert: tuple[int, ...], rows: tuple[int, ...]
+) -> Mesh | None:
+    if math.prod(expert) * math.prod(rows) == 1:
+        return None
+    data = [size // (own * cut) for size, own, cut in zip(members, expert, rows, strict=True)]
+    return _interned(Mesh.build(len(data), expert=expert, rows=rows, data=data, pipeline=pipeline).degrees)
 
 
 @lru_cache(maxsize=256)

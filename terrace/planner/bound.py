@@ -1,4 +1,4 @@
-"""Lower bounds on the step time and the memory of candidates.
+"""Lower bounds on the step time and the memory of candidates; of data-parallel messages in terrace.planner.chains.
 
 Pipeline time. Let f and b be the forward and backward of a stage on one micro-batch, tensor and context messages
 included (nothing hides them), and f0 and b0 the forward and backward of the lightest virtual stage with the message
@@ -12,32 +12,22 @@ weight gradients may fill the end). So with M micro-batches a pipeline takes at 
 the last one counts a split b without its weight gradient. Later bounds play the orders with f and b or, cheaper, add up
 the tasks on the critical path of a pipeline already played with the same orders and other seconds.
 
-Data-parallel messages. Steps repeat, so a stage's step is at least as long as a chain from one CLIP to the next
-(`Bounds.excess_s`): everything before block j's first forward (the updates, or the refreshes of the blocks up to j, and
-a gather), all computing except the forwards of the blocks before j and the last backwards of the blocks before k, then
-the reductions or synchronisations of the blocks from k down to the first, and CLIP's own message. A step is also at
-least as long as the sum of the messages on any one lane.
-
 Many shapes at once. A group (terrace.planner.space) has the computing of its tokens on tensor ranks alone, which no
 member goes below: products and passes over memory depend on tokens only, and attention takes as many products in as
 many rounds or more. An open shape adds the least messages of any of its context forms; it counts the smallest memory,
 and hides messages behind the largest forward and backward. The layer split depends on the context form only through the
 logits' cost in layers, and is monotone in it: a bound on schedules is the least of all splits in between.
 
-Computing that takes longer in some member hides more of the chain, but only as much of it as one pass of a stage's
-layers; the pipeline itself takes longer by at least as much (`Bounds.least_excess_s`).
-
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate
+from terrace.planner.chains import Chains, Choice
 from terrace.planner.estimate import Estimator
-from terrace.planner.messages import MessagePrices, Messages
-from terrace.planner.parts import BlockWorks, Runs, Work, parts_of, work_of_runs
+from terrace.planner.parts import BlockWorks, parts_of
 from terrace.planner.pipelines import Pipeline, build_pipeline
 from terrace.planner.space import Group, OpenMesh
 from terrace.planner.spans import Span, Spans
@@ -58,8 +48,8 @@ class Bounds:
         self.estimator, self.task = estimator, estimator.task
         self.split = estimator.split
         self.num_inner = len(self.task.inner)
-        self.message_prices = MessagePrices(estimator)
         self.works = Works(estimator)
+        self.chains = Chains(estimator, self.works)
         self.spans_of = Spans(self.split)
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
@@ -144,20 +134,21 @@ class Bounds:
 
     def group_s(self, group: Group) -> float:
         """Lower bound in seconds over everything in a group."""
-        return self.spans_of.least_s(*self._least(group))[1] * SLACK
+        return self.spans_of.least_s(*self._least(group, exact=False))[1] * SLACK
 
-    def group_spans(self, group: Group, schedules: Sequence[tuple[str, int]]) -> list[Span]:
-        """Bounds over everything in a group with each schedule."""
-        works, edge_s, stages, micros = self._least(group)
+    def group_spans(self, group: Group, schedules: Sequence[tuple[str, int]], *, exact: bool = False) -> list[Span]:
+        """Bounds over everything in a group with each schedule; `exact` as in `Estimator.least_block`."""
+        works, edge_s, stages, micros = self._least(group, exact)
         return self.spans_of.each(works, 0.0, edge_s, stages, micros, schedules)
 
-    def group_excess_s(self, group: Group, placements: Iterable[Placement]) -> float:
-        """`least_excess_s` of everything in a group, whose members share their states among the same ranks."""
-        return self.least_excess_s(group.members[0][0], self._least(group)[0].each, placements)
+    def group_excess_s(self, group: Group, choices: Iterable[Choice], *, exact: bool = False) -> float:
+        """`Chains.least_s` of everything in a group, whose members share their states among the same ranks."""
+        works, *_ = self._least(group, exact)
+        return self.chains.least_s(group.member, works.each, group.num_micros, choices)
 
-    def _least(self, group: Group) -> tuple[BlockWorks, float, int, int]:
+    def _least(self, group: Group, exact: bool) -> tuple[BlockWorks, float, int, int]:
         shape, micro_batch, recompute, micros, _ = group
-        works = self.works.of(shape, micro_batch, recompute, micros > 1, context=False)
+        works = self.works.of(shape, micro_batch, recompute, micros > 1, context=False, exact=exact)
         stages = shape.mesh.total("pipeline")
         return works, self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0, stages, micros
 
@@ -219,141 +210,17 @@ class Bounds:
 
     def placed_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in seconds for a core with a placement and a unit."""
-        return self.least_s(core, self.excess_s(core, placement, unit))
+        return self.least_s(core, self.chains.excess_s(core, placement, unit))
 
     @staticmethod
     def least_s(core: PartialCandidate, excess_s: float) -> float:
         """Lower bound in seconds for a step at least `excess_s` longer than its computing."""
         return (core.span_s + excess_s) * SLACK
 
-    def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
-        """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core.
-
-        The chain in the module's docstring is longest at the first or the last block of some run of equal blocks, so
-        only these are tried.
-        """
-        if core.unit:
-            return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
-        runs = core.heavy
-        # Until ranks divide the experts, it is open who holds their states.
-        if runs is None or core.shape.divides:
-            return 0.0
-        shape, estimator = core.shape, self.estimator
-        numels = estimator.own_numels(shape.mesh)
-        messages = self.message_prices.of_shape(shape.mesh, placement)
-        # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
-        # messages.
-        works = self.works.most(shape, core.micro_batch, core.recompute, core.num_micros > 1)
-        held = sum(numels[kind] * count for kind, count in runs)
-        update_s = estimator.update_s(shape.mesh.state, placement, held)
-        # The first block's backward is the last of the step; its synchronisation ends the chain.
-        first_s = messages.sync[runs[0][0]]
-        starts_s = ends_s = 0.0
-        refreshed_s = forward_s = reduced_s = synced_s = backward_s = 0.0  # of the blocks before
-        for kind, count in runs:
-            work, more = works[kind], count - 1
-            refresh_s, gather_s, reduce_s, sync_s = (each[kind] for each in messages[:4])
-            # Start of the chain: the first block of this kind, then the last, less the forwards that overlap.
-            ready_s = max(update_s, refreshed_s + refresh_s) + gather_s - forward_s
-            last_s = max(update_s, refreshed_s + count * refresh_s) + gather_s - forward_s
-            starts_s = max(starts_s, ready_s, last_s - more * unit * work[0])
-            # End of the chain: from the last backward of this kind down to CLIP, less the backwards that overlap.
-            synced = reduce_s + synced_s
-            reduced = reduced_s + first_s
-            done_s = max(synced + sync_s, reduced + reduce_s) - backward_s
-            last_s = max(synced + count * sync_s, reduced + count * reduce_s) - backward_s
-            ends_s = max(ends_s, done_s, last_s - more * unit * work[1])
-            refreshed_s, forward_s = refreshed_s + count * refresh_s, forward_s + count * unit * work[0]
-            reduced_s, synced_s = reduced_s + count * reduce_s, synced_s + count * sync_s
-            backward_s += count * unit * work[1]
-        compute_s = core.num_micros * sum(count * (works[kind][0] + works[kind][1]) for kind, count in runs)
-        busiest_s = max(self._lanes_s(runs, messages, core.num_micros // unit).values())
-        return max(starts_s + ends_s + messages.control[0], busiest_s - compute_s)
-
-    def least_excess_s(self, shape: OpenMesh, works: Sequence[Work], placements: Iterable[Placement]) -> float:
-        """The same for a pipeline with the best of `placements`, whatever its schedule and split, to be added to
-        `Span.chained_s`.
-
-        Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
-        passes of look-ups before them. `works` may be the least of several forms: those whose layers take longer hide
-        more of the chain, but no more than their pipeline takes longer.
-        """
-        mesh, alike = shape.mesh, self.split.alike
-        stages = mesh.total("pipeline")
-        if alike is None or stages == 1 or shape.divides:
-            return 0.0
-        numels, most = self.estimator.own_numels(mesh), -(-self.num_inner // stages)
-        forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
-        found = []
-        for placement in placements:
-            messages = self.message_prices.of_shape(mesh, placement)
-            refresh_s, gather_s, reduce_s, sync_s = (each[alike] for each in messages[:4])
-            update_s = self.estimator.update_s(mesh.state, placement, most * numels[alike])
-            starts_s = max(max(update_s, refresh_s), max(update_s, most * refresh_s) - forwards_s) + gather_s
-            ends_s = max(sync_s, most * sync_s - backwards_s) + reduce_s
-            if reduce_s:
-                first_s = min([sync_s, *(messages.sync[kind] for kind, _ in self.split.before[:1])])
-                ends_s = max(ends_s, first_s + most * reduce_s - backwards_s)
-            found.append(starts_s + ends_s)
-        return max(0.0, min(found, default=0.0) - sum(work_of_runs(works, self.split.before)[:2]))
-
     @staticmethod
     def chained_s(span: Span, excess_s: float) -> float:
         """Bound in seconds with a schedule and the least excess; schedules that pass units have chains of their own."""
         return span.span_s if takes_unit(span.schedule) else max(span.span_s, span.chained_s + excess_s)
-
-    def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
-        """The same where units pass whole chunks, with every chunk as small as the smallest.
-
-        Nothing hides the first chunk's messages around the update. In the sums of lanes, the chunk where the passes
-        turn around and the chunk between two units are not gathered again.
-        """
-        shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
-        if alike is None or shape.mesh.experts is not None:
-            return 0.0
-        works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
-        num_stages = shape.mesh.total("pipeline")
-        counts = self.split.counts(works, num_stages * chunks)
-        # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
-        least = min(counts) * estimator.own_numels(shape.mesh)[alike]
-        messages = self.message_prices.messages(shape.mesh.state, (least,), placement)
-        update_s = estimator.update_s(shape.mesh.state, placement, chunks * least)
-        ends = (messages.gather, messages.reduce, messages.sync)
-        once_s = update_s + sum(lane[0] for lane in ends) + messages.control[0]
-        lanes: defaultdict[int, float] = defaultdict(float)
-        units = core.num_micros // core.unit
-        for seconds, times in (
-            (messages.refresh, chunks),
-            (messages.sync, chunks),
-            (messages.reduce, chunks * units),
-            (messages.gather, chunks),
-            (messages.further, (chunks - 1) * (units - 1)),
-            (messages.backward, (chunks - 1) * units),
-        ):
-            lanes[seconds.lane] += times * seconds[0]
-        before_s, after_s = (sum(work_of_runs(works, runs)[:2]) for runs in (self.split.before, self.split.after))
-        layer_s = works[alike][0] + works[alike][1]
-        # The lane belongs to some stage; without knowing which, the one with the least computing is assumed.
-        own = [sum(counts[stage::num_stages]) * layer_s for stage in range(num_stages)]
-        own[0] += before_s
-        own[-1] += after_s
-        return max(once_s, max(lanes.values()) - core.num_micros * min(own))
-
-    def _lanes_s(self, runs: Runs, messages: Messages, units: int) -> dict[int, float]:
-        lanes: defaultdict[int, float] = defaultdict(float)
-        for index, (kind, count) in enumerate(runs):
-            # The first and the last block of a stage keep their gathered parameters between two consecutive visits.
-            apart = max(0, count - (index == 0) - (index == len(runs) - 1))
-            for seconds, times in (
-                (messages.refresh, count),
-                (messages.sync, count),
-                (messages.reduce, count * units),
-                (messages.gather, count),
-                (messages.further, apart * (units - 1)),
-                (messages.backward, apart * units + (count - apart) * (units - 1)),
-            ):
-                lanes[seconds.lane] += times * seconds[kind]
-        return lanes
 
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""

@@ -64,7 +64,7 @@ class PartialCandidate(NamedTuple):
     def passing(self, unit: int) -> "PartialCandidate":
         """The core with units of `unit` micro-batches, all kept by a stage before its first backward.
 
-        Its messages are of whole chunks (`Bounds._chunks_excess_s`), so the blocks of a stage do not apply.
+        Its messages are of whole chunks (`Chains.excess_s`), so the blocks of a stage do not apply.
         """
         stages = tuple((numel, unit * kept, stack) for numel, kept, stack in self.stages)
         return self._replace(unit=unit, stages=stages, heavy=None)

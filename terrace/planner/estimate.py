@@ -8,7 +8,6 @@ terrace.planner.inner.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -22,7 +21,8 @@ from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
-from terrace.planner.inner import Inner, PassSeconds
+from terrace.planner.inner import NOTHING, Inner, PassSeconds
+from terrace.planner.numels import Numels
 from terrace.planner.parts import Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -39,7 +39,7 @@ from terrace.simulate.footprint import (
 from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
 from terrace.simulate.links import coding_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
-from terrace.simulate.states import StageBlocks, stage_blocks, state_layout
+from terrace.simulate.states import state_layout
 from terrace.simulate.work import Work
 
 
@@ -61,7 +61,7 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
-        self.inner, self.experts = Inner(task), Experts(task)
+        self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task)
         self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         # Whether a rank's computing follows from its tokens, in whatever context form: not so the tiles of products of
         # scores, which depend on the shape of each.
@@ -74,7 +74,6 @@ class Estimator:
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[object, ...], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
-        self._numels: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._plans: dict[Candidate, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
@@ -110,15 +109,23 @@ class Estimator:
         return mesh.total("data") * micro_batch < self.task.batch
 
     def least_block(
-        self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, *, context: bool = True
+        self,
+        kind: int,
+        forms: Sequence[Mesh],
+        micro_batch: int,
+        accumulate: bool,
+        *,
+        context: bool = True,
+        exact: bool = True,
     ) -> Seconds:
         """Lower bound on the seconds of a block over `forms` of a mesh's context ranks.
 
-        Without `context` it leaves out the messages of context ranks.
+        Without `context` it leaves out the messages of context ranks. If not `exact`, experts count as in
+        `Experts.at_least`, which takes a fraction of the time of playing their chunks.
         """
         if not self.specs[kind].attends:
-            return self._block(kind, forms[0], micro_batch, accumulate)
-        each = [self._block(kind, form, micro_batch, accumulate, context) for form in forms]
+            return self._block(kind, forms[0], micro_batch, accumulate, exact=exact)
+        each = [self._block(kind, form, micro_batch, accumulate, context, exact) for form in forms]
         # No form is best in all four; the minima may come from different forms.
         return each[0] if len(each) == 1 else Seconds(*map(min, zip(*each, strict=True)))
 
@@ -128,26 +135,43 @@ class Estimator:
         forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
         return forward_s, backward_s, again_s
 
-    def _block(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool = True) -> Seconds:
-        key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context)
+    def _block(
+        self,
+        kind: int,
+        mesh: Mesh,
+        micro_batch: int,
+        accumulate: bool,
+        context: bool = True,
+        exact: bool = True,
+    ) -> Seconds:
+        key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context, exact)
         if not self.specs[kind].attends:  # it sees tokens only, whatever the context ranks
             key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._summed(kind, mesh, micro_batch, accumulate, context)
+            found = self._blocks[key] = self._summed(kind, mesh, micro_batch, accumulate, context, exact)
         return found
 
-    def _summed(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool) -> Seconds:
-        own = self._compute(kind, mesh, micro_batch, accumulate)
-        forward_s, backward_s, again_s = self._tensor(kind, mesh, micro_batch, accumulate)
-        if context and self.specs[kind].attends and mesh.total("context") > 1:
-            waits = self.inner.context(kind, mesh, self.work(mesh, micro_batch))
-            forward_s, backward_s, again_s = forward_s + waits[0], backward_s + waits[1], again_s + waits[2]
-        if mesh.experts is not None and self.specs[kind].has_stacks:
-            waits = self.experts.waits(kind, mesh, self.work(mesh, micro_batch), accumulate)
-            forward_s, backward_s, again_s = forward_s + waits[0], backward_s + waits[1], again_s + waits[2]
+    def _summed(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool, exact: bool) -> Seconds:
+        work, mixes = self.work(mesh, micro_batch), mesh.experts is not None and self.specs[kind].has_stacks
+        put_off_s = 0.0
+        if mixes and not exact:
+            longer, waits = self.experts.at_least(kind, mesh, work, accumulate)
+            own = self._compute(kind, mesh.only("tensor", "context"), micro_batch, accumulate).longer(*longer)
+            # With more chunks, waits may be weight gradients, or computing that hides messages of tensor ranks.
+            put_off_s = waits[1]
+            passes = self.inner.tensor(kind, mesh, work, own.longer(waits[0], waits[1], waits[1]))
+        else:
+            own = self._compute(kind, mesh, micro_batch, accumulate)
+            passes = self._tensor(kind, mesh, micro_batch, accumulate)
+            waits = self.experts.waits(kind, mesh, work, accumulate) if mixes else NOTHING
+        in_context = self.inner.context(kind, mesh, work) if context else NOTHING
+        forward_s, backward_s, again_s = map(sum, zip(passes, in_context, waits, strict=True))
         return Seconds(
-            own.forward_s + forward_s, own.input_s + own.weight_s + backward_s, own.weight_s, own.forward_s + again_s
+            own.forward_s + forward_s,
+            own.input_s + own.weight_s + backward_s,
+            own.weight_s + put_off_s,
+            own.forward_s + again_s,
         )
 
     def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
@@ -178,7 +202,7 @@ class Estimator:
         if found is None:
             device, work = self.task.cluster.device, self.work(mesh, micro_batch)
             if mesh.experts is not None:
-                undivided = self._compute(kind, Mesh(mesh.degrees), micro_batch, accumulate)
+                undivided = self._compute(kind, mesh.only("tensor", "context"), micro_batch, accumulate)
                 longer = self.experts.longer(kind, mesh, work, accumulate)
                 found = self._kernels[key] = undivided.longer(*longer)
                 return found
@@ -225,7 +249,7 @@ class Estimator:
     def tie_s(self, candidate: Candidate, lender: int) -> float:
         """Seconds in which two stages sum the gradient of a block that one lends the other (terrace.plan.edges)."""
         mesh, cluster = candidate.mesh, self.task.cluster
-        numel = self.numels(mesh)[self.task.kinds.order[lender]]
+        numel = self.numels.all(mesh)[self.task.kinds.order[lender]]
         # The gradient is already reduced, so each rank sends its own shard.
         held = numel / math.prod(mesh.state[: candidate.placement.grads + 1])
         return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.master].element_bytes)
@@ -290,41 +314,6 @@ class Estimator:
         # Every other tensor that is kept has a row for each sequence.
         return micro_batch * found
 
-    def numels(self, mesh: Mesh) -> tuple[int, ...]:
-        """Parameters of a block of each kind on a tensor rank, where borrowers and lenders are together."""
-        return self._held(mesh, range(len(self.task.blocks))).sizes
-
-    def own_numels(self, mesh: Mesh) -> tuple[int, ...]:
-        """As `numels`, without parameters that tensor ranks share, experts among them, since their states are sharded
-        over these ranks, and without experts that ranks divide; for bounds.
-        """
-        key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
-        if key not in self._numels:
-            self._numels[key] = self._held(mesh, range(len(self.task.blocks))).flats[0].sizes
-        return self._numels[key]
-
-    def stack_numels(self, mesh: Mesh) -> tuple[int, ...]:
-        """Elements of the experts of a rank in a block of each kind; 0 where they are among `own_numels`."""
-        if mesh.experts is None:
-            return self._all_stacks if mesh.total("tensor") > 1 else (0,) * len(self.specs)
-        flats = self._held(mesh, range(len(self.task.blocks))).flats
-        return tuple(map(sum, zip(*(each.sizes for each in flats if each.stacked), strict=True)))
-
-    def least_numels(self, mesh: Mesh) -> tuple[int, ...]:
-        """`own_numels` without any experts, however ranks divide them."""
-        if mesh.total("tensor") > 1:
-            return self.own_numels(mesh)
-        return tuple(numel - stack for numel, stack in zip(self.own_numels(mesh), self._all_stacks, strict=True))
-
-    @cached_property
-    def _all_stacks(self) -> tuple[int, ...]:
-        stacks = ((param.numel for param in spec.params if param.is_stack and param.trainable) for spec in self.specs)
-        return tuple(map(sum, stacks))
-
-    def _held(self, mesh: Mesh, blocks: Sequence[int]) -> StageBlocks:
-        tensor, columns = mesh.total("tensor"), mesh.total("columns")
-        return stage_blocks(self.task.kinds, blocks, tensor, columns, 1, mesh.expert_degrees)
-
     def _blocks_of(self, kinds: Sequence[int]) -> tuple[int, ...]:
         # The first block of a kind stands for all.
         return tuple(self.task.kinds.first[kind] for kind in kinds)
@@ -335,7 +324,7 @@ class Estimator:
         A block that borrows from another stage has its own copy of the matrix.
         """
         blocks = self._blocks_of(kinds)
-        held = self._held(mesh, blocks)
+        held = self.numels.held(mesh, blocks)
         sizes = held.sizes
         stacks = [sum(flats.sizes[kind] for flats in held.flats if flats.stacked) for kind in range(len(self.specs))]
         places = {block: index for index, block in enumerate(blocks)}
@@ -350,7 +339,7 @@ class Estimator:
 
     def chunk_numels(self, part: Part, mesh: Mesh) -> list[int]:
         """Parameters of each chunk of a stage on a tensor rank."""
-        if mesh.experts is not None or any(self.stack_numels(mesh)):
+        if mesh.experts is not None or any(self.numels.stacks(mesh)):
             raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
         sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
         return [sum(islice(sizes, len(kinds_of(runs)))) for runs in part.chunks]

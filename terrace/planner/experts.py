@@ -71,6 +71,20 @@ class Experts:
         forward_s, backward_s = layer.waits_s(numbers)
         return forward_s, backward_s, forward_s - layer.tables_s(numbers)
 
+    def at_least(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> tuple[Seconds, Seconds]:
+        """Lower bounds on `longer`, and on `waits` beside these, whatever the chunks.
+
+        A pass takes as long as its computing or the rows on a lane; computing as in `least_longer`.
+        """
+        layer = self._layer(kind, mesh, work, accumulate)
+        if layer is None:
+            return _NOTHING, _NOTHING
+        (passed, shared, _, _), longer = self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, 1)
+        tables_s, forward_s, backward_s = layer.least_s()
+        again_s = max(0.0, forward_s - passed[0] - shared[0])
+        backward_s = max(0.0, backward_s - sum(passed[1:]) - sum(shared[1:]))
+        return longer, (tables_s + again_s, backward_s, again_s)
+
     def least_longer(self, kind: int, work: Work, accumulate: bool) -> Seconds:
         """The least of `longer` over all divisions of the experts.
 

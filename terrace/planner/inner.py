@@ -37,7 +37,7 @@ _Counted = tuple[int, Compute | None, list[tuple[float, list[tuple[int, int]]]]]
 PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and of the recomputation before it
 Passes = tuple[tuple[PricedMoment, ...], ...]  # of a forward, a backward, and a backward that recomputes
 
-_NOTHING: PassSeconds = (0.0, 0.0, 0.0)
+NOTHING: PassSeconds = (0.0, 0.0, 0.0)
 
 
 class Inner:
@@ -58,7 +58,7 @@ class Inner:
     def tensor(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> PassSeconds:
         """Seconds a block waits for its tensor ranks on one micro-batch, if its computing takes `own`."""
         if work.tensor == 1:
-            return _NOTHING
+            return NOTHING
         rooms = self.rooms(own.forward_s, own.input_s, own.weight_s)
         forward_s, backward_s, with_forward_s = (
             sum([times * added_s(parts, behind, rooms) for _, behind, parts, times in moments])
@@ -70,7 +70,7 @@ class Inner:
         """Seconds a block waits for its context ranks."""
         spec = self.task.kinds.specs[kind]
         if work.context == 1 or not spec.attends:
-            return _NOTHING
+            return NOTHING
         degrees = mesh.group("ulysses"), mesh.group("ring")
         # All that messages of the context ranks depend on within one task.
         key = (kind, degrees, work.rows, work.micro_batch)

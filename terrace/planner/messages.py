@@ -80,7 +80,7 @@ class MessagePrices:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
         self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
-        self._joined: dict[tuple[Mesh, Placement], Messages] = {}
+        self._joined: dict[tuple[object, ...], Messages] = {}
         self._lanes: dict[tuple[object, ...], LanePrice] = {}
         self._costs: dict[tuple[object, ...], Costs] = {}
 
@@ -93,16 +93,17 @@ class MessagePrices:
         return found
 
     def of_shape(self, mesh: Mesh, placement: Placement) -> Messages:
-        """Messages of the blocks of a mesh (`Estimator.own_numels`), with their experts if others hold these."""
-        numels, stacks = self.estimator.own_numels(mesh), self.estimator.stack_numels(mesh)
-        own = self.messages(mesh.state, numels, placement)
+        """Messages of the blocks of a mesh (`Numels.own`), with their experts if others hold these."""
+        numels, stacks = self.estimator.numels.own(mesh), self.estimator.numels.stacks(mesh)
         if not any(stacks):
-            return own
-        found = self._joined.get((mesh, placement))
+            return self.messages(mesh.state, numels, placement)
+        key = (mesh.state, numels, mesh.stack_state, stacks, placement)
+        found = self._joined.get(key)
         if found is None:
-            more, has = self.messages(mesh.stack_state, stacks, placement), [numel > 0 for numel in stacks]
+            own, more = self.messages(mesh.state, numels, placement), self.messages(mesh.stack_state, stacks, placement)
+            has = [numel > 0 for numel in stacks]
             joined = [JoinedPrice(*each, has) for each in zip(own, more, strict=True)]
-            found = self._joined[mesh, placement] = Messages(*joined)._replace(control=own.control)
+            found = self._joined[key] = Messages(*joined)._replace(control=own.control)
         return found
 
     def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:

@@ -154,12 +154,13 @@ def block_work(
     accumulate: bool,
     *,
     context: bool = True,
+    exact: bool = True,
 ) -> Work:
     """Seconds of a block on a micro-batch, the minimum over `forms`; look-ups and logits are not recomputed.
 
-    Without `context` the messages of context ranks are left out.
+    `context` and `exact` as in `Estimator.least_block`.
     """
-    block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context)
+    block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context, exact=exact)
     # `recompute` in a plan does not name look-ups and logits.
     again_s = block.again_s if recompute and not estimator.specs[kind].at_an_end else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s

@@ -3,11 +3,12 @@
 1. Shapes (mapping tables) with the same tensor ranks and stages, each with the micro-batch that gives a rank as many
    tokens, are a group: whatever their data and context ranks, they compute as long, or longer with messages of context
    ranks. A group has one bound: on its computing, then with the schedule that may be fastest, then with the messages
-   of data ranks.
+   of data ranks. If its shapes may divide experts, the group is then opened into groups of one division each, which
+   are bounded once more in this way, with the messages of experts on the busiest lane, and at last with the chunks in
+   which tokens go to them.
 2. The members of the group of lowest bound are opened: those that do not fit with all states sharded as far as possible
    are dropped, the messages of context ranks are counted, each schedule gets a bound, then the bound with its cheapest
    placement, then each of the shape's context forms likewise.
-   A shape that may divide experts is first opened once more, into shapes with every division of them.
 3. Next its orders are played, and every placement and unit gets its own bounds on time and memory.
 4. At last it is evaluated: its step is built and simulated.
 
@@ -30,9 +31,11 @@ from itertools import islice
 from terrace.base.collection import no_collection
 from terrace.base.errors import PlanError
 from terrace.plan.layout import DEVICE
+from terrace.plan.mesh import Mesh
 from terrace.plan.validate import validate
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK, PartialCandidate
+from terrace.planner.chains import Choice
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate, Window, ranked, window
@@ -42,7 +45,7 @@ from terrace.planner.space import (
     Space,
     closed,
     context_forms,
-    divided_shapes,
+    divided_groups,
     groups,
     micro_batches,
     passing_units,
@@ -79,10 +82,11 @@ class Level(IntEnum):
     GROUP = 0  # computing and stages alone, over all schedules
     SCHEDULED = 1  # a group, with the schedule that may be fastest
     CHAINED = 2  # and the messages of data ranks
-    ROOT = 3  # a shape and micro-batch, with the messages of context ranks
-    CORE = 4  # with a schedule: the bound in closed form
-    CHEAPEST = 5  # with the messages of its cheapest placement
-    PLACED = 6  # a whole candidate
+    CHUNKED = 3  # and the chunks in which tokens go to experts
+    ROOT = 4  # a shape and micro-batch, with the messages of context ranks
+    CORE = 5  # with a schedule: the bound in closed form
+    CHEAPEST = 6  # with the messages of its cheapest placement
+    PLACED = 7  # a whole candidate
 
 
 # Bound, level, tie break, group or candidate, placement, unit; then the entries that follow this one in ascending
@@ -154,7 +158,7 @@ class Search:
     def _groups(self) -> Iterator[Entry]:
         again = recomputations(self.space)
         for group in groups(self.space, by_tokens=self.evaluator.estimator.computes_by_tokens):
-            self._num_roots += len(group.members) * len(again)
+            self._num_roots += len(group.alike) * len(again)
             # Recomputation takes longer, so most groups with it never need a bound.
             yield from islice(self._bounded([group._replace(recompute=each) for each in again]), 1)
 
@@ -167,9 +171,6 @@ class Search:
         bound_s, level, _, core, _, _, _ = entry
         if isinstance(core, Group):
             yield from self._opened_group(bound_s, level, core)
-        elif level is Level.ROOT and core.shape.divides:
-            for root in self._divided(core):
-                yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
         elif level is Level.ROOT:
             yield from islice(self._cores(bound_s, core), 1)
         elif level is Level.CORE and not core.played:
@@ -194,20 +195,36 @@ class Search:
                 yield from self._all_placed(bound_s, core)
 
     def _opened_group(self, bound_s: float, level: Level, group: Group) -> Iterator[Entry]:
-        if level is Level.CHAINED:
+        if level is Level.CHUNKED or (level is Level.CHAINED and self.space.task.experts is None):
             for root in self._members(group):
                 yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
-            return
-        if level is Level.GROUP:
-            spans = self.bounds.group_spans(group, self._schedules_of(group.shape.mesh.total("pipeline")))
-            level, each_s = Level.SCHEDULED, [span.span_s for span in spans]
+        elif level is Level.CHAINED and group.shape.divides:
+            for each in divided_groups(self.space, group):
+                yield max(bound_s, self.bounds.group_s(each)), Level.GROUP, each.key, each, _NOWHERE, 0, _NONE
+        elif level is Level.CHAINED:
+            each_s = self._chained_s(group, self._group_spans(group, exact=True), exact=True)
+            yield max(bound_s, each_s), Level.CHUNKED, group.key, group, _NOWHERE, 0, _NONE
+        elif level is Level.SCHEDULED:
+            each_s = self._chained_s(group, self._spans.pop(group.key))
+            yield max(bound_s, each_s), Level.CHAINED, group.key, group, _NOWHERE, 0, _NONE
+        elif spans := self._group_spans(group):  # else no schedule takes its numbers
             self._spans[group.key] = spans
-        else:
-            excess_s = self.bounds.group_excess_s(group, placements(self.space, group.members[0][0].mesh))
-            level, each_s = Level.CHAINED, [self.bounds.chained_s(each, excess_s) for each in self._spans[group.key]]
-            del self._spans[group.key]
-        if each_s:  # else no schedule takes its numbers
-            yield max(bound_s, min(each_s) * SLACK), level, group.key, group, _NOWHERE, 0, _NONE
+            each_s = min(span.span_s for span in spans) * SLACK
+            yield max(bound_s, each_s), Level.SCHEDULED, group.key, group, _NOWHERE, 0, _NONE
+
+    def _group_spans(self, group: Group, *, exact: bool = False) -> list[Span]:
+        schedules = self._schedules_of(group.shape.mesh.total("pipeline"))
+        return self.bounds.group_spans(group, schedules, exact=exact)
+
+    def _chained_s(self, group: Group, spans: list[Span], *, exact: bool = False) -> float:
+        choices = self._choices(group.member.mesh, group.num_micros)
+        excess_s = self.bounds.group_excess_s(group, choices, exact=exact)
+        return min([self.bounds.chained_s(each, excess_s) for each in spans]) * SLACK
+
+    def _choices(self, mesh: Mesh, num_micros: int) -> list[Choice]:
+        pipelined = mesh.total("pipeline") > 1
+        found = ((each, units(self.space, num_micros, each, pipelined)) for each in placements(self.space, mesh))
+        return [(placement, each[-1]) for placement, each in found if each]
 
     def _members(self, group: Group) -> Iterator[PartialCandidate]:
         for shape, micro_batch in group.members:
@@ -216,17 +233,10 @@ class Search:
                 self._num_opened += 1
                 yield self.bounds.bounded(outline)
 
-    def _divided(self, root: PartialCandidate) -> Iterator[PartialCandidate]:
-        places = placements(self.space, root.shape.mesh)[::-1]
-        for shape in divided_shapes(self.space, root.shape):
-            outline = self.bounds.outline(shape, root.micro_batch, root.recompute)
-            if self._fits_somewhere(outline, places):
-                yield self.bounds.bounded(outline)
-
     def _cores(self, bound_s: float, root: PartialCandidate) -> Iterator[Entry]:
         spans = self.bounds.spans(root, self._schedules_of(root.sizes.num_stages))
         works = self.bounds.works.of(root.shape, root.micro_batch, root.recompute, root.num_micros > 1)
-        excess_s = self.bounds.least_excess_s(root.shape, works.each, self._fitting(root))
+        excess_s = self.bounds.chains.least_s(root.shape, works.each, root.num_micros, self._fitting(root))
         found = iter(sorted((max(bound_s, self.bounds.chained_s(span, excess_s) * SLACK), span) for span in spans))
 
         def following() -> Iterator[Entry]:
@@ -274,15 +284,15 @@ class Search:
         if found is None:
             root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
             found = self._excesses[key] = sorted(
-                (self.bounds.excess_s(core, placement, unit), placement, unit)
+                (self.bounds.chains.excess_s(core, placement, unit), placement, unit)
                 for placement in placements(self.space, core.shape.mesh)
                 for unit in units_of(self.space, core, placement)
                 if self._fits(root, placement, unit)
             )
         return found
 
-    def _fitting(self, root: PartialCandidate) -> Iterator[Placement]:
-        return (each for each in placements(self.space, root.shape.mesh) if self._fits(root, each, 1))
+    def _fitting(self, root: PartialCandidate) -> list[Choice]:
+        return [each for each in self._choices(root.shape.mesh, root.num_micros) if self._fits(root, each[0], 1)]
 
     def _fits_somewhere(self, root: PartialCandidate, places: Sequence[Placement]) -> bool:
         return any(self._fits(root, placement, 1) for placement in places)

@@ -47,14 +47,28 @@ class Group(NamedTuple):
     """Shapes with the same tensor ranks and stages, each with the micro-batch that gives a rank as many tokens.
 
     They differ in how the other ranks are shared between the context and the data axis; their steps have equally many
-    micro-batches. `shape` and `micro_batch` have the least computing of all (`least_of`).
+    micro-batches. `shape` and `micro_batch` have the least computing of all (`least_of`), and their division of
+    experts.
     """
 
     shape: OpenMesh
     micro_batch: int
     recompute: int
     num_micros: int
-    members: tuple[tuple[OpenMesh, int], ...]  # with their micro-batches
+    alike: tuple[tuple[OpenMesh, int], ...]  # with their micro-batches, before experts are divided
+
+    @property
+    def members(self) -> list[tuple[OpenMesh, int]]:
+        """The shapes with their micro-batches."""
+        return [(self._divided(shape), micro_batch) for shape, micro_batch in self.alike]
+
+    @property
+    def member(self) -> OpenMesh:
+        """One of the shapes, for what they have in common."""
+        return self._divided(self.alike[0][0])
+
+    def _divided(self, shape: OpenMesh) -> OpenMesh:
+        return OpenMesh(shape.mesh.with_experts_of(self.shape.mesh), shape.is_open, self.shape.divides)
 
     @property
     def key(self) -> tuple[int, str, int, int, OpenMesh, int]:
@@ -94,6 +108,13 @@ def context_forms(space: Space, shape: OpenMesh) -> list[Mesh]:
 def divided_shapes(space: Space, shape: OpenMesh) -> list[OpenMesh]:
     """A shape with every division of experts, fewest ranks first."""
     return [OpenMesh(shape.mesh.with_experts(*degrees), shape.is_open) for degrees in expert_forms(space, shape.mesh)]
+
+
+def divided_groups(space: Space, group: Group) -> list[Group]:
+    """A group with every division of experts, fewest ranks first: its shapes have the same ranks on a stage."""
+    shape, mesh = group.shape, group.member.mesh
+    divided = [mesh.with_experts(*degrees) for degrees in expert_forms(space, mesh)]
+    return [group._replace(shape=OpenMesh(shape.mesh.with_experts_of(each), shape.is_open)) for each in divided]
 
 
 ExpertForm = tuple[tuple[int, ...], tuple[int, ...]]  # ranks per tier that hold different experts, and that cut them
@@ -192,7 +213,8 @@ def least_of(space: Space, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh,
     mesh, context = shape.mesh.only("tensor", "pipeline"), shape.mesh.total("context")
     common = math.gcd(micro_batch, context)
     queries = tuple(heads.queries for heads in space.task.heads(mesh.total("rows")))
-    return OpenMesh(_least_mesh(mesh, context // common, queries), divides=shape.divides), micro_batch // common
+    least = _least_mesh(mesh, context // common, queries).with_experts_of(shape.mesh)
+    return OpenMesh(least, divides=shape.divides), micro_batch // common
 
 
 @lru_cache(maxsize=65536)

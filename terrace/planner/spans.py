@@ -26,7 +26,7 @@ class _Priced(NamedTuple):
 class Span(NamedTuple):
     """Bound in seconds with a schedule, and the blocks of its busiest stage, if known.
 
-    `chained_s` bounds the computing to which `Bounds.least_excess_s` may be added.
+    `chained_s` bounds the computing to which `Chains.least_s` may be added.
     """
 
     schedule: str

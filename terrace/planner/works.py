@@ -19,27 +19,33 @@ class Works:
         self._space = Space(task=estimator.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
         self._sizes: dict[tuple[OpenMesh, int], Sizes] = {}
-        self._block_works: dict[tuple[Mesh, bool, bool, int, int, bool, bool], BlockWorks] = {}
+        self._block_works: dict[tuple[object, ...], BlockWorks] = {}
         self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
 
     def of(
-        self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool, context: bool = True
+        self,
+        shape: OpenMesh,
+        micro_batch: int,
+        recompute: int,
+        accumulate: bool,
+        context: bool = True,
+        exact: bool = True,
     ) -> BlockWorks:
-        """Least seconds of the blocks; without `context`, less the messages of context ranks.
+        """Least seconds of the blocks; `context` and `exact` as in `Estimator.least_block`.
 
         `accumulate`: a step adds up the gradients of several micro-batches.
         """
-        key = (shape.mesh.inside, shape.is_open, shape.divides, micro_batch, recompute, accumulate, context)
+        key = (shape.mesh.inside, shape.is_open, shape.divides, micro_batch, recompute, accumulate, context, exact)
         found = self._block_works.get(key)
         if found is None:
             numbers = micro_batch, recompute, accumulate
-            # Where ranks divide experts, the mesh has messages of its own.
-            by_tokens = self.estimator.computes_by_tokens and shape.mesh.experts is None
-            if context and shape.is_open and by_tokens:
+            if context and shape.is_open and self.estimator.computes_by_tokens:
                 each = self._with_messages(shape, *numbers)
             else:
                 forms, kinds = self.forms(shape), range(len(self.specs))
-                each = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in kinds]
+                each = [
+                    block_work(self.estimator, kind, forms, *numbers, context=context, exact=exact) for kind in kinds
+                ]
                 if shape.divides:
                     each = self._with_least_experts(each, forms[0], *numbers)
             layers = 0.0 if self.split.alike is None else self.split.logits_in_layers(each)
@@ -77,9 +83,9 @@ class Works:
         found = self._sizes.get((shape, recompute))
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
-            numels = self.estimator.least_numels(mesh) if shape.divides else self.estimator.own_numels(mesh)
+            numels = self.estimator.numels.least(mesh) if shape.divides else self.estimator.numels.own(mesh)
             # How divided experts are held is open: then nothing is known of their states.
-            stacks = (0,) * len(numels) if shape.divides else self.estimator.stack_numels(mesh)
+            stacks = (0,) * len(numels) if shape.divides else self.estimator.numels.stacks(mesh)
             kept = self._kept(shape, recompute)
             found = self._sizes[shape, recompute] = Sizes(
                 num_stages=mesh.total("pipeline"),

@@ -78,6 +78,7 @@ class Layer:
         self._orders: Orders = {} if orders is None else orders
         self._own: dict[int, ExpertSeconds] = {}
         self._passes: dict[tuple[bool, int, int, int], tuple[float, float]] = {}
+        self._prices: dict[int, InBlockPrices] = {}
         self._sent: dict[tuple[ExpertMessage, int], float] = {}
         self._penalties = [tier_penalty(cluster, tier) for tier in range(len(cluster.tiers))]
 
@@ -109,6 +110,25 @@ class Layer:
         return sum(
             self._message_s(item, forward, pieces) for item in messages if item.message_class is MessageClass.ROUTE
         )
+
+    def least_s(self) -> tuple[float, float, float]:
+        """Least seconds of the tables of a forward, and of the rows of a forward and of a backward, in any numbers.
+
+        Rows are on the lane that has most of them, without any computing. More chunks are more messages for as many
+        bytes.
+        """
+        whole, rows_s = Numbers(), [0.0, 0.0]
+        for backward in (False, True):
+            items, order = self._order(backward, *whole)
+            lanes_s = [0.0] * len(self._penalties)
+            for does, number, lane, _ in order:
+                item = items[number]
+                if does is not Doing.SEND or not isinstance(item, ExpertMessage):
+                    continue
+                if item.message_class is not MessageClass.ROUTE:
+                    lanes_s[lane] += self._message_s(item, *whole[:2])
+            rows_s[backward] = max(lanes_s)
+        return self.tables_s(whole), rows_s[False], rows_s[True]
 
     def _pass(self, backward: bool, numbers: Numbers) -> tuple[float, float]:
         number, pieces = numbers[backward], numbers.pieces
@@ -154,9 +174,10 @@ class Layer:
         number = pieces if message.message_class is MessageClass.ROUTE else number
         found = self._sent.get((message, number))
         if found is None:
-            traffic = replace(self.traffic, chunks=(number, number))
-            prices = InBlockPrices(self._cluster, None, None, experts=traffic)
-            found = self._sent[message, number] = prices.seconds(message)
+            if number not in self._prices:
+                traffic = replace(self.traffic, chunks=(number, number))
+                self._prices[number] = InBlockPrices(self._cluster, None, None, experts=traffic)
+            found = self._sent[message, number] = self._prices[number].seconds(message)
         return found
 
 

@@ -85,8 +85,9 @@ def test_experts_among_16384_devices_take_few_evaluations() -> None:
     task = Task(model=MIXTRAL, cluster=load_cluster("dgx-h100").resized(2048), batch=4096, sequence=4096)
     found, _ = find(Space(task=task))
     assert found.proved
-    assert found.num_opened < 1500  # 1,119 of them; 222 without tensor rows
-    assert found.num_evaluated <= 15
+    # 590 and 21: the others are bounded by their group and its divisions alone.
+    assert found.num_opened < 700
+    assert found.num_evaluated <= 25
     assert all(plan_of(task, each.candidate).experts.keys() == {"node"} for each in found.best)
 
 

@@ -8,11 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
+from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import in_units, recomputations, schedules, units_of
-from terrace.planner.space import Group, OpenMesh, Space, closed, groups, micro_batches, open_meshes, placements
+from terrace.planner.space import (
+    Group,
+    OpenMesh,
+    Space,
+    closed,
+    divided_groups,
+    groups,
+    micro_batches,
+    open_meshes,
+    placements,
+)
 from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, evaluator_of, gpt, sized, small_task
 
 # Ulysses ranks cannot have 6 heads in fours, nor 2 key-value heads in threes; the logits of the last cost many layers.
@@ -37,6 +48,7 @@ TASKS = {
         ("large vocabulary", "dgx 4x2", 8),
         ("large vocabulary", "ethernet 2x2", 4),
         ("mixed", "dgx 4x2", 8),
+        ("mixed", "ethernet 2x2", 4),
     ]
 }
 
@@ -91,6 +103,47 @@ def test_a_group_computes_no_longer_than_any_form_of_its_members(name: str) -> N
     assert max(rings) > 1 or "six heads" not in name
 
 
+def _divided_as(space: Space, group: Group, mesh: Mesh) -> Group:
+    if not group.shape.divides:
+        return group
+    return next(each for each in divided_groups(space, group) if each.shape.mesh.experts == mesh.experts)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("mixed")])
+def test_a_group_is_bounded_by_the_least_of_its_divisions(name: str) -> None:
+    """With and without playing the chunks in which tokens go to experts, and before any division."""
+    task = TASKS[name]
+    space, evaluator = Space(task=task), evaluator_of(task)
+    bounds, works = evaluator.bounds, evaluator.bounds.works
+    waits = 0
+    for group in groups_of(space, evaluator):
+        shapes = {OpenMesh(mesh) for shape, _ in group.members for mesh in closed(space, shape)}
+        divided = divided_groups(space, group)
+        assert {each.shape.mesh.experts for each in divided} == {shape.mesh.experts for shape in shapes}
+        numbers = group.micro_batch, group.recompute, group.num_micros > 1
+        least = works.of(group.shape, *numbers, context=False, exact=False)
+        schedule = schedules(space, group.shape.mesh.total("pipeline"))
+        spans = bounds.group_spans(group, schedule)
+        choices = [(each, 1) for each in placements(space, group.member.mesh)]
+        excess_s = bounds.group_excess_s(group, choices)
+        for each in divided:
+            early, late = (works.of(each.shape, *numbers, context=False, exact=exact) for exact in (False, True))
+            for pair in ((least, early), (early, late)):
+                for low, high in zip(*(found.each for found in pair), strict=True):
+                    assert low[0] <= high[0] * (1 + 1e-12)
+                    assert low[1] <= high[1] * (1 + 1e-12)
+                    assert low[1] - low[2] <= (high[1] - high[2]) * (1 + 1e-12)
+            # A bound that says little would be of no use.
+            assert early.whole_s >= 0.5 * late.whole_s
+            waits += early.whole_s > 1.01 * least.whole_s
+            assert bounds.group_s(group) <= bounds.group_s(each) * (1 + 1e-12)
+            own_s = bounds.group_excess_s(each, choices)
+            for before, after in zip(spans, bounds.group_spans(each, schedule), strict=True):
+                assert before.span_s <= after.span_s * (1 + 1e-12)
+                assert bounds.chained_s(before, excess_s) <= bounds.chained_s(after, own_s) * (1 + 1e-12)
+    assert waits > 0
+
+
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_bounds_of_groups_never_exceed_the_evaluation(data: st.DataObject) -> None:
@@ -109,7 +162,7 @@ def test_bounds_of_groups_never_exceed_the_evaluation(data: st.DataObject) -> No
     if not spans:
         return
     number = data.draw(st.integers(0, len(spans) - 1))
-    (core,), span = in_units(space, cores[number]), spans[number]
+    (core,) = in_units(space, cores[number])
     placement = data.draw(st.sampled_from(placements(space, mesh)))
     unit = data.draw(st.sampled_from(units_of(space, core, placement)))
     try:
@@ -118,13 +171,15 @@ def test_bounds_of_groups_never_exceed_the_evaluation(data: st.DataObject) -> No
         return
     group_s = bounds.group_s(group)
     assert group_s <= min(each.span_s for each in spans) * (1 + 1e-9)
-    assert max(group_s, span.span_s * SLACK) <= step_s
-    excess_s = bounds.group_excess_s(group, [placement])
-    assert bounds.chained_s(span, excess_s) * SLACK <= step_s
+    for each, exact in [(group, False), *((_divided_as(space, group, mesh), exact) for exact in (False, True))]:
+        span = bounds.group_spans(each, names, exact=exact)[number]
+        assert max(bounds.group_s(each), span.span_s * SLACK) <= step_s
+        excess_s = bounds.group_excess_s(each, [(placement, unit)], exact=exact)
+        assert bounds.chained_s(span, excess_s) * SLACK <= step_s
     # The same of the open shape, with the messages of its cheapest form.
     open_root = bounds.root(shape, micro_batch, group.recompute)
     works = bounds.works.of(shape, micro_batch, group.recompute, group.num_micros > 1)
     open_span = bounds.spans(open_root, names)[number]
-    open_excess_s = bounds.least_excess_s(OpenMesh(mesh), works.each, [placement])
+    open_excess_s = bounds.chains.least_s(OpenMesh(mesh), works.each, group.num_micros, [(placement, unit)])
     assert bounds.chained_s(open_span, open_excess_s) * SLACK <= step_s
     assert group_s <= open_root.bound_s * (1 + 1e-9)

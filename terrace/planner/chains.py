@@ -1,0 +1,189 @@
+"""Lower bounds on the seconds by which data-parallel messages make a step longer than its computing.
+
+Steps repeat, so a stage's step is at least as long as a chain from one CLIP to the next: everything before block j's
+first forward (the updates, or the refreshes of the blocks up to j, and a gather), all computing except the forwards of
+the blocks before j and the last backwards of the blocks before k, then the reductions or synchronisations of the blocks
+from k down to the first, and CLIP's own message. A step is also at least as long as the sum of the messages on any one
+lane.
+
+Computing that takes longer hides more of a chain, but each block at most one pass of a unit, and the step computes as
+many passes or more. So the sum of the two never falls: with the least seconds of many shapes it is a bound on them all.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from terrace.planner.candidate import PartialCandidate
+from terrace.planner.estimate import Estimator
+from terrace.planner.messages import MessagePrices, Messages
+from terrace.planner.parts import Runs, Work, work_of_runs
+from terrace.planner.space import OpenMesh
+from terrace.planner.task import Placement
+from terrace.planner.works import Works
+
+Choice = tuple[Placement, int]  # a placement, and the longest unit with it
+_Ends = tuple[float, float, float, float]
+
+
+class Chains:
+    """Chains of the candidates of one task."""
+
+    def __init__(self, estimator: Estimator, works: Works) -> None:
+        self.estimator, self.works, self.split = estimator, works, estimator.split
+        self.num_inner = len(estimator.task.inner)
+        self.message_prices = MessagePrices(estimator)
+        self._ends: dict[tuple[object, ...], _Ends] = {}
+
+    def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
+        """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core."""
+        if core.unit:
+            return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
+        # Until ranks divide the experts, it is open who holds their states.
+        if core.heavy is None or core.shape.divides:
+            return 0.0
+        # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
+        # messages.
+        works = self.works.most(core.shape, core.micro_batch, core.recompute, core.num_micros > 1)
+        return self._chain_s(core.shape, core.heavy, works, core.num_micros, placement, unit)
+
+    def least_s(self, shape: OpenMesh, works: Sequence[Work], num_micros: int, choices: Iterable[Choice]) -> float:
+        """The same with the best of `choices`, whatever the schedule and split, to be added to `Span.chained_s`.
+
+        `works` may be the least of several shapes and forms. Of one that may divide its experts, these send nothing.
+        """
+        stages = shape.mesh.total("pipeline")
+        if stages == 1:
+            whole = self.works.whole
+            found = [self._chain_s(shape, whole, works, num_micros, *choice) for choice in choices]
+            return max(0.0, min(found, default=0.0))
+        alike = self.split.alike
+        if alike is None:
+            return 0.0
+        # Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
+        # passes of look-ups before them.
+        most = -(-self.num_inner // stages)
+        forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
+        found = []
+        for placement, _ in choices:
+            ready_s, last_ready_s, done_s, last_done_s = self._ends_of(shape, most, placement)
+            found.append(max(ready_s, last_ready_s - forwards_s) + max(done_s, last_done_s - backwards_s))
+        return max(0.0, min(found, default=0.0) - sum(work_of_runs(works, self.split.before)[:2]))
+
+    def _ends_of(self, shape: OpenMesh, most: int, placement: Placement) -> _Ends:
+        """Of a stage of `most` layers: seconds until the first and the last of them has its parameters, from the last
+        backward of the first and of the last until CLIP; less what computing hides.
+        """
+        mesh, alike = shape.mesh, self.split.alike
+        assert alike is not None, "only equal layers are told by their number"
+        key = (mesh.state, mesh.stack_state, self._numels(shape), mesh.expert_degrees, shape.divides, most, placement)
+        found = self._ends.get(key)
+        if found is None:
+            messages = self._messages(shape, placement)
+            refresh_s, gather_s, reduce_s, sync_s = (each[alike] for each in messages[:4])
+            update_s = self.estimator.update_s(mesh.state, placement, most * self._numels(shape)[alike])
+            last_s = most * sync_s + reduce_s
+            if reduce_s:
+                first_s = min([sync_s, *(messages.sync[kind] for kind, _ in self.split.before[:1])])
+                last_s = max(last_s, first_s + most * reduce_s)
+            ready_s, last_ready_s = (max(update_s, times * refresh_s) + gather_s for times in (1, most))
+            found = self._ends[key] = ready_s, last_ready_s, sync_s + reduce_s, last_s
+        return found
+
+    def _numels(self, shape: OpenMesh) -> tuple[int, ...]:
+        return self.estimator.numels.least(shape.mesh) if shape.divides else self.estimator.numels.own(shape.mesh)
+
+    def _messages(self, shape: OpenMesh, placement: Placement) -> Messages:
+        if shape.divides:
+            return self.message_prices.messages(shape.mesh.state, self._numels(shape), placement)
+        return self.message_prices.of_shape(shape.mesh, placement)
+
+    def _chain_s(
+        self,
+        shape: OpenMesh,
+        runs: Runs,
+        works: Sequence[Work],
+        num_micros: int,
+        placement: Placement,
+        unit: int,
+    ) -> float:
+        # The chain is longest at the first or the last block of some run of equal blocks, so only these are tried.
+        numels, messages = self._numels(shape), self._messages(shape, placement)
+        held = sum(numels[kind] * count for kind, count in runs)
+        update_s = self.estimator.update_s(shape.mesh.state, placement, held)
+        # The first block's backward is the last of the step; its synchronisation ends the chain.
+        first_s = messages.sync[runs[0][0]]
+        starts_s = ends_s = 0.0
+        refreshed_s = forward_s = reduced_s = synced_s = backward_s = 0.0  # of the blocks before
+        for kind, count in runs:
+            work, more = works[kind], count - 1
+            refresh_s, gather_s, reduce_s, sync_s = [each[kind] for each in messages[:4]]
+            # Start of the chain: the first block of this kind, then the last, less the forwards that overlap.
+            ready_s = max(update_s, refreshed_s + refresh_s) + gather_s - forward_s
+            last_s = max(update_s, refreshed_s + count * refresh_s) + gather_s - forward_s
+            starts_s = max(starts_s, ready_s, last_s - more * unit * work[0])
+            # End of the chain: from the last backward of this kind down to CLIP, less the backwards that overlap.
+            synced = reduce_s + synced_s
+            reduced = reduced_s + first_s
+            done_s = max(synced + sync_s, reduced + reduce_s) - backward_s
+            last_s = max(synced + count * sync_s, reduced + count * reduce_s) - backward_s
+            ends_s = max(ends_s, done_s, last_s - more * unit * work[1])
+            refreshed_s, forward_s = refreshed_s + count * refresh_s, forward_s + count * unit * work[0]
+            reduced_s, synced_s = reduced_s + count * reduce_s, synced_s + count * sync_s
+            backward_s += count * unit * work[1]
+        compute_s = num_micros * sum([count * (works[kind][0] + works[kind][1]) for kind, count in runs])
+        busiest_s = max(_lanes_s(runs, messages, num_micros // unit).values())
+        return max(starts_s + ends_s + messages.control[0], busiest_s - compute_s)
+
+    def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
+        """The same where units pass whole chunks, with every chunk as small as the smallest.
+
+        Nothing hides the first chunk's messages around the update. In the sums of lanes, the chunk where the passes
+        turn around and the chunk between two units are not gathered again.
+        """
+        shape, estimator, chunks, alike = core.shape, self.estimator, core.chunks, self.split.alike
+        if alike is None or shape.mesh.experts is not None:
+            return 0.0
+        works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
+        num_stages = shape.mesh.total("pipeline")
+        counts = self.split.counts(works, num_stages * chunks)
+        # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
+        least = min(counts) * estimator.numels.own(shape.mesh)[alike]
+        messages = self.message_prices.messages(shape.mesh.state, (least,), placement)
+        update_s = estimator.update_s(shape.mesh.state, placement, chunks * least)
+        ends = (messages.gather, messages.reduce, messages.sync)
+        once_s = update_s + sum(lane[0] for lane in ends) + messages.control[0]
+        lanes: defaultdict[int, float] = defaultdict(float)
+        units = core.num_micros // core.unit
+        for seconds, times in (
+            (messages.refresh, chunks),
+            (messages.sync, chunks),
+            (messages.reduce, chunks * units),
+            (messages.gather, chunks),
+            (messages.further, (chunks - 1) * (units - 1)),
+            (messages.backward, (chunks - 1) * units),
+        ):
+            lanes[seconds.lane] += times * seconds[0]
+        before_s, after_s = (sum(work_of_runs(works, runs)[:2]) for runs in (self.split.before, self.split.after))
+        layer_s = works[alike][0] + works[alike][1]
+        # The lane belongs to some stage; without knowing which, the one with the least computing is assumed.
+        own = [sum(counts[stage::num_stages]) * layer_s for stage in range(num_stages)]
+        own[0] += before_s
+        own[-1] += after_s
+        return max(once_s, max(lanes.values()) - core.num_micros * min(own))
+
+
+def _lanes_s(runs: Runs, messages: Messages, units: int) -> dict[int, float]:
+    lanes: defaultdict[int, float] = defaultdict(float)
+    for index, (kind, count) in enumerate(runs):
+        # The first and the last block of a stage keep their gathered parameters between two consecutive visits.
+        apart = max(0, count - (index == 0) - (index == len(runs) - 1))
+        for seconds, times in (
+            (messages.refresh, count),
+            (messages.sync, count),
+            (messages.reduce, count * units),
+            (messages.gather, count),
+            (messages.further, apart * (units - 1)),
+            (messages.backward, apart * units + (count - apart) * (units - 1)),
+        ):
+            lanes[seconds.lane] += times * seconds[kind]
+    return lanes

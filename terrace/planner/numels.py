@@ -1,0 +1,59 @@
+"""Parameters of a block of each kind on a rank, for one task; each is found once."""
+
+from collections.abc import Sequence
+
+from terrace.plan.mesh import Mesh
+from terrace.planner.task import Task
+from terrace.simulate.states import StageBlocks, stage_blocks
+
+_Numels = tuple[int, ...]  # by kind
+
+
+class Numels:
+    """Parameters of the blocks of one task."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        specs = task.kinds.specs
+        stacks = ([param.numel for param in spec.params if param.is_stack and param.trainable] for spec in specs)
+        self._all_stacks: _Numels = tuple(map(sum, stacks))
+        self._flats: dict[tuple[object, ...], tuple[_Numels, _Numels]] = {}
+
+    def all(self, mesh: Mesh) -> _Numels:
+        """Parameters on a tensor rank, where borrowers and lenders are together."""
+        return self._together(mesh).sizes
+
+    def own(self, mesh: Mesh) -> _Numels:
+        """As `all`, without parameters that tensor ranks share, experts among them, since their states are sharded over
+        these ranks, and without experts that ranks divide; for bounds.
+        """
+        return self._of(mesh)[0]
+
+    def stacks(self, mesh: Mesh) -> _Numels:
+        """Elements of the experts of a rank; 0 where they are among `own`."""
+        return self._of(mesh)[1]
+
+    def least(self, mesh: Mesh) -> _Numels:
+        """`own` without any experts, however ranks divide them."""
+        if mesh.total("tensor") > 1:
+            return self.own(mesh)
+        return tuple(numel - stack for numel, stack in zip(self.own(mesh), self._all_stacks, strict=True))
+
+    def held(self, mesh: Mesh, blocks: Sequence[int]) -> StageBlocks:
+        """Of some blocks together."""
+        tensor, columns = mesh.total("tensor"), mesh.total("columns")
+        return stage_blocks(self.task.kinds, blocks, tensor, columns, 1, mesh.expert_degrees)
+
+    def _of(self, mesh: Mesh) -> tuple[_Numels, _Numels]:
+        key = (*mesh.inside_degrees[:2], mesh.expert_degrees)
+        found = self._flats.get(key)
+        if found is None:
+            flats = self._together(mesh).flats
+            stacks = self._all_stacks if mesh.total("tensor") > 1 else (0,) * len(self._all_stacks)
+            if mesh.experts is not None:
+                stacks = tuple(map(sum, zip(*(each.sizes for each in flats if each.stacked), strict=True)))
+            found = self._flats[key] = flats[0].sizes, stacks
+        return found
+
+    def _together(self, mesh: Mesh) -> StageBlocks:
+        return self.held(mesh, range(len(self.task.blocks)))
