@@ -8,6 +8,7 @@ of any plan finds its elements by intersecting boxes. The group of a parameter n
     groups   group -> kinds of state
     layout   block -> parameter -> [group, shape of the whole parameter]
     files    file -> its size, its CRC-32 and its pieces: block -> parameter -> boxes
+    islands  of a run with islands: how many, and their cycle (terrace.checkpoint.islands)
 
 and, in `checksum`, the SHA-256 of its own other entries. A CRC-32 finds every damage within 32 bits and misses any
 other once in 2^32; it is there against bad disks and truncated copies, not against an attacker, and costs less than
@@ -27,11 +28,13 @@ from typing import Any
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.boxes import Box, to_text
+from terrace.checkpoint.islands import Islands, has_momentum
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.plan.expert_counts import choices_bytes
+from terrace.plan.outer import Outer
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of
+from terrace.runtime.states import ADAMW, FROZEN, KINDS, OUTER_MOMENTUM, group_of
 
 FORMAT, FORMAT_2 = 3, 2
 _GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
@@ -75,15 +78,25 @@ def latest(run_folder: Path) -> Path | None:
 
 
 def checkpoint_bytes(
-    blocks: Sequence[BlockSpec], optimizer: OptimizerConfig, master_bytes: int, compute_bytes: int
+    blocks: Sequence[BlockSpec],
+    optimizer: OptimizerConfig,
+    master_bytes: int,
+    compute_bytes: int,
+    *,
+    outer: Outer | None = None,
+    num_islands: int = 1,
 ) -> int:
-    """Size on disk of a checkpoint of whole blocks, without headers."""
+    """Size on disk of a checkpoint of whole blocks, without headers and without numbers of islands."""
     total = 0
     for index, block in enumerate(blocks):
         for param in block.params:
             group = group_of(param, optimizer, is_layer(blocks, index))
             frozen_bytes = max(compute_bytes, _FP32_BYTES) if param.is_moved else compute_bytes
-            total += param.numel * len(KINDS[group]) * (frozen_bytes if group == FROZEN else master_bytes)
+            num_kinds = len(KINDS[group])
+            if outer is not None and group != FROZEN:
+                # The momentum; each island's kinds, start and message. The anchor is the model's.
+                num_kinds = 1 + has_momentum(outer) + num_islands * (num_kinds + 2 * (outer.delay > 0))
+            total += param.numel * num_kinds * (frozen_bytes if group == FROZEN else master_bytes)
         total += choices_bytes(block)
     return total
 
@@ -110,8 +123,10 @@ def manifest_of(
     num_updates: int,
     facts: Mapping[str, Any],
     files: Files,
+    islands: Islands | None = None,
 ) -> dict[str, Any]:
     """Manifest of a model's checkpoint; `blocks` are whole."""
+    more = (OUTER_MOMENTUM,) if islands is not None and islands.momentum else ()
     layout = block_layouts(blocks, optimizer)
     used = {group for parameters in layout.values() for group, _ in parameters.values()}
     return {
@@ -119,9 +134,10 @@ def manifest_of(
         "step": step,
         "num_updates": num_updates,
         "facts": dict(facts),
-        "groups": {group: list(KINDS[group]) for group in sorted(used)},
+        "groups": {group: [*KINDS[group], *(() if group == FROZEN else more)] for group in sorted(used)},
         "layout": layout,
         "files": dict(sorted(files.items())),
+        **({} if islands is None else {"islands": islands.table}),
     }
 
 

@@ -14,13 +14,15 @@ from functools import partial
 
 from torch import Tensor
 
-from terrace.base.errors import CheckpointError
 from terrace.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, whole, within
+from terrace.checkpoint.islands import HEARD, MARKS, NUMBERS, NUMBERS_BLOCK, TOLD, own_name
 from terrace.model.spec import ParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.outer_numbers import OuterNumbers
+from terrace.runtime.state_part import StatePart
 from terrace.runtime.states import FROZEN, KINDS
 
 CHOICES, COUNTS = "mlp.router.choices", "counts"  # the tokens of each expert in the last step, beside the parameters
@@ -35,6 +37,7 @@ class Held:
     start: int
     values: Mapping[str, Tensor]
     is_first: bool  # of the ranks that hold the same: the one that writes
+    island: int | None = None  # of whose own state this is; None: of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,36 +54,64 @@ def slices_of(mesh: Mesh, rank: int) -> Slices:
     return partial(rank_slices, mesh=mesh, rank=rank)
 
 
-def held(flat: FlatParam) -> list[Held]:
+def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
     """State of a flat parameter that a checkpoint stores: from the optimizer tier, or the frozen values.
 
-    Raises `CheckpointError` for a plan with islands.
+    Under a plan with islands the model is the anchor (terrace.checkpoint.islands). Without their `own` state, the
+    inner optimizer's is the model's on every island, as where each begins at the anchor.
     """
-    # Islands have states of their own, and one file for all would hold the first one's.
-    if flat.layout.num_islands > 1:
-        raise CheckpointError("a plan with islands has no checkpoints yet: leave plan.outer out")
     tier = flat.layout.optimizer if flat.spec.trainable else flat.layout.params
-    start, is_first = flat.part(tier).start, flat.is_first(tier)
+    start, island = flat.part(tier).start, flat.layout.island_of(flat.coordinates)
+    is_first = flat.is_first(tier) and not island
     if not flat.spec.trainable:
         # Frozen parameters have no optimizer state and stay on the parameters' tier.
         values = dict(zip(KINDS[FROZEN], (flat.shard,), strict=True))
         return [Held(flat=flat, start=start, values=values, is_first=is_first)]
     assert flat.optimizer is not None, f"block {flat.name} is not initialised"
-    return [
-        Held(flat=flat, start=start + part.elements.start, values=part.values, is_first=is_first)
-        for part in flat.optimizer.parts
-    ]
+    found = list[Held]()
+    for part in flat.optimizer.parts:
+        at, model = start + part.elements.start, dict(part.values)
+        if flat.layout.num_islands > 1:
+            model, of_island = _anchored(flat, part, at_anchor=not own or not island)
+            if own:
+                found.append(Held(flat=flat, start=at, values=of_island, is_first=flat.is_first(tier), island=island))
+        found.append(Held(flat=flat, start=at, values=model, is_first=is_first))
+    return found
 
 
-def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False) -> Iterator[tuple[str, BoxValues]]:
-    """(block, part) for every box of whole parameters that a rank holds in `flats`.
+def _anchored(flat: FlatParam, part: StatePart, *, at_anchor: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State of a part by kind, of the model and of this island; `at_anchor`: the inner optimizer's is the model's."""
+    outer, inner = flat.outer_state, dict(part.values)
+    value = next(iter(inner))
+    model = {value: outer.anchor[part.elements]}
+    own = {value: inner.pop(value)}
+    (model if at_anchor else own).update(inner)
+    for values, more in ((model, outer.shared), (own, outer.own)):
+        values.update({kind: slices[part.elements] for kind, slices in more.items()})
+    return model, own
+
+
+def parts_of(
+    flats: Iterable[FlatParam], slices: Slices, *, first: bool = False, own: bool = True
+) -> Iterator[tuple[str, BoxValues]]:
+    """(block, part) for every box of whole parameters that a rank holds in `flats`; `own` as for `held`.
 
     With `first`, only boxes that no earlier rank holds, so that all ranks together write each element once.
     """
     for flat in flats:
-        for own in held(flat):
-            if own.is_first or not first:
-                yield from ((flat.name, part) for part in _parts(own, slices))
+        for each in held(flat, own=own):
+            if each.is_first or not first:
+                yield from ((flat.name, part) for part in _parts(each, slices))
+
+
+def numbers_of(numbers: OuterNumbers) -> Iterator[tuple[str, BoxValues]]:
+    """(block, part) of the numbers of an outer loop that this rank writes."""
+    place = ((numbers.island, numbers.island + 1), (numbers.place, numbers.place + 1))
+    told = numbers.told[None, None]
+    yield NUMBERS_BLOCK, BoxValues(parameter=TOLD, box=(*place, *whole(told.shape[2:])), values={NUMBERS: told})
+    if not (numbers.island or numbers.place):
+        for name, values in ((HEARD, numbers.heard), (MARKS, numbers.marks)):
+            yield NUMBERS_BLOCK, BoxValues(parameter=name, box=whole(values.shape), values={NUMBERS: values})
 
 
 def choices_of(program: Program, choices: Mapping[int, Tensor]) -> Iterator[tuple[str, BoxValues]]:
@@ -104,7 +135,7 @@ def _parts(own: Held, slices: Slices) -> Iterator[BoxValues]:
             clipped = overlap(box, real)
             if clipped is not None:
                 yield BoxValues(
-                    parameter=spec.name,
+                    parameter=spec.name if own.island is None else own_name(spec.name, own.island),
                     box=shifted(clipped, [part.start for part in place]),
                     values={
                         # A view, so that loading writes straight into the rank's state.

@@ -34,8 +34,8 @@ from terrace.checkpoint.memory import (
     present,
     write_list,
 )
-from terrace.checkpoint.parts import CHOICES, choices_of, parts_of, slices_of
-from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.parts import CHOICES, choices_of, slices_of
+from terrace.checkpoint.reading import Checkpoint, wanted_parts
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.writing import attempt, snapshot_of
 from terrace.launch.world import World
@@ -243,7 +243,8 @@ def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchan
     slices = slices_of(state.program.mesh, state.rank)
     needed = set[str]()
     for flat in state:
-        needed |= checkpoint.files_of(flat.name, (part for _, part in parts_of([flat], slices)))
+        # Copies in memory hold no islands, so these begin at the anchor.
+        needed |= checkpoint.files_of(flat.name, wanted_parts(flat, checkpoint, slices))
     for block, part in choices_of(state.program, state.choices):
         if checkpoint.has(block, CHOICES):
             needed |= checkpoint.files_of(block, [part])

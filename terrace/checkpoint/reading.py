@@ -13,6 +13,7 @@ from torch import Tensor
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.boxes import Box, from_text, numel, sizes, to_text, whole, within
+from terrace.checkpoint.islands import HEARD, MARKS, NUMBERS, NUMBERS_BLOCK, TOLD, Islands, note, own_name
 from terrace.checkpoint.layout import (
     FORMAT,
     FORMAT_2,
@@ -36,6 +37,8 @@ from terrace.plan.expert_counts import experts_of
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
+from terrace.runtime.outer_numbers import OuterNumbers
+from terrace.runtime.states import FROZEN, OUTER_MOMENTUM
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -65,6 +68,8 @@ class Checkpoint:
             self.step, self.num_updates = _counts(manifest["step"], manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
             self.feedback = str(manifest.get("feedback", ""))  # of terrace.checkpoint.residuals; "": it has none
+            islands = manifest.get("islands")
+            self.islands = None if islands is None else Islands.parse(islands)
             self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
             self.layout: dict[str, BlockLayout] = {
                 block: {name: (group, list(shape)) for name, (group, shape) in layout.items()}
@@ -108,11 +113,21 @@ class Checkpoint:
 
     def check_pieces(self) -> None:
         """Check that the pieces cover the whole parameters; raises `CheckpointError`."""
+        for block, name, shape in self._arrays():
+            # `_copies` raises for missing elements, so only duplicates are left to check.
+            if sum(numel(box) for box, *_ in self._copies(block, name, whole(shape))) != numel(whole(shape)):
+                raise CheckpointError(f"{self.folder} has elements of {block}.{name} twice: {_INSTEAD}")
+
+    def _arrays(self) -> Iterator[tuple[str, str, Sequence[int]]]:
+        """(block, name, shape) of all that pieces must cover."""
+        islands = self.islands
         for block, layout in self.layout.items():
-            for name, (_, shape) in layout.items():
-                # `_copies` raises for missing elements, so only duplicates are left to check.
-                if sum(numel(box) for box, *_ in self._copies(block, name, whole(shape))) != numel(whole(shape)):
-                    raise CheckpointError(f"{self.folder} has elements of {block}.{name} twice: {_INSTEAD}")
+            for name, (group, shape) in layout.items():
+                yield block, name, shape
+                for island in range(islands.num) if islands is not None and group != FROZEN else ():
+                    yield block, own_name(name, island), shape
+        for name, numbers in islands.numbers.items() if islands is not None else ():
+            yield NUMBERS_BLOCK, name, numbers
 
     def verify_file(self, name: str) -> None:
         """Check the size and checksum of one file; raises `CheckpointError`."""
@@ -251,9 +266,10 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
 
     Raises `CheckpointError` on every rank if any rank cannot read its part, or finds inf or nan in it.
     """
-    note, problem = "", None
+    said, problem = "", None
+    engine.drain()  # what is under way would write into the state that is read
     try:
-        note = restore(engine.state, checkpoint)
+        said = restore(engine.state, checkpoint)
     except CheckpointError as error:
         problem = str(error)
     lacks_loads = (
@@ -263,13 +279,13 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
         and lacks_choices(checkpoint, engine.program.blocks)
     )
     if lacks_loads:
-        note = "; ".join(filter(None, (note, f"balance.step begins anew, since {checkpoint.folder.name} has no loads")))
+        said = "; ".join(filter(None, (said, f"balance.step begins anew, since {checkpoint.folder.name} has no loads")))
     # Every rank learns of it, so that none waits for a rank that has raised.
     told = [each for each in engine.comm.exchange(problem) if each is not None]
     if told:
         raise CheckpointError(told[0])
     engine.refresh()
-    return note
+    return said
 
 
 def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
@@ -280,7 +296,7 @@ def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
 def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     """Load this rank's part of parameters and optimizer state, and its residuals of error feedback. Every rank calls
     this, and `Engine.refresh` afterwards: the checkpoint holds master values, and until then the working copies of
-    parameters are stale. Returns a note if residuals start at zero, else "".
+    parameters are stale. Returns a note if residuals start at zero or islands at the anchor, else "".
 
     Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one rank
     first: this checks only the elements it reads.
@@ -289,16 +305,21 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     # Without its updates the optimizer would correct the bias of a mean that has none.
     if checkpoint.num_updates == 0 < checkpoint.step and any(spec.num_trainable for spec in state.specs):
         raise CheckpointError(f"{checkpoint.folder} is after {checkpoint.step} steps with 0 updates: {_INSTEAD}")
-    slices = slices_of(state.program.mesh, state.rank)
+    slices, islands = slices_of(state.program.mesh, state.rank), Islands.of(state.program)
+    goes_on = checkpoint.islands is not None and checkpoint.islands.goes_on(islands)
+    said = note(checkpoint.folder.name, checkpoint.islands, islands) if checkpoint.step else ""
     with torch.no_grad():
         for flat in state:
-            restore_flat(flat, checkpoint, slices)
+            restore_flat(flat, checkpoint, slices, goes_on=goes_on)
+        if state.outer_numbers is not None:
+            _restore_numbers(state.outer_numbers, checkpoint, goes_on=goes_on)
         for block, part in choices_of(state.program, state.choices):
             if checkpoint.has(block, CHOICES):
                 checkpoint.fill(block, [part])
             else:  # of an earlier version: as in the first step
                 part.values[COUNTS].zero_()
-        return restore_residuals(state, checkpoint.folder, checkpoint.feedback)
+        residuals = restore_residuals(state, checkpoint.folder, checkpoint.feedback)
+    return "; ".join(filter(None, (said, residuals)))
 
 
 def not_finite(where: Path, name: str, kind: str = "") -> CheckpointError:
@@ -307,13 +328,16 @@ def not_finite(where: Path, name: str, kind: str = "") -> CheckpointError:
     return CheckpointError(f"{where}: {what} holds inf or nan: use a checkpoint or weights from before")
 
 
-def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> None:
-    """Load a flat parameter's state; `slices` gives the rank's part of each parameter. Padding becomes zero."""
+def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> None:
+    """Load a flat parameter's state; `slices` gives the rank's part of each parameter. Padding becomes zero.
+
+    With `goes_on` also its island's own state; else an island begins at the anchor.
+    """
     # Padding is not stored, and must not keep the values it was initialised with.
-    for own in held(flat):
-        for values in own.values.values():
+    for each in held(flat):
+        for values in each.values.values():
             values.zero_()
-    parts = [part for _, part in parts_of([flat], slices)]
+    parts = wanted_parts(flat, checkpoint, slices, goes_on=goes_on)
     checkpoint.fill(flat.name, parts)
     for part in parts:
         for kind, values in part.values.items():
@@ -321,3 +345,35 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> Non
                 raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
     if flat.optimizer is not None:
         flat.optimizer.num_steps = checkpoint.num_updates
+    if flat.spec.trainable and flat.layout.num_islands > 1:
+        (flat.outer_state.go_on if goes_on else flat.outer_state.begin_again)()
+
+
+def wanted_parts(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> list[BoxValues]:
+    """The parts of a flat parameter that a rank reads from a checkpoint; `goes_on` as for `restore_flat`."""
+    parts = [part for _, part in parts_of([flat], slices, own=goes_on)]
+    if checkpoint.islands is None or not checkpoint.islands.momentum:
+        for part in parts:
+            part.values.pop(OUTER_MOMENTUM, None)
+    return parts
+
+
+def _restore_numbers(numbers: OuterNumbers, checkpoint: Checkpoint, *, goes_on: bool) -> None:
+    numbers.begin_again(checkpoint.step)
+    if not goes_on or checkpoint.islands is None:
+        return
+    shapes, same = checkpoint.islands.numbers, {HEARD: numbers.heard, MARKS: numbers.marks}
+    wanted = [BoxValues(parameter=name, box=whole(shapes[name]), values={NUMBERS: each}) for name, each in same.items()]
+    island, rest = (numbers.island, numbers.island + 1), whole(shapes[TOLD][2:])
+    # Sums over the ranks of an island: another number of ranks shares them out.
+    rows = [
+        BoxValues(
+            parameter=TOLD,
+            box=(island, (row, row + 1), *rest),
+            values={NUMBERS: torch.zeros_like(numbers.told)[None, None]},
+        )
+        for row in range(numbers.place, checkpoint.islands.ranks, numbers.num_ranks)
+    ]
+    checkpoint.fill(NUMBERS_BLOCK, [*wanted, *rows])
+    for each in rows:
+        numbers.told += each.values[NUMBERS][0, 0]

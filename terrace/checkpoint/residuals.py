@@ -75,6 +75,9 @@ def digest(program: Program) -> str:
     table |= {name: values[name] for name in ("experts", "expert_gaps") if values[name]}
     if MessageClass.PIPELINE_BACKWARD in wires:  # of which the sequences say how large they are
         table |= {"edge": program.edge.numel}
+    if plan.outer is not None:
+        cycle = plan.outer
+        table["outer"] = (cycle.tier, cycle.every, cycle.fragments, cycle.delay)
     table |= {"wire": wires, "tiers": [(tier.name, tier.size) for tier in cluster.tiers]}
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
@@ -116,5 +119,8 @@ def _origins(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iterator[tu
     seen: dict[str, int] = {}
     for flat in flats:
         number = seen[flat.name] = seen.get(flat.name, -1) + 1
-        yield f"{_PREFIX}/{flat.name}/{number}", flat.origin
+        prefix = f"{_PREFIX}/{flat.name}/{number}"
+        yield prefix, flat.origin
+        if flat.spec.trainable and flat.layout.num_islands > 1:
+            yield f"{prefix}/islands", flat.outer_state.origin
     yield from ((f"{_PREFIX}/{origin.name}/edge", origin) for origin in edges)

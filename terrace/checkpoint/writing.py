@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
+from terrace.checkpoint.islands import Islands
 from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of
-from terrace.checkpoint.parts import choices_of, slices_of
+from terrace.checkpoint.parts import choices_of, numbers_of, slices_of
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.snapshot import Snapshot
 from terrace.runtime.model_state import ModelState
@@ -55,7 +56,9 @@ def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any]
 def snapshot_of(state: ModelState) -> Snapshot:
     program = state.program
     is_first = not any(program.stage_layout.coordinates(state.rank))
-    beside = choices_of(program, state.choices) if is_first else ()
+    beside = [*(choices_of(program, state.choices) if is_first else ())]
+    if state.outer_numbers is not None:
+        beside += numbers_of(state.outer_numbers)
     return Snapshot(state, slices_of(program.mesh, state.rank), beside, state.edges.values())
 
 
@@ -109,7 +112,8 @@ def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Map
         num_updates = max(num_updates, part["num_updates"])
         # The manifest takes the place of the lists.
         path.unlink()
-    manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files)
+    islands = Islands.of(state.program)
+    manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files, islands)
     manifest["feedback"] = digest(state.program)
     write_atomic(partial / "manifest.json", encode(manifest))
     sync_folder(partial)

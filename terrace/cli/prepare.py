@@ -27,6 +27,7 @@ from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, tra
 from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
 from terrace.model.hf.mixtures import OWN_KEYS
+from terrace.plan.layout import Layout
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
@@ -240,6 +241,8 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         config.optimizer,
         FORMATS[config.plan.master].element_bytes,
         FORMATS[config.plan.compute].element_bytes,
+        outer=config.plan.outer,
+        num_islands=Layout.of(config.cluster, config.plan).num_islands,
     )
     num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
     # The new checkpoint is complete before an old one is removed.

@@ -126,6 +126,13 @@ class Layout:
         """Number of groups of ranks that are synchronised every step, and with each other more rarely."""
         return self.degree // self.span(self.tier_of("island"))
 
+    def island_of(self, coordinates: tuple[int, ...]) -> int:
+        """Number of the island of the rank at `coordinates`, the innermost tier outside islands fastest."""
+        number = 0
+        for degree, place in reversed(list(zip(self.degrees, coordinates, strict=True))[self.island + 1 :]):
+            number = number * degree + place
+        return number
+
     @cached_property
     def degree(self) -> int:
         """Number of ranks that the layout joins: the ranks that hold the same slice of a block."""

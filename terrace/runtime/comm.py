@@ -17,7 +17,7 @@ from terrace.comm.stage_p2p import StageP2P
 from terrace.plan.context import ContextGroup, is_context_parallel
 from terrace.plan.edges import rounds_of
 from terrace.plan.layout import INSIDE, Layout, island_ranks
-from terrace.program.instruction import Instruction
+from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.transfers import transfers_of
 from terrace.runtime.gathered import gather_plain, gather_tensors
@@ -99,6 +99,8 @@ class Comm:
         """The ranks that take part in a message, sorted; the watchdog is told them while this rank waits."""
         if instruction.peer >= 0:
             return tuple(sorted((self.rank, self.program.peer(self.rank, instruction))))
+        if instruction.op is Op.OUTER_COUNT:
+            return tuple(range(self.program.cluster.world_size))
         message = self.program.message(instruction)
         assert message.ranks is not None, f"{instruction} is among ranks"
         key = message.ranks, message.tiers

@@ -35,10 +35,11 @@ from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
 from terrace.runtime.head import Objective, ignored_label
-from terrace.runtime.islands import Island, OuterResult
+from terrace.runtime.islands import Island
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
+from terrace.runtime.outer_numbers import OuterResult
 from terrace.runtime.own_program import own_program
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
@@ -131,7 +132,7 @@ class Engine:
             compile_blocks(self.state.modules.values())
         self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
         self.passages.follow(self.state.choices)
-        self.island = None if plan.outer is None else Island(self.state, self.comm)
+        self.island = None if plan.outer is None else Island(self.state)
         self.runner = StepRunner(
             self.state,
             self.comm,

@@ -25,6 +25,7 @@ from terrace.comm.rounding import Origin
 from terrace.plan.outer import Outer
 from terrace.program.message import Transfer
 from terrace.runtime.norm import squared_norm
+from terrace.runtime.states import OUTER_MESSAGE, OUTER_MOMENTUM, OUTER_START
 
 _DIGESTED = 1 << 20  # elements at a time
 _DIGEST_RANGE = 1 << 36  # of a slice: sums over 2^16 ranks are exact in fp64
@@ -45,9 +46,7 @@ class OuterState:
         self.momentum = torch.zeros_like(x) if outer.optimizer != "average" else None
         self.start = x.clone() if outer.delay else None
         self.message = torch.zeros_like(x) if outer.delay else gradient
-        self.is_under_way = False
         self._has_change = False  # `message` has the change already
-        self.meanwhile = self.mean = x.new_zeros((), dtype=torch.float64)  # squared norms, of the last exchange
 
     @property
     def nbytes(self) -> int:
@@ -55,31 +54,35 @@ class OuterState:
         return self.outer.num_slices * self.x.nbytes
 
     @property
-    def kept(self) -> dict[str, Tensor]:
-        """The slices that a checkpoint stores, by name."""
-        found = {"anchor": self.anchor}
-        if self.momentum is not None:
-            found["momentum"] = self.momentum
-        return found
+    def shared(self) -> dict[str, Tensor]:
+        """State that all islands have alike, without the anchor, by kind."""
+        return {} if self.momentum is None else {OUTER_MOMENTUM: self.momentum}
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """State of this island between steps, without its parameters, by kind."""
+        return {} if self.start is None else {OUTER_START: self.start, OUTER_MESSAGE: self.message}
 
     def begin_again(self) -> None:
         """From the anchor, as if the last exchange were just over."""
         self.x.copy_(self.anchor)
         if self.start is not None:
             self.start.copy_(self.anchor)
-        self.is_under_way = self._has_change = False
-        self.meanwhile.zero_()
-        self.mean.zero_()
+            self.message.zero_()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """From the slices as they are, between steps: no change is in `message`."""
+        self._has_change = False
 
     def take(self) -> Tensor:
         """Put this island's change into `message`; its squared norm, fp64."""
-        assert not self.is_under_way, "an exchange is under way"
         if not self._has_change:
             ref = self.start if self.start is not None and self.outer.sends_last else self.anchor
             torch.sub(ref, self.x, out=self.message)
         if self.start is not None:
             self.start.copy_(self.x)
-        self.is_under_way, self._has_change = True, False
+        self._has_change = False
         return squared_norm(self.message)
 
     def exchange(
@@ -100,26 +103,29 @@ class OuterState:
         collectives.gather(transfer, piece, self.origin)
         self.origin.keep()
 
-    def apply(self, stretch: Tensor | None, *, waits: bool) -> None:
-        """Take the outer step; `stretch` is Lambda. The working copy is stale until refreshed."""
+    def apply(self, stretch: Tensor | None, *, waits: bool, moved: bool) -> Tensor:
+        """Take the outer step; squared norms (2), fp64, of x_i - s_i and of the mean. The working copy is then stale.
+
+        `stretch` is Lambda; `moved` says that x_i may differ from s_i.
+        """
         outer, mean = self.outer, self.message
         if stretch is not None:
             mean.div_(stretch.to(mean.dtype))
-        self.mean = squared_norm(mean)
+        norm = squared_norm(mean)
         self._step(mean)
-        self.is_under_way = False
         if self.start is None or waits:
             self.x.copy_(self.anchor)
             if self.start is not None:
                 self.start.copy_(self.anchor)
-            self.meanwhile = torch.zeros_like(self.mean)
-            return
+            return torch.stack([torch.zeros_like(norm), norm])
         torch.sub(self.start, self.x, out=mean)  # what changed since the start, negated
-        self.meanwhile = squared_norm(mean)
+        meanwhile = squared_norm(mean)
         torch.sub(self.anchor, mean, alpha=outer.keep, out=self.x)
         if outer.sends_last:
             self.start.copy_(self.x)
-            self._has_change = True
+            # Without a step since its start there is no change, and the next start may be steps away.
+            self._has_change = moved
+        return torch.stack([meanwhile, norm])
 
     def _step(self, mean: Tensor) -> None:
         outer = self.outer

@@ -19,6 +19,8 @@ KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its 
     SGD_MOMENTUM: ("master", "momentum"),
     FROZEN: ("frozen",),
 }
+# Kinds beside these under an outer loop (terrace.runtime.outer_state): one for all islands, and two of each island.
+OUTER_MOMENTUM, OUTER_START, OUTER_MESSAGE = "outer_momentum", "outer_start", "outer_message"
 
 
 def is_trained(spec: ParamSpec) -> bool:

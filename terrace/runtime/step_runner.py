@@ -34,6 +34,7 @@ from terrace.runtime.activations import Activations, Kept, Key, Pending
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
+from terrace.runtime.exchanges import Exchanges
 from terrace.runtime.experts.load import Load
 from terrace.runtime.experts.passages import Passages
 from terrace.runtime.flat_param import FlatParam
@@ -108,8 +109,7 @@ class StepRunner:
         self._syncs: list[Pending] = []
         self._counts: list[Pending] = []
         self._muon_momentum: dict[int, Pending] = {}
-        self._heard: Pending | None = None  # the numbers of the newest exchange of islands
-        self._changes: dict[int, Pending] = {}  # under way, also over the end of a program
+        self._exchanges = Exchanges(island, self._collectives, self._submit, self._each, self._wait)
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self._sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
@@ -138,24 +138,18 @@ class StepRunner:
                 # Reported before it runs: a rank that hangs names the instruction it hangs in.
                 progress(self._counter, self._now, ())
                 handlers[self._now.op](self._now)
+        self._exchanges.ended(program)
         self.declared_bytes.update(program.sent_bytes)
         return self._sums
 
     def _tell_waiting(self, ranks: tuple[int, ...]) -> None:
         self._progress(self._counter, self._now, ranks)
 
-    @property
-    def island(self) -> Island:
-        """This rank's island; only under a plan with several."""
-        assert self._island is not None, "the plan has one island"
-        return self._island
-
     def drain(self) -> None:
         """Wait for all messages under way."""
         while self._refreshes:
             self._wait(self._refreshes.popitem()[1], "wait refresh")
-        for pending in self._changes.values():
-            self._wait(pending, "wait outer")
+        self._exchanges.drain()
 
     def _wait(self, pending: Pending, category: str) -> None:
         self._progress(pending.counter, pending.instruction, self._comm.participants(pending.instruction))
@@ -364,7 +358,7 @@ class StepRunner:
             end_gradients(flats, self._state.edges.values(), self._sums, self.gives_up)
             self._load.settle()
             if self._island is not None:
-                self._island.stepped(self._sums.loss, self._sums.num_tokens)
+                self._island.numbers.stepped(self._sums.loss, self._sums.num_tokens)
 
     def _orthogonalise(self, now: Instruction) -> None:
         for flat in self._state.trainable(now.block):
@@ -390,18 +384,16 @@ class StepRunner:
             self._refreshes[now.block] = self._submit(refresh)
 
     def _outer_count(self, now: Instruction) -> None:
-        (transfer,) = self._program.message(now).transfers
-        self._heard = self._submit(self.island.telling(self._program, self._collectives, transfer))
+        self._exchanges.count(self._program, now)
         self._clock.mark("update")
 
     def _outer_start(self, now: Instruction) -> None:
-        work = self._each(now, self.island.sending(now.block, self._collectives))
-        self._changes[now.block] = self._submit(work, after=self._heard)
+        self._exchanges.start(now)
 
     def _outer_apply(self, now: Instruction) -> None:
-        self._wait(self._changes.pop(now.block), "wait outer")
+        self._exchanges.arrived(now.block)
         self._await_refresh(now.block)  # it still reads what this writes
-        self.island.apply(self._program, now.block)
+        self._exchanges.island.apply(self._program, now.block)
         self._clock.mark("update")
 
     def _each(self, now: Instruction, work: Carry) -> Callable[[], None]:

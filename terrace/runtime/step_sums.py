@@ -12,8 +12,8 @@ from terrace.program.loads import Loads
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.head import Objective, ignored_label
-from terrace.runtime.islands import OuterResult
 from terrace.runtime.norm import squared_norm
+from terrace.runtime.outer_numbers import OuterResult
 
 
 @dataclass(frozen=True)

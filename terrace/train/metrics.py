@@ -14,7 +14,7 @@ from terrace.base.sealed import sealed_json
 from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport
-from terrace.runtime.islands import OuterResult
+from terrace.runtime.outer_numbers import OuterResult
 
 # Bounds of kept figures, so that memory does not grow with a run.
 NUM_SAVES = 100

@@ -13,6 +13,7 @@ from terrace.runtime.engine import Engine
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     """(block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
 
+    Of islands that is the anchor, which is every island's after `Engine.finish`.
     Every rank calls this and consumes all of it. One block is in flight at a time: each rank sends the boxes that it is
     the first to hold, as for a checkpoint.
     """
@@ -23,7 +24,7 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
         boxes: list[tuple[str, Box]] = []
         values: list[Tensor] = []
         # Only the first holder of a box sends it, so nothing travels twice.
-        for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True):
+        for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True, own=False):
             value = next(iter(part.values.values()))  # the first kind of state is the value
             boxes.append((part.parameter, part.box))
             values.append(value.detach().to("cpu", copy=True))

@@ -270,6 +270,13 @@ def test_a_run_on_one_machine_is_refused(tmp_path: Path) -> None:
     check_partners(replace(world, machines=("a", "a", "b", "b")), run, is_new=True)
 
 
+def test_islands_are_refused(tmp_path: Path) -> None:
+    """No step of theirs ends on all ranks."""
+    path, outer = str(write_run(tmp_path, 2, 2, peer_copies=1)), {"tier": "node", "every": 2}
+    with pytest.raises(ConfigError, match=r"train.peer_copies = 1 .* islands \(plan.outer\) .* leave one of them out"):
+        parse_run(resolve_table(path, {}, {"plan": {"preset": "ddp", "outer": outer}}))
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

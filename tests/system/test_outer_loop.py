@@ -19,7 +19,6 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.cycle import cycle
-from terrace.program.program import Program
 from terrace.runtime.engine import Engine
 from terrace.runtime.islands import DivergedError
 from terrace.runtime.outer_state import OuterState
@@ -67,27 +66,17 @@ def _changed(**changes: Any) -> Callable[[Engine], None]:
 
 def equal_weights(engine: Engine) -> None:
     """Islands count alike, however many tokens they have."""
-    island = engine.runner.island
-    hear = island.hear
-
-    def heard(program: Program, numbers: Tensor) -> None:
-        hear(program, numbers)
-        for fragment, weights in island._weights.items():
-            island._weights[fragment] = torch.full_like(weights, 1 / len(weights))
-
-    island.hear = heard  # type: ignore[method-assign]
+    numbers = engine.state.outer_numbers
+    assert numbers is not None
+    share = torch.tensor(1 / numbers.num_islands, dtype=torch.float64)
+    numbers.weight = lambda fragment: share  # type: ignore[method-assign]
 
 
 def without_penalty(engine: Engine) -> None:
     """The mean of an exchange is not divided."""
-    island = engine.runner.island
-    apply = island.apply
-
-    def applied(program: Program, block: int) -> None:
-        island._stretch.clear()
-        apply(program, block)
-
-    island.apply = applied  # type: ignore[method-assign]
+    numbers = engine.state.outer_numbers
+    assert numbers is not None
+    numbers.stretch = lambda fragment: torch.ones((), dtype=torch.float64)  # type: ignore[method-assign]
 
 
 def start_that_stays(engine: Engine) -> None:

@@ -1,0 +1,111 @@
+"""A checkpoint of islands: what all share, what each has of its own, and when a run takes both up. No torch here.
+
+The value of a parameter, its `master`, is the anchor, so that export, sampling and runs without islands read it as of
+any other checkpoint. Beside it stand the outer momentum and the inner optimizer's state of island 0. What island i has
+of its own is under the name of the parameter and `@i`: its `master`; on the others than island 0 the inner optimizer's
+state; and with a delay `outer_start` and `outer_message`, in which the mean of an exchange under way has arrived before
+the save. Numbers (terrace.runtime.outer_numbers) are pieces of a block of their own.
+
+A run with as many islands and the same cycle takes up all of it. Any other begins at the anchor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from terrace.plan.outer import Outer
+from terrace.plan.routes import OUTER_FIGURES
+from terrace.program.program import Program
+
+NUMBERS_BLOCK = "@islands"  # no module has this name
+NUMBERS = "numbers"  # their kind
+TOLD, HEARD, MARKS = "told", "heard", "marks"
+
+
+def own_name(parameter: str, island: int) -> str:
+    """The name under which a checkpoint has an island's own state of a parameter."""
+    return f"{parameter}@{island}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Islands of a checkpoint or a run: how many, of how many ranks each, and their cycle."""
+
+    num: int
+    ranks: int
+    every: int
+    fragments: int
+    delay: int
+    momentum: bool  # whether the outer optimizer has one
+
+    @staticmethod
+    def of(program: Program) -> "Islands | None":
+        """The islands of a plan, if it has any."""
+        world, outer = program.world_layout, program.plan.outer
+        if outer is None:
+            return None
+        num = world.num_islands
+        return Islands(
+            num=num,
+            ranks=world.degree // num,
+            every=outer.every,
+            fragments=outer.fragments,
+            delay=outer.delay,
+            momentum=has_momentum(outer),
+        )
+
+    @staticmethod
+    def parse(table: Mapping[str, Any]) -> "Islands":
+        """Inverse of `table`; raises `ValueError`, `KeyError` or `TypeError` for another one."""
+        found = Islands(**table)
+        for name, value in table.items():
+            if type(value) is not (bool if name == "momentum" else int) or value < (name not in ("delay", "momentum")):
+                raise ValueError(f"islands.{name} = {value!r}")
+        return found
+
+    @property
+    def table(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def numbers(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each array of numbers."""
+        told, heard = len(OUTER_FIGURES), len(OUTER_FIGURES) + 1
+        return {
+            TOLD: (self.num, self.ranks, self.fragments, told),
+            HEARD: (self.fragments, self.num, heard),
+            MARKS: (self.fragments, 2),
+        }
+
+    def goes_on(self, own: "Islands | None") -> bool:
+        """Whether a run with islands `own` takes up what these were doing."""
+        return own is not None and (self.num, self.every, self.fragments, self.delay) == (
+            own.num,
+            own.every,
+            own.fragments,
+            own.delay,
+        )
+
+
+def has_momentum(outer: Outer) -> bool:
+    return outer.optimizer != "average"
+
+
+def note(where: str, stored: Islands | None, own: Islands | None) -> str:
+    """Words on what a run with islands `own` does not take up of a checkpoint; "" where it takes up everything."""
+    if own is None:
+        return (
+            "" if stored is None else f"training begins at the anchor of {where}, which is of {_words(stored)}{_STATE}"
+        )
+    if stored is None:
+        return f"islands begin at the parameters of {where}, which is of a run without them; outer momentum is zero"
+    if not stored.goes_on(own):
+        return f"every island begins at the anchor of {where}, which is of {_words(stored)}, not {_words(own)}{_STATE}"
+    return f"outer momentum is zero, since {where} has none" if own.momentum and not stored.momentum else ""
+
+
+_STATE = ", with the optimizer state of island 0; the other islands' changes since their last exchange are left out"
+
+
+def _words(islands: Islands) -> str:
+    return f"{islands.num} islands (every = {islands.every}, fragments = {islands.fragments}, delay = {islands.delay})"

@@ -1,0 +1,123 @@
+"""The numbers of an outer loop on one rank: where its island stands, what it will tell the others, what all have told.
+
+They are tensors that keep their storage, since checkpoints copy them as they copy parameters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrace.plan.layout import Layout, island_ranks
+from terrace.plan.outer import Outer
+from terrace.plan.routes import OUTER_FIGURES
+
+TOKENS, LOSS, CHANGE, MEANWHILE, MEAN = range(len(OUTER_FIGURES))
+BEFORE = len(OUTER_FIGURES)  # the CHANGE of the exchange before
+NUM_HEARD = BEFORE + 1
+_UNDER_WAY, _CHANGED = range(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterResult:
+    """One exchange of a fragment, as it is applied.
+
+    `loss` is the mean over the valid tokens of all islands since the fragment's last exchange began, `change` the root
+    mean square over islands of the norms of their changes. `agreement` is the norm of the mean over `change`, of the
+    exchange before: 1 where all islands changed alike, near the root of 1 / islands where they share no direction, and
+    then `every` is long.
+    """
+
+    fragment: int
+    loss: float
+    num_tokens: int
+    change: float
+    agreement: float | None
+
+
+class OuterNumbers:
+    """With F fragments and I islands, fp64 but for `marks`:
+
+    `told` (F, 5) has this rank's part of the figures since a fragment's last exchange began, which are summed over the
+    island; `heard` (F, I, 6) the figures of all islands in its last exchange, the same on all ranks, and BEFORE;
+    `marks` (F, 2), int64 on the CPU, whether it is under way, and whether steps were made since it began. `island` is
+    among `num_islands`, `place` among the `num_ranks` of the island, `num_steps` of the run.
+    """
+
+    def __init__(self, outer: Outer, world: Layout, rank: int, device: torch.device) -> None:
+        """`world` joins all ranks."""
+        ranks, num = island_ranks(world, rank), outer.fragments
+        self.place, self.num_ranks = ranks.index(rank), len(ranks)
+        self.island, self.num_islands = world.island_of(world.coordinates(rank)), world.num_islands
+        self.num_steps = 0
+        self.told = torch.zeros(num, len(OUTER_FIGURES), dtype=torch.float64, device=device)
+        self.heard = torch.zeros(num, self.num_islands, NUM_HEARD, dtype=torch.float64, device=device)
+        self.marks = torch.zeros(num, 2, dtype=torch.int64)
+
+    def begin_again(self, num_steps: int) -> None:
+        """As at the start of a run, after `num_steps` steps of it."""
+        self.num_steps = num_steps
+        for values in (self.told, self.heard, self.marks):
+            values.zero_()
+
+    @property
+    def under_way(self) -> set[int]:
+        """Fragments whose exchange is under way."""
+        return self._marked(_UNDER_WAY)
+
+    @property
+    def changed(self) -> set[int]:
+        """Fragments with steps since their last exchange began."""
+        return self._marked(_CHANGED)
+
+    def _marked(self, mark: int) -> set[int]:
+        return {fragment for fragment, is_marked in enumerate(self.marks[:, mark].tolist()) if is_marked}
+
+    def stepped(self, loss: Tensor, num_tokens: Tensor) -> None:
+        """A step of the island has a mean `loss` over `num_tokens`, both fp64 scalars."""
+        if not self.place:  # one rank tells the tokens of its island, which all its ranks know
+            self.told[:, TOKENS] += num_tokens
+            self.told[:, LOSS] += loss * num_tokens
+        self.num_steps += 1
+        self.marks[:, _CHANGED] = 1
+
+    def begin(self, fragment: int) -> Tensor:
+        """An exchange begins; this rank's part of its figures (5)."""
+        assert not self.marks[fragment, _UNDER_WAY], "an exchange is under way"
+        figures = self.told[fragment].clone()
+        self.told[fragment] = 0.0
+        self.marks[fragment, _UNDER_WAY], self.marks[fragment, _CHANGED] = 1, 0
+        return figures
+
+    def hear(self, fragment: int, figures: Tensor) -> None:
+        """Keep the `figures` (I, 5) of the exchange that has begun."""
+        heard = self.heard[fragment]
+        heard[:, BEFORE] = heard[:, CHANGE]
+        heard[:, :BEFORE] = figures
+
+    def end(self, fragment: int) -> None:
+        """An exchange is over."""
+        self.marks[fragment, _UNDER_WAY] = 0
+
+    def weight(self, fragment: int) -> Tensor:
+        """w_i of this island, fp64."""
+        tokens = self.heard[fragment, :, TOKENS]
+        return tokens[self.island] / tokens.sum().clamp(min=1.0)
+
+    def stretch(self, fragment: int) -> Tensor:
+        """Lambda of the staleness gap penalty, fp64: 1 before there was a change."""
+        meanwhile, before = self.heard[fragment, :, MEANWHILE], self.heard[fragment, :, BEFORE]
+        return 1.0 + torch.where(before > 0.0, meanwhile / before, 0.0).sqrt().mean()
+
+    def result(self, fragment: int) -> OuterResult:
+        """The newest exchange of a fragment that was heard."""
+        figures = self.heard[fragment]
+        tokens, before = figures[:, TOKENS].sum(), figures[:, BEFORE].mean().sqrt()
+        return OuterResult(
+            fragment=fragment,
+            loss=float(figures[:, LOSS].sum() / tokens.clamp(min=1.0)),
+            num_tokens=int(tokens),
+            change=float(figures[:, CHANGE].mean().sqrt()),
+            # Before the second exchange, and after one of no change, no direction is known.
+            agreement=float(figures[0, MEAN].sqrt() / before) if before else None,
+        )
