@@ -1,19 +1,22 @@
 """Exchanges of islands at the end of a program: the blocks of a fragment, and the instructions."""
 
 from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 from terrace.program.instruction import Instruction, Op
-from terrace.program.program import Program
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 
-def exchanged(program: Program, fragments: Collection[int]) -> list[int]:
+def exchanged(program: "Program", fragments: Collection[int]) -> list[int]:
     """The blocks of a stage that islands exchange in `fragments`."""
     outer = program.plan.outer
     blocks = (block for block in program.stage.held if program.blocks[block].num_trainable)
     return [block for block in blocks if outer is not None and outer.fragment(block) in fragments]
 
 
-def exchange_instructions(program: Program) -> Iterator[Instruction]:
+def exchange_instructions(program: "Program") -> Iterator[Instruction]:
     """The exchange at the end of `program`, behind all updates.
 
     What arrives comes first: where the next exchange of a block starts in the same step, it sends what has changed

@@ -20,6 +20,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.program.loads import Loads
 from terrace.program.lowering import build_stages, exchanging, forward_programs, outer_program, restoring_program
+from terrace.program.outer_result import OuterResult
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.report import StepReport
@@ -39,7 +40,6 @@ from terrace.runtime.islands import Island
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
-from terrace.runtime.outer_numbers import OuterResult
 from terrace.runtime.own_program import own_program
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
@@ -125,8 +125,7 @@ class Engine:
             device=self.device,
             meter=self.comm.meter,
         )
-        # Now, so that the memory of initial values is returned.
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()
         if compiled:
             compile_blocks(self.state.modules.values())

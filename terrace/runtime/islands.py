@@ -15,11 +15,12 @@ from terrace.plan.outer import Exchange, closing
 from terrace.plan.routes import OUTER_FIGURES
 from terrace.program.exchange import exchanged
 from terrace.program.message import Transfer
+from terrace.program.outer_result import OuterResult
 from terrace.program.program import Program
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.gap_messages import Carry
 from terrace.runtime.model_state import ModelState
-from terrace.runtime.outer_numbers import CHANGE, MEAN, MEANWHILE, OuterResult
+from terrace.runtime.outer_numbers import CHANGE, MEAN, MEANWHILE
 
 
 class DivergedError(TrainingError):

@@ -11,6 +11,7 @@ from torch import Tensor
 from terrace.plan.layout import Layout, island_ranks
 from terrace.plan.outer import Outer
 from terrace.plan.routes import OUTER_FIGURES
+from terrace.program.outer_result import OuterResult
 
 TOKENS, LOSS, CHANGE, MEANWHILE, MEAN = range(len(OUTER_FIGURES))
 BEFORE = len(OUTER_FIGURES)  # the CHANGE of the exchange before
@@ -18,21 +19,6 @@ NUM_HEARD = BEFORE + 1
 _UNDER_WAY, _CHANGED = range(2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OuterResult:
-    """One exchange of a fragment, as it is applied.
-
-    `loss` is the mean over the valid tokens of all islands since the fragment's last exchange began, `change` the root
-    mean square over islands of the norms of their changes. `agreement` is the norm of the mean over `change`, of the
-    exchange before: 1 where all islands changed alike, near the root of 1 / islands where they share no direction, and
-    then `every` is long.
-    """
-
-    fragment: int
-    loss: float
-    num_tokens: int
-    change: float
-    agreement: float | None
 
 
 class OuterNumbers:

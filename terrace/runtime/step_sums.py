@@ -9,11 +9,11 @@ from torch import Tensor
 
 from terrace.comm.rounding import Origin
 from terrace.program.loads import Loads
+from terrace.program.outer_result import OuterResult
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.head import Objective, ignored_label
 from terrace.runtime.norm import squared_norm
-from terrace.runtime.outer_numbers import OuterResult
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from terrace.base.fitting import MaybeNaN, fitting, parse_table
 from terrace.base.sealed import sealed_json
 from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
+from terrace.program.outer_result import OuterResult
 from terrace.program.report import StepReport
-from terrace.runtime.outer_numbers import OuterResult
 
 # Bounds of kept figures, so that memory does not grow with a run.
 NUM_SAVES = 100
