@@ -14,6 +14,7 @@ A block that two stages hold, a tied embedding, has its accumulated gradient sha
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
@@ -22,8 +23,10 @@ from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
-from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, MessageClass
+
+if TYPE_CHECKING:
+    from terrace.plan.tensor_traffic import TensorTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Edge:
     gathers: TensorMessage | None
 
 
-def edge_of(tensor: TensorTraffic, blocks: Sequence[BlockSpec]) -> Edge:
+def edge_of(tensor: "TensorTraffic", blocks: Sequence[BlockSpec]) -> Edge:
     """The activation at every edge of a pipeline; raises `PlanError` where its size is not known."""
     if tensor.tokens < 1:
         raise no_sequence("pipeline")

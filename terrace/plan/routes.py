@@ -7,23 +7,26 @@ elements travel together (terrace.plan.hops).
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from terrace.model.experts.balance import FIGURES
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
-from terrace.plan.layout import Layout
 from terrace.plan.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
+
+if TYPE_CHECKING:
+    from terrace.plan.layout import Layout
 
 # Numbers of a fragment that an island tells the others as it starts an exchange: valid tokens and sum of losses since
 # its last start; squared norms of its change, of its change while the last exchange was under way, and of the last mean
 OUTER_FIGURES = ("tokens", "loss", "change", "meanwhile", "mean")
 
 
-def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
+def gather_hops(layout: "Layout", plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
     """The hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order."""
     hops: list[Hop] = []
     for tier in range(outer, inner, -1):
@@ -39,7 +42,7 @@ def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, o
     return hops
 
 
-def reduce_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, inner: int, outer: int) -> list[Hop]:
+def reduce_hops(layout: "Layout", plan: Plan, message: MessageClass, numel: int, inner: int, outer: int) -> list[Hop]:
     """The hops of a reduction of `numel` padded elements from tier `inner` to tier `outer`, in order."""
     return [
         Hop(tier, layout.degrees[tier], plan.wire_format(message, layout.tiers[tier]), numel // layout.span(tier))
@@ -49,7 +52,7 @@ def reduce_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, i
 
 
 def block_hops(
-    layout: Layout, plan: Plan, message: MessageClass, numel: int, source: int | None = None
+    layout: "Layout", plan: Plan, message: MessageClass, numel: int, source: int | None = None
 ) -> tuple[list[Hop], list[Hop]]:
     """(Hops of the reduction, hops of the gather) of one message of a block of `numel` padded elements.
 
@@ -68,7 +71,7 @@ def block_hops(
     return reduction, gathering
 
 
-def crossed_tiers(layout: Layout, message: MessageClass) -> tuple[int, ...]:
+def crossed_tiers(layout: "Layout", message: MessageClass) -> tuple[int, ...]:
     """Indexes of the tiers that messages of a class are there to cross.
 
     Inside a block and between stages these are the tiers where the axes of the class have ranks; `layout` need not join
@@ -87,7 +90,7 @@ def axes_of(message: MessageClass) -> tuple[str, ...]:
     return PIPELINE if message in BETWEEN_STAGES else TENSOR
 
 
-def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
+def lossy_messages(layout: "Layout", plan: Plan) -> tuple[MessageClass, ...]:
     """Message classes that cross some tier in a block format; their rounding error is measured.
 
     `layout` joins all ranks that hold some part of a block together.
@@ -104,7 +107,7 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
     return tuple(found)
 
 
-def control_numbers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> int:
+def control_numbers(layout: "Layout", plan: Plan, blocks: Sequence[BlockSpec]) -> int:
     """Number of fp64 numbers in a control message.
 
     The squared norm, the loss and the token count; the figures of routers, if any block has one; then squared error and
@@ -113,7 +116,7 @@ def control_numbers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec]) -> 
     return 3 + len(FIGURES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
 
 
-def outer_hops(world: Layout, plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> tuple[Hop, ...]:
+def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> tuple[Hop, ...]:
     """The hops of an exchange's numbers, fp64, innermost tier first; outside an island those of all islands travel on.
 
     Of each fragment that starts, `OUTER_FIGURES`; of each of its blocks a digest.
@@ -129,7 +132,7 @@ def outer_hops(world: Layout, plan: Plan, blocks: Sequence[BlockSpec], exchange:
     return tuple(hops)
 
 
-def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
+def residual_numels(layout: "Layout", plan: Plan, numel: int) -> Iterator[int]:
     """Elements of each residual that error feedback keeps for a block of `numel` padded elements."""
     for message in CHANGES:
         reduction, gathering = block_hops(layout, plan, message, numel)

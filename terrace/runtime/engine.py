@@ -47,6 +47,8 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
 from terrace.runtime.step_sums import GivenUp, StepResult, StepSums
 
+_Key = tuple[MessageClass, str]  # of bytes: message class and tier
+
 
 class Engine:
     """Trains `blocks` under `plan` on this rank's part of `cluster`: a `Comm`, a `ModelState` and a `StepRunner`.
@@ -93,8 +95,7 @@ class Engine:
         settings, balance = optimizer or OptimizerConfig(), balance or BalanceConfig()
         check_settings(plan, settings)
         specs = telling_choices(balance, with_dims(describe(blocks, names, freeze), declared))
-        run = rank, cluster, plan, specs, num_micros, sequence
-        self.program = own_program(*run, given=program, verified=verified)
+        self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
         check_balance(balance, self.program.mesh, plan, specs)
         if compiled:
             check_compiles([self.program])
@@ -106,8 +107,8 @@ class Engine:
         self._programs: dict[Exchange | None, Program] = {None: self.program}
         self._forward: Program | None = None  # the default of `evaluate`, made by its first call
         self._given: Program | None = None  # the last that `evaluate` was given
-        self._given_up = Counter[tuple[MessageClass, str]]()  # bytes of steps that were not finite
-        self._outside = Counter[tuple[MessageClass, str]]()  # bytes of evaluations and of restoring
+        # Bytes of steps that were not finite, and of evaluations and restoring.
+        self._given_up, self._outside = Counter[_Key](), Counter[_Key]()
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
         self.passages = Passages(blocks, self.program, balance, rank, self.device, seed, ignored_label(objective))
@@ -318,7 +319,7 @@ class Engine:
                     f"but the programs declare {declared}"
                 )
 
-    def _declared(self) -> Counter[tuple[MessageClass, str]]:
+    def _declared(self) -> Counter[_Key]:
         expected = dict(self.runner.declared_bytes)
         for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
             expected = {**axis.declared, **expected}

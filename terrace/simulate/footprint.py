@@ -116,14 +116,8 @@ def footprint(
     # Tensor ranks have message buffers of their own.
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
-    if num_stages > 1:  # a rank sends its part of an activation
-        tiers = [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")]
-        numel = work.tokens * work.model.hidden_size // work.tensor
-        steady["buffers"] += edge_buffers(plan, tiers, numel)
-        if any(plan.wire_format(MessageClass.PIPELINE_BACKWARD, tier).feedback for tier in tiers):
-            # A chunk begins where blocks do not follow one another; each sends back, in the format with most to keep.
-            begins = sum(block > 0 and block - 1 not in held for block in held)
-            steady["feedback"] += begins * edge_feedback_bytes(numel)
+    if num_stages > 1:
+        _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * mask_bytes(work, backend)
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
@@ -149,6 +143,16 @@ def footprint(
     if context_bytes is None:
         context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
     return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
+
+
+def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: Work, held: Sequence[int]) -> None:
+    # A rank sends its part of an activation.
+    numel = work.tokens * work.model.hidden_size // work.tensor
+    steady["buffers"] += edge_buffers(plan, tiers, numel)
+    if any(plan.wire_format(MessageClass.PIPELINE_BACKWARD, tier).feedback for tier in tiers):
+        # A chunk begins where blocks do not follow one another; each sends back, in the format with most to keep.
+        begins = sum(block > 0 and block - 1 not in held for block in held)
+        steady["feedback"] += begins * edge_feedback_bytes(numel)
 
 
 def stage_footprint(

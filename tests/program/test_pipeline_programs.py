@@ -391,10 +391,8 @@ def test_orders_for_another_pipeline_are_refused() -> None:
 def test_recv_stands_before_its_reader_and_one_task_ahead() -> None:
     """So that a message arrives while the task before is computed, and no buffer waits much longer."""
     programs = programs_of(pipelined("ddp", OUTER, "1f1b", stages=(4, 4)), OUTER.sizes)
-    ops = [one for one in programs[2].instructions if one.op in (Op.RECV, Op.FORWARD, Op.BACKWARD)]
-    passes = 0
-    waiting: dict[int, int] = {}
-    for one in ops:
+    passes, waiting = 0, dict[int, int]()
+    for one in (one for one in programs[2].instructions if one.op in (Op.RECV, Op.FORWARD, Op.BACKWARD)):
         if one.op is Op.RECV:
             waiting[one.micro] = passes
         elif one.op is Op.FORWARD and one.block == 4:
