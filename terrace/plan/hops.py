@@ -11,9 +11,12 @@ Messages of a program are made of hops (terrace.program.message), and so are the
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
+
+if TYPE_CHECKING:
+    from terrace.plan.plan import Plan
 
 _OF_SUMS = (MessageClass.SYNC, MessageClass.OUTER)
 RESIDUAL_BYTES = 4  # error feedback is kept in fp32
@@ -42,7 +45,7 @@ class Hop:
         return (self.degree - 1) * self.part_bytes
 
 
-def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
+def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
     """Bytes of memory that coding and decoding in block formats reads and writes for one message of a rank.
 
     On every hop a reduction codes the parts it sends and adds the decoded parts to sums in the master dtype; a gather
@@ -69,7 +72,7 @@ def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop
     return total
 
 
-def number_bytes(plan: Plan) -> int:
+def number_bytes(plan: "Plan") -> int:
     """Bytes of a number of the loss, of a norm's statistics or of a gate's weight: fp32 at least."""
     return max(4, FORMATS[plan.compute].element_bytes)
 
@@ -91,7 +94,7 @@ def encodings(hops: Sequence[Hop]) -> Iterator[list[Hop]]:
         yield run
 
 
-def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
+def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> list[int]:
     """Bytes of each buffer that a reduction takes, in order.
 
     Per hop: the outgoing message if it must be converted, the incoming one, and the sum. Of a block format a
@@ -113,7 +116,7 @@ def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> li
     return sizes
 
 
-def gather_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
+def gather_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> list[int]:
     """Bytes of each buffer that a gather takes, in order; none where parameters travel in place."""
     sizes = []
     held = plan.master if message in _OF_SUMS else plan.compute

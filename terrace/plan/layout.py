@@ -20,11 +20,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
+from typing import TYPE_CHECKING
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import HOLDERS, ORDER, Mesh
-from terrace.plan.plan import Plan
 from terrace.plan.wire import ROUTES, MessageClass
+
+if TYPE_CHECKING:
+    from terrace.plan.plan import Plan
 
 INSIDE = -1  # the lane of messages inside a block: they are part of computing
 DEVICE = -1  # the index of the implicit innermost tier
@@ -50,7 +53,7 @@ class Layout:
     island: int = sys.maxsize  # the outermost tier that is synchronised every step
 
     @staticmethod
-    def of(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
+    def of(cluster: Cluster, plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
         """The settled layout of states that the ranks of `axes` hold together; `mesh` factors them, else the plan's.
 
         Raises `ClusterError` for an unknown tier.
@@ -58,7 +61,7 @@ class Layout:
         return Layout.written(cluster, plan, axes, mesh).settled()
 
     @staticmethod
-    def written(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
+    def written(cluster: Cluster, plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
         """As `of`, with every state on the tier that the plan names."""
         params = cluster.index(plan.params)
         mesh = mesh or Mesh.of(cluster, plan)

@@ -12,14 +12,17 @@ many passes or more. So the sum of the two never falls: with the least seconds o
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from terrace.planner.candidate import PartialCandidate
-from terrace.planner.estimate import Estimator
 from terrace.planner.messages import MessagePrices, Messages
 from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.space import OpenMesh
 from terrace.planner.task import Placement
 from terrace.planner.works import Works
+
+if TYPE_CHECKING:
+    from terrace.planner.estimate import Estimator
 
 Choice = tuple[Placement, int]  # a placement, and the longest unit with it
 _Ends = tuple[float, float, float, float]
@@ -28,7 +31,7 @@ _Ends = tuple[float, float, float, float]
 class Chains:
     """Chains of the candidates of one task."""
 
-    def __init__(self, estimator: Estimator, works: Works) -> None:
+    def __init__(self, estimator: "Estimator", works: Works) -> None:
         self.estimator, self.works, self.split = estimator, works, estimator.split
         self.num_inner = len(estimator.task.inner)
         self.message_prices = MessagePrices(estimator)

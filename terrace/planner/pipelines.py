@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Pass
-from terrace.planner.estimate import Estimator
 from terrace.planner.parts import Part, Work, parts_of, work_of_runs
 from terrace.planner.stages import Trait, pipeline
 from terrace.program.schedules.counts import Waiting
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.timeline import Timeline, play
+
+if TYPE_CHECKING:
+    from terrace.planner.estimate import Estimator
 
 
 class Chain(NamedTuple):
@@ -114,7 +116,7 @@ def neediest(parts: Sequence[Part], waiting: Waiting) -> tuple[tuple[Part, tuple
 
 
 def build_pipeline(
-    estimator: Estimator,
+    estimator: "Estimator",
     mesh: Mesh,
     micro_batch: int,
     recompute: int,
@@ -146,7 +148,7 @@ def build_pipeline(
 
 
 def block_work(
-    estimator: Estimator,
+    estimator: "Estimator",
     kind: int,
     forms: Sequence[Mesh],
     micro_batch: int,

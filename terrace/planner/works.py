@@ -1,19 +1,22 @@
 """Seconds and bytes of the blocks of a shape: least and most over its context forms, if it is open."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import Sizes
-from terrace.planner.estimate import Estimator
 from terrace.planner.parts import BlockWorks, Runs, Work, work_of_runs
 from terrace.planner.pipelines import block_work
 from terrace.planner.space import OpenMesh, Space, context_forms, least_of
+
+if TYPE_CHECKING:
+    from terrace.planner.estimate import Estimator
 
 
 class Works:
     """Seconds and bytes of the blocks of one task, by shape; each is found once."""
 
-    def __init__(self, estimator: Estimator) -> None:
+    def __init__(self, estimator: "Estimator") -> None:
         self.estimator, self.specs, self.split = estimator, estimator.specs, estimator.split
         (self.whole,) = self.split.whole().chunks
         self._space = Space(task=estimator.task)

@@ -8,22 +8,25 @@ has as many bodies as it needs (terrace.base.repeated). The verifier checks the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from terrace.base.repeated import Repeated, repeated
 from terrace.plan.stage import Group, Stage
 from terrace.program.instruction import Instruction
-from terrace.program.program import Program
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 _TRIES = 3
 
 
 def repeating(
     stages_of: Callable[[int], Sequence[Stage]],
-    lower: Callable[[Sequence[Stage]], Sequence[Program]],
+    lower: "Callable[[Sequence[Stage]], Sequence[Program]]",
     num_micros: int,
     num_stages: int,
     every: int,
-) -> list[Program] | None:
+) -> "list[Program] | None":
     """Programs of a step of `num_micros` micro-batches, `every` of which are a body.
 
     `stages_of` gives the stages of any number of micro-batches, `lower` their programs. None where no body is found in
@@ -45,7 +48,7 @@ def repeating(
     return None
 
 
-def joined(steps: Sequence[Sequence[Program]], num_micros: int) -> list[Program] | None:
+def joined(steps: "Sequence[Sequence[Program]]", num_micros: int) -> "list[Program] | None":
     """Programs of a step of `num_micros` micro-batches of which three `steps` have one body more each; None where they
     have none in common.
     """

@@ -7,15 +7,17 @@ of a message precedes the RECV of every later one.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.expert_counts import mixtures
 from terrace.plan.residency import Residency, gathers
 from terrace.plan.stage import Pass, Stage, reduction_points
 from terrace.program.gaps import before_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
-from terrace.program.program import Program
 from terrace.program.segments import Writer
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 _OPS = {
     Pass.FORWARD: Op.FORWARD,
@@ -25,7 +27,7 @@ _OPS = {
 }
 
 
-def write_passes(frame: Program, stages: Sequence[Stage]) -> Writer:
+def write_passes(frame: "Program", stages: Sequence[Stage]) -> Writer:
     """The instructions of all groups of the stage of `frame`, one of `stages`, without the end of a step."""
     stage, found = frame.stage, Writer()
     stays = gathers(stage, frame.blocks, frame.flats, frame.plan.prefetch)
@@ -95,13 +97,13 @@ def _send(edge: "_Edge") -> Instruction:
     return Instruction(Op.SEND, edge.block, 0, edge.backward, False, edge.peer)
 
 
-def _gather(frame: Program, stay: Residency) -> Instruction:
+def _gather(frame: "Program", stay: Residency) -> Instruction:
     # The first gather of a step reads the primary copy and refreshes the secondary one.
     secondary = frame.has_secondary and not stay.opening
     return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
 
 
-def _reduced(frame: Program) -> dict[int, tuple[Instruction, ...]]:
+def _reduced(frame: "Program") -> dict[int, tuple[Instruction, ...]]:
     """The reductions after each pass, by its number."""
     stage, blocks, tied, gaps = frame.stage, frame.blocks, dict(frame.stage.ties), before_gaps(frame)
     found: dict[int, tuple[Instruction, ...]] = {}

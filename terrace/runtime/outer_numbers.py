@@ -3,8 +3,6 @@
 They are tensors that keep their storage, since checkpoints copy them as they copy parameters.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,6 @@ TOKENS, LOSS, CHANGE, MEANWHILE, MEAN = range(len(OUTER_FIGURES))
 BEFORE = len(OUTER_FIGURES)  # the CHANGE of the exchange before
 NUM_HEARD = BEFORE + 1
 _UNDER_WAY, _CHANGED = range(2)
-
-
 
 
 class OuterNumbers:

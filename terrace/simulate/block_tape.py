@@ -4,11 +4,13 @@ terrace.simulate.activations lists the tensors each operation keeps, by backend.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import Operation
-from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.simulate.work import Work
 
 Backend = Literal["cpu", "cuda"]
 
@@ -19,7 +21,7 @@ _STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
 class BlockTape:
     """Operations and tensor sizes in bytes; a subclass adds the operations of a block."""
 
-    work: Work
+    work: "Work"
     backend: Backend
     operations: list[Operation] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)

@@ -20,14 +20,14 @@ from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport
-from terrace.simulate.cost import Costs
 from terrace.simulate.rank import Act, Event, Move, Passes, Play, Rank
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
+    from terrace.simulate.cost import Costs
 
 
-def simulate(program: "Program", costs: Costs) -> StepReport:
+def simulate(program: "Program", costs: "Costs") -> StepReport:
     """The predicted report of a steady step. Linear in the number of instructions.
 
     Raises `ProgramError` for a program that talks to other stages (terrace.simulate.stages plays all of them).
@@ -36,7 +36,7 @@ def simulate(program: "Program", costs: Costs) -> StepReport:
     return program.report(_time(program, costs))
 
 
-def step_seconds(program: "Program", costs: Costs) -> dict[str, float]:
+def step_seconds(program: "Program", costs: "Costs") -> dict[str, float]:
     """Seconds of a steady step by category, without the report; raises as `simulate` does."""
     check_alone(program)
     return _time(program, costs)
@@ -50,7 +50,7 @@ def check_alone(program: "Program") -> None:
         )
 
 
-def _time(program: "Program", costs: Costs) -> dict[str, float]:
+def _time(program: "Program", costs: "Costs") -> dict[str, float]:
     plays = joined(price_distinct(program, costs), program.segments.places)
     rank = Rank(program)
     for _ in range(2):
@@ -73,13 +73,13 @@ _COLLECTIVE = {
 }
 
 
-def price(program: "Program", costs: Costs) -> list[Play]:
+def price(program: "Program", costs: "Costs") -> list[Play]:
     """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
     plays = price_distinct(program, costs)
     return [plays[number] for number in program.segments.places]
 
 
-def price_distinct(program: "Program", costs: Costs) -> list[Play]:
+def price_distinct(program: "Program", costs: "Costs") -> list[Play]:
     """The plays of the distinct instructions (`Program.folded`)."""
     pricing = _Pricing(program, costs)
     return [pricing.play(instruction) for instruction in program.folded.distinct]
@@ -105,7 +105,7 @@ def joined(plays: Sequence[Play], places: Iterable[int]) -> list[Move]:
 
 
 class _Pricing:
-    def __init__(self, program: "Program", costs: Costs) -> None:
+    def __init__(self, program: "Program", costs: "Costs") -> None:
         self.program, self.costs = program, costs
         self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
         self._spreads_experts = bool(program.expert_transfers)

@@ -16,12 +16,15 @@ rank holds all experts; tensor ranks do not cut them.
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from terrace.cluster.cluster import Device
 from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s, stream_s
-from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.simulate.work import Work
 
 Seconds = tuple[float, float, float]  # of the forward, of input gradients, of weight gradients
 _INDEX_BYTES = (
@@ -33,7 +36,7 @@ _LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
 _PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 
-def mixture_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
+def mixture_seconds(device: Device, work: "Work", experts: ExpertsConfig, accumulate: bool) -> Seconds:
     """Seconds of a mixture's kernels; `accumulate` as in terrace.simulate.layers."""
     hidden, tokens, wide = work.model.hidden_size, work.routed, router_dtype(work.compute)
     products = [(wide, 1, tokens, inputs, outputs) for inputs, outputs in router_products(experts, hidden)]
@@ -44,7 +47,7 @@ def mixture_seconds(device: Device, work: Work, experts: ExpertsConfig, accumula
     return seconds[0] + passed[0], seconds[1] + passed[1], seconds[2] + passed[2]
 
 
-def passed_seconds(device: Device, work: Work, experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
+def passed_seconds(device: Device, work: "Work", experts: ExpertsConfig, tokens: int, accumulate: bool) -> Seconds:
     """Seconds of `tokens` that pass their experts: order, spread, products, activation, weights, collect."""
     return _passed_seconds(device, work.model.hidden_size, work.compute, experts, tokens, accumulate)
 
@@ -64,7 +67,7 @@ def _passed_seconds(
     return _with_products(device, compute, passes_s, products, accumulate)
 
 
-def shared_seconds(device: Device, work: Work, experts: ExpertsConfig, accumulate: bool) -> Seconds:
+def shared_seconds(device: Device, work: "Work", experts: ExpertsConfig, accumulate: bool) -> Seconds:
     """Seconds of the shared expert of every token, an MLP, and of its gate."""
     hidden, inner, tokens = work.model.hidden_size, experts.shared_size, work.stream_tokens
     if not inner:
@@ -115,13 +118,13 @@ def router_dtype(compute: str) -> str:
     return "fp64" if compute == "fp64" else "fp32"
 
 
-def launches(work: Work, experts: ExpertsConfig) -> float:
+def launches(work: "Work", experts: ExpertsConfig) -> float:
     """Kernels that the host launches for a layer with a mixture, over those of a dense layer."""
     products = 3 * sum(count for count, _ in even_loads(work.routed, experts))
     return 1 + (_MIXTURE_OPERATORS + products) / _LAYER_OPERATORS
 
 
-def _passes(device: Device, work: Work, experts: ExpertsConfig) -> tuple[float, float]:
+def _passes(device: Device, work: "Work", experts: ExpertsConfig) -> tuple[float, float]:
     item, wide = FORMATS[work.compute].element_bytes, FORMATS[router_dtype(work.compute)].element_bytes
     tokens, hidden = work.routed, work.model.hidden_size
     scores = tokens * experts.num_experts
