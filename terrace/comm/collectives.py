@@ -16,6 +16,8 @@ Block formats (terrace.comm.codecs) travel as bytes, scales and codes of one par
     gather   encode piece(outer) once, forward the messages over all tiers of that format, decode at the end;
              the rank's own part is rounded too, so that all members hold the same values
     reduce   on each tier: encode the parts of the others, exchange, add the received parts to the exact own part
+    whole    sparse messages of a sum that comes back: encode once, forward over all tiers, decode and add all of them,
+             the rank's own too, in one order on all ranks
 
 A collective runs on the lane of the outermost tier it crosses, with that lane's groups and memory, so that
 lanes may work side by side. Every function here blocks (or, on CUDA, enqueues on the current stream);
@@ -124,10 +126,11 @@ class Collectives:
             arena.begin(transfer.reduce_buffers)
             if transfer.columns is not None:
                 source = arena.take(source.shape, source.dtype).copy_(source).view(-1)
-        for hop in transfer.reduction:
+        whole = [hop for hop in transfer.reduction if hop.is_whole]
+        for hop in transfer.reduction[: len(transfer.reduction) - len(whole)]:
             reduce_hop = self._reduce_codes if hop.wire.block else self._reduce_values
             source = reduce_hop(transfer, hop, source, origin)
-        return source
+        return self._sum_messages(transfer, whole, source, origin) if whole else source
 
     def sum_control(self, transfer: Transfer, values: Tensor) -> Tensor:
         """Sums over all ranks: of `values`, fp64, then of the rounding errors; bitwise equal on every rank."""
@@ -226,18 +229,28 @@ class Collectives:
             whole.copy_(received)
 
     def _gather_codes(self, transfer: Transfer, run: list[Hop], piece: Piece, origin: Origin) -> None:
-        first, wire, arena = run[0], run[0].wire, self._arenas[transfer.lane]
+        first = run[0]
+        messages = self._gathered_codes(transfer, run, piece(first.tier), "gather", origin)
+        codecs.decode(messages, first.wire, piece(run[-1].tier - 1).view(-1, first.numel))
+
+    def _gathered_codes(self, transfer: Transfer, run: list[Hop], values: Tensor, leg: str, origin: Origin) -> Tensor:
+        # The messages of all members of the tiers of a run: (members, bytes), those of inner tiers outermost in order.
+        first, arena = run[0], self._arenas[transfer.lane]
         sent = arena.take([1, first.part_bytes], torch.uint8)
-        self._encode(
-            transfer.message_class, first, _leg("gather", transfer), piece(first.tier).view(1, -1), sent, origin
-        )
+        self._encode(transfer.message_class, first, _leg(leg, transfer), values.view(1, -1), sent, origin)
         for hop in run:
             group = self._group(transfer, hop)
-            received = arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
+            received = arena.take([hop.degree * hop.pieces, hop.wire.message_bytes(hop.numel)], torch.uint8)
             with self._sending(transfer, group, (group.size - 1) * sent.nbytes):
                 all_gather(received.view(-1), sent.view(-1), group)
             sent = received
-        codecs.decode(sent, wire, piece(run[-1].tier - 1).view(-1, first.numel))
+        return sent
+
+    def _sum_messages(self, transfer: Transfer, run: list[Hop], source: Tensor, origin: Origin) -> Tensor:
+        messages = self._gathered_codes(transfer, run, source, "whole", origin)
+        result = self._arenas[transfer.lane].take([run[0].numel], self._master).zero_()
+        codecs.decode_add(messages, run[0].wire, result)
+        return result
 
     def _reduce_values(self, transfer: Transfer, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
         group, dtype, arena = self._group(transfer, hop), DTYPES[hop.wire.codec], self._arenas[transfer.lane]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size
-from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, Hop
+from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES, Hop, selection_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
@@ -91,7 +91,8 @@ def edge_coding_bytes(compute: str, hop: Hop) -> float:
     if not hop.wire.block:
         return 0.0
     residual = RESIDUAL_BYTES if hop.wire.feedback else 0
-    return 2.0 * (hop.numel * (FORMATS[compute].element_bytes + residual) + hop.part_bytes)
+    coded = 2.0 * (hop.numel * (FORMATS[compute].element_bytes + residual) + hop.part_bytes)
+    return coded + hop.numel * selection_bytes(hop.wire)
 
 
 def edge_feedback_bytes(numel: int) -> int:

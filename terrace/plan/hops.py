@@ -5,6 +5,11 @@ elements to n_i - 1 peers (spans: terrace.plan.layout):
 
     bytes(i) = (n_i - 1) * pieces * message_bytes(numel)        pieces * numel = P / span(i)
 
+Sparse messages of sums that all members get go whole to every member, which adds them up (`Hop.is_whole`): over the
+tiers u + 1 .. t a rank sends its part of P / span(u) elements, coded once, and forwards what the tiers outside brought:
+
+    bytes(i) = (n_i - 1) * pieces * message_bytes(P / span(u))  pieces = n_(i+1) ... n_t
+
 Messages of a program are made of hops (terrace.program.message), and so are the formulas of bytes and memory.
 `terrace.plan.routes` says which hops a message class takes.
 """
@@ -21,18 +26,25 @@ if TYPE_CHECKING:
 _OF_SUMS = (MessageClass.SYNC, MessageClass.OUTER)
 RESIDUAL_BYTES = 4  # error feedback is kept in fp32
 RESIDUAL_COPIES = 2  # the second is of before the step, which may be given up
+# To select the largest, a magnitude of 4 bytes is written, read for the maxima of groups and compared; its flag of a
+# byte is written and read (terrace.comm.codecs.sparse_cpu).
+_SELECTION_BYTES = 3 * 4 + 2
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One tier that a message crosses, with `degree` members; a rank sends `pieces` messages to each peer."""
+    """One tier that a message crosses, with `degree` members; a rank sends `pieces` messages to each peer.
+
+    `is_whole`: of a reduction, and every member gets the messages of all and adds them up itself.
+    """
 
     tier: int
     degree: int
     wire: WireFormat
     numel: int
     pieces: int = 1
+    is_whole: bool = False
 
     @property
     def part_bytes(self) -> int:
@@ -49,17 +61,23 @@ def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[H
     """Bytes of memory that coding and decoding in block formats reads and writes for one message of a rank.
 
     On every hop a reduction codes the parts it sends and adds the decoded parts to sums in the master dtype; a gather
-    codes its own part once and decodes the whole. Error feedback reads and writes its residual too. 0 for dtypes.
+    codes its own part once and decodes the whole; so does a sum of whole messages, but it adds them up. Error feedback
+    reads and writes its residual too. 0 for dtypes.
     """
     master, compute = FORMATS[plan.master].element_bytes, FORMATS[plan.compute].element_bytes
     held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else master
     total = 0.0
-    for hop in reduction:
+    whole = [hop for hop in reduction if hop.is_whole]
+    for hop in reduction[: len(reduction) - len(whole)]:
         if hop.wire.block:
             # A rank's own part is neither coded nor sent.
-            coded = (hop.degree - 1) * hop.numel
-            total += coded * (held + _feedback_bytes(hop) + 2 * master) + 2 * hop.sent_bytes
+            coded, added = (hop.degree - 1) * hop.numel, (hop.degree - 1) * _num_decoded(hop)
+            total += coded * (held + _coding_bytes(hop)) + added * 2 * master + 2 * hop.sent_bytes
         held = master
+    if whole:
+        first, number = whole[0], whole[-1].degree * whole[-1].pieces
+        total += first.numel * (held + _coding_bytes(first) + master)  # the sum begins at zero
+        total += first.part_bytes * (1 + number) + number * _num_decoded(first) * 2 * master
     # After the first hop the values are sums, kept in the master dtype.
     # These gather sums in the master dtype, every other gather parameters or activations.
     held = master if message in _OF_SUMS else compute
@@ -67,8 +85,8 @@ def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[H
     for run in encodings(gathering):
         first, last = run[0], run[-1]
         if first.wire.block:
-            whole = last.degree * last.pieces
-            total += first.numel * (held * (1 + whole) + _feedback_bytes(first)) + first.part_bytes * (1 + whole)
+            number = last.degree * last.pieces
+            total += first.numel * (held * (1 + number) + _coding_bytes(first)) + first.part_bytes * (1 + number)
     return total
 
 
@@ -77,8 +95,18 @@ def number_bytes(plan: "Plan") -> int:
     return max(4, FORMATS[plan.compute].element_bytes)
 
 
-def _feedback_bytes(hop: Hop) -> int:
-    return 2 * RESIDUAL_BYTES if hop.wire.feedback else 0
+def _coding_bytes(hop: Hop) -> int:
+    # What coding an element reads and writes besides the element and its code.
+    return (2 * RESIDUAL_BYTES if hop.wire.feedback else 0) + selection_bytes(hop.wire)
+
+
+def selection_bytes(wire: WireFormat) -> int:
+    """Bytes that selecting the largest elements reads and writes for each; 0 for formats that keep all."""
+    return _SELECTION_BYTES if wire.kept_of else 0
+
+
+def _num_decoded(hop: Hop) -> int:
+    return hop.wire.num_kept(hop.numel) if hop.wire.kept_of else hop.numel
 
 
 def encodings(hops: Sequence[Hop]) -> Iterator[list[Hop]]:
@@ -98,12 +126,16 @@ def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
     """Bytes of each buffer that a reduction takes, in order.
 
     Per hop: the outgoing message if it must be converted, the incoming one, and the sum. Of a block format a
-    rank's own part is neither coded nor sent.
+    rank's own part is neither coded nor sent, but of whole messages.
     """
     sizes = []
     # A fresh gradient or activation is in the compute dtype; sums are in the master dtype.
     held = plan.compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else plan.master
     for hop in hops:
+        if hop.is_whole:
+            # Later hops send what came in.
+            sizes += [*([hop.part_bytes] if hop.pieces == 1 else []), hop.degree * hop.part_bytes]
+            continue
         # Outgoing codes and incoming codes.
         if hop.wire.block:
             sizes += [hop.sent_bytes, hop.sent_bytes]
@@ -113,6 +145,8 @@ def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
             sizes += [whole if hop.wire.codec != held else 0, whole]
         sizes.append(hop.numel * FORMATS[plan.master].element_bytes)
         held = plan.master
+    if hops and hops[-1].is_whole:
+        sizes.append(hops[-1].numel * FORMATS[plan.master].element_bytes)
     return sizes
 
 

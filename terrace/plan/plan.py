@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from terrace.plan.outer import Outer
+from terrace.plan.update import Update
 from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
@@ -12,9 +13,6 @@ EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
-
-# The optimizer: its state and messages depend on it. Without momentum SGD has no state.
-Update = Literal["adamw", "lion", "muon", "sgd", "sgd+momentum"]
 
 
 @dataclass(frozen=True, kw_only=True)

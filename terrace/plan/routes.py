@@ -4,6 +4,11 @@ A gather goes from the outermost tier inward, a reduction from the innermost out
 after each sum. A gather with neighbouring tiers in the same block format codes once, on the outermost of them, and the
 tiers inside forward the messages as they came: one rounding, however many tiers. There `pieces` messages of `numel`
 elements travel together (terrace.plan.hops).
+
+A sum that comes back over the tiers it crossed is an all-reduce: what is reduced is gathered again. A sum of n sparse
+messages is n times as dense, and would have to be coded a second time for its gather. So sparse messages of an
+all-reduce are gathered instead, and every member decodes and adds them itself, its own too: one rounding, and the same
+sum on all. The tiers outside a sparse one must then have its format, and no gather follows over them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +21,7 @@ from terrace.plan.hops import Hop
 from terrace.plan.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
-from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTES, TO_EXPERTS, MessageClass, WireFormat
 
 if TYPE_CHECKING:
     from terrace.plan.layout import Layout
@@ -60,15 +65,54 @@ def block_hops(
     """
     route = ROUTES[message]
     reduction, gathering = [], []
+    summed = reduced_to(layout, plan, message)
     if route.reduction is not None:
         inner, outer = map(layout.tier_of, route.reduction)
-        reduction = reduce_hops(layout, plan, message, numel, inner, outer)
+        reduction = reduce_hops(layout, plan, message, numel, inner, summed)
+        reduction += _whole_hops(layout, plan, message, numel, summed, outer)
     if route.gathering is not None:
         outer, inner = map(layout.tier_of, route.gathering)
+        if route.reduction is not None:
+            outer = summed
         if route.carries == "all":  # the primary copy, unless the instruction reads the secondary one
             outer = layout.params if source is None else source
         gathering = gather_hops(layout, plan, message, numel, outer, inner)
     return reduction, gathering
+
+
+def reduced_to(layout: "Layout", plan: Plan, message: MessageClass) -> int:
+    """The tier whose part of a buffer is what the reduction of a message leaves on a rank; -1 without a reduction."""
+    route = ROUTES[message]
+    if route.reduction is None:
+        return -1
+    outer = layout.tier_of(route.reduction[1])
+    sparse = [tier for tier in all_reduced_tiers(layout, message) if _format(layout, plan, message, tier).kept_of]
+    return min(sparse, default=outer + 1) - 1
+
+
+def all_reduced_tiers(layout: "Layout", message: MessageClass) -> list[int]:
+    """Indexes of the tiers with peers over which a message is reduced and gathered again, innermost first."""
+    route = ROUTES[message]
+    if route.reduction is None or route.gathering is None:
+        return []
+    inner, outer = map(layout.tier_of, route.reduction)
+    first = max(inner, layout.tier_of(route.gathering[1])) + 1
+    return [tier for tier in range(first, outer + 1) if layout.degrees[tier] > 1]
+
+
+def _whole_hops(layout: "Layout", plan: Plan, message: MessageClass, numel: int, inner: int, outer: int) -> list[Hop]:
+    # From the outermost tier inward, as a gather: fewest messages cross the outer links.
+    hops, pieces = list[Hop](), 1
+    for tier in range(outer, inner, -1):
+        degree, wire = layout.degrees[tier], _format(layout, plan, message, tier)
+        if degree > 1 and numel:
+            hops.append(Hop(tier, degree, wire, numel // layout.span(inner), pieces, is_whole=True))
+            pieces *= degree
+    return hops
+
+
+def _format(layout: "Layout", plan: Plan, message: MessageClass, tier: int) -> WireFormat:
+    return plan.wire_format(message, layout.tiers[tier])
 
 
 def crossed_tiers(layout: "Layout", message: MessageClass) -> tuple[int, ...]:
@@ -136,7 +180,9 @@ def residual_numels(layout: "Layout", plan: Plan, numel: int) -> Iterator[int]:
     """Elements of each residual that error feedback keeps for a block of `numel` padded elements."""
     for message in CHANGES:
         reduction, gathering = block_hops(layout, plan, message, numel)
-        # A rank's own part is not rounded and leaves no residual.
-        yield from ((hop.degree - 1) * hop.numel for hop in reduction if hop.wire.feedback)
+        for hop in reduction:
+            # A rank's own part is not rounded and leaves no residual, but that of whole messages is, once.
+            if hop.wire.feedback and hop.pieces == 1:
+                yield hop.numel if hop.is_whole else (hop.degree - 1) * hop.numel
         # Only the hop that codes makes an error; forwarded pieces (`pieces > 1`) make none.
         yield from (hop.numel for hop in gathering if hop.wire.feedback and hop.pieces == 1)

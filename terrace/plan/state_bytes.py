@@ -11,8 +11,9 @@ from terrace.base.alike import once_each
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES
 from terrace.plan.layout import Layout
-from terrace.plan.plan import Plan, Update
+from terrace.plan.plan import Plan
 from terrace.plan.routes import residual_numels
+from terrace.plan.update import Update
 from terrace.plan.wire import FORMATS, MessageClass
 
 CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "outer", "feedback", "buffers")

@@ -15,27 +15,16 @@ from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
 from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
-from terrace.plan.routes import crossed_tiers
 from terrace.plan.wire import (
-    BETWEEN_STAGES,
-    CHANGES,
-    FED_BACK,
     FORMATS,
     GRADIENTS,
-    PLACEABLE,
-    ROUTES,
-    TO_EXPERTS,
-    MessageClass,
-    parse_format,
 )
+from terrace.plan.wire_rules import check_wire
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
 MOST_CHUNKS = 64  # of the tokens of a micro-batch: each is a message over every tier
 SHARES_ROUNDED = 1e-6  # by which the sum of shares may be off: files have decimals
-
-
-_AXIS = dict.fromkeys(BETWEEN_STAGES, "the pipeline axis") | {MessageClass.CONTEXT: "the context axis"}
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
@@ -51,7 +40,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_depth(cluster, plan, layout)
     if plan.outer is not None:
         check_outer(cluster, plan, plan.outer, blocks)
-    _check_wire(plan, layout)
+    check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)
     _check_experts(cluster, plan, blocks)
@@ -169,62 +158,6 @@ def _check_placements(plan: Plan, layout: Layout) -> None:
             f"params_backward = {plan.params_backward!r} does not lie inside params = {plan.params!r}: "
             "name a tier further in, or leave params_backward out"
         )
-
-
-def _check_wire(plan: Plan, layout: Layout) -> None:
-    tiers = layout.tiers
-    messages = [message.value for message in PLACEABLE]
-    for message, row in plan.wire.items():
-        if message not in messages:
-            raise PlanError(f"wire names message class {message!r}{did_you_mean(message, messages)}")
-        for tier, name in row.items():
-            if tier not in tiers:
-                raise PlanError(
-                    f"wire.{message} names tier {tier!r}, which is not in the cluster{did_you_mean(tier, tiers)}"
-                )
-            _check_format(plan, MessageClass(message), tier, name)
-            _check_crosses(plan, layout, MessageClass(message), tier)
-
-
-def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> None:
-    try:
-        wire = parse_format(name)
-    except PlanError as error:
-        raise PlanError(f"wire.{message.value}.{tier}: {error}") from error
-    widest = plan.master if message in CHANGES else plan.compute
-    if wire.mantissa_bits > FORMATS[widest].mantissa_bits:
-        raise PlanError(
-            f"wire.{message.value}.{tier} = {name!r} is wider than the {widest} values it would carry: "
-            f"use {widest!r} or leave it out"
-        )
-    if wire.feedback and message not in FED_BACK:
-        carried = "parameters" if message in ROUTES else "activations"
-        raise PlanError(
-            f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients and for changes of islands, and "
-            f"{message.value} carries "
-            f"{carried}, whose errors do not add up over steps; write {name.removesuffix('+feedback')!r}"
-        )
-
-
-def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str) -> None:
-    index = layout.tiers.index(tier)
-    if message is MessageClass.CONTEXT and plan.balance == "cost":
-        raise PlanError(
-            f'wire.context.{tier} with balance = "cost": rows go to other ranks in every batch, and their messages '
-            'have no formats yet; write balance = "tokens", or leave the format out'
-        )
-    if index in crossed_tiers(layout, message):
-        return
-    if message not in ROUTES:
-        axis = "the table experts" if message in TO_EXPERTS else _AXIS.get(message, "the tensor axis")
-        raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
-    # Naming the classes that do cross the tier points at the likely slip.
-    crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
-    raise PlanError(
-        f"wire.{message.value}.{tier} has no effect: under params = {plan.params!r}, grads = {plan.grads!r}, "
-        f"optimizer = {plan.optimizer!r} no {message.value} message crosses {tier!r}; "
-        + (f"what does is {', '.join(crossing)}" if crossing else "nothing does: leave it out")
-    )
 
 
 def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:

@@ -5,11 +5,20 @@ The table `wire.<class>.<tier> = "<format>"` of a plan combines them. A format i
 
     fp64 | fp32 | bf16                       a dtype: every element as it is, or rounded
     fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale
+    topk [:N] [+feedback]                    one of N elements, the largest, of every block of 4096, in 4 bits
 
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
 elements, then zeros up to a multiple of 16 bytes:
 
     bytes(n) = round16( 2 ceil(n / B) + ceil(n bits / 8) )
+
+A sparse message holds, for n elements of which k are kept, a bf16 scale per block, a byte per section of 256 elements
+(how many of it are kept), a byte per kept element (its place in the section), the codes, and zeros:
+
+    bytes(n) = round16( 2 ceil(n / 4096) + ceil(n / 256) + k + ceil(k / 2) ) ,  k = 4096 / N of each block,
+                                                                               ceil(m / N) of a last one of m elements
+
+So a place costs 8 bits and its share of the counts, and an element 0.41 bits at N = 32, all included.
 
 The last block may be short, so any n can travel: one element, a prime number, none. `+feedback` keeps the rounding
 error of a gradient and adds it to the next one sent the same way (error feedback, arXiv 1901.09847).
@@ -94,6 +103,11 @@ ROUTES = {
 CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers
 COUNT_BYTES = 8  # counts are int64
 SCALE_BYTES = 2  # a bf16: the range of fp32, and rounding it up costs at most 1/128 of the step
+SPARSE_BLOCK = 4096  # elements from which the largest are taken: as SparseLoCo, arXiv 2508.15706
+SECTION = 256  # elements: a place in one is a byte, and so is the number kept of one
+# Below 32, more than 255 of a section could be kept, and int4 is hardly larger; above 1024, 8 blocks do not fill whole
+# units of 16 bytes (terrace.plan.gaps).
+_KEPT_OF = tuple(1 << power for power in range(5, 11))
 MESSAGE_ALIGNMENT = 16  # bytes: rows of messages stay aligned for vector loads
 _BLOCKS = range(16, 4096 + 1)
 
@@ -103,7 +117,8 @@ class WireFormat:
     """How elements travel.
 
     `codec` is a dtype or a block codec, `bits` one element without its scale, `block` how many elements
-    share a scale (0 for a dtype), `mantissa_bits` orders formats by precision.
+    share a scale (0 for a dtype), `mantissa_bits` orders formats by precision. Of a sparse format, one of `kept_of`
+    elements is kept (0: all are).
     """
 
     name: str  # as the plan writes it
@@ -112,6 +127,7 @@ class WireFormat:
     mantissa_bits: int
     block: int = 0
     feedback: bool = False
+    kept_of: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -123,8 +139,18 @@ class WireFormat:
         """Bytes of one message of `numel` elements, scales and padding included."""
         if not self.block:
             return self.bits // 8 * numel
-        used = SCALE_BYTES * -(-numel // self.block) + -(-numel * self.bits // 8)
+        used = SCALE_BYTES * -(-numel // self.block)
+        if self.kept_of:
+            kept = self.num_kept(numel)
+            used += -(-numel // SECTION) + kept + -(-kept * self.bits // 8)
+        else:
+            used += -(-numel * self.bits // 8)
         return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+
+    def num_kept(self, numel: int) -> int:
+        """Elements that a sparse message of `numel` holds."""
+        blocks, rest = divmod(numel, self.block)
+        return blocks * (self.block // self.kept_of) + -(-rest // self.kept_of)
 
 
 FORMATS = {
@@ -136,6 +162,7 @@ FORMATS = {
         WireFormat("fp8", "fp8", 8, 3, block=128),  # e4m3: 4 bits of exponent, 3 of mantissa
         WireFormat("int8", "int8", 8, 6, block=128),
         WireFormat("int4", "int4", 4, 2, block=128),
+        WireFormat("topk", "topk", 4, 2, block=SPARSE_BLOCK, kept_of=32),
     )
 }
 COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # of numbers that are never rounded: no plan names it
@@ -157,6 +184,13 @@ def parse_format(text: str) -> WireFormat:
         raise PlanError(f"wire format {text!r}: a dtype has neither blocks nor feedback; write {codec!r}")
     if block is None:
         return wire
+    if wire.kept_of:
+        if block not in map(str, _KEPT_OF):
+            raise PlanError(
+                f"wire format {text!r}: one of N elements is kept, N a power of two from {_KEPT_OF[0]} to "
+                f"{_KEPT_OF[-1]}; write {codec}:{FORMATS[codec].kept_of}, or int4 for more of them"
+            )
+        return replace(wire, kept_of=int(block))
     if not (block in map(str, _BLOCKS) and int(block).bit_count() == 1):
         raise PlanError(
             f"wire format {text!r}: a block is a power of two from {_BLOCKS[0]} to {_BLOCKS[-1]}; "

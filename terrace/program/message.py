@@ -40,6 +40,10 @@ class Transfer:
         """All hops in the order in which they are crossed."""
         return (*self.reduction, *self.gathering)
 
+    def reduced_to(self, outermost: int) -> int:
+        """The tier whose part the reduction leaves on a rank: `outermost`, or inside it where messages go whole."""
+        return min((hop.tier - 1 for hop in self.reduction if hop.is_whole), default=outermost)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Message:

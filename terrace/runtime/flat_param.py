@@ -228,13 +228,14 @@ class FlatParam:
         total = collectives.reduce(transfer, self.grads, self.origin)
         # Without a tier to reduce over, the result is `grads` itself.
         if total is not self.grads:
-            piece(layout.island).copy_(total)
+            piece(transfer.reduced_to(layout.island)).copy_(total)
         collectives.gather(transfer, piece, self.origin)
 
     def _sync_columns(self, collectives: Collectives, transfer: Transfer, piece: Piece) -> None:
         layout, (start, stop) = self.layout, transfer.columns or (0, 0)
         total = collectives.reduce(transfer, self._columns(self.grads, transfer), self.origin)
-        self._columns(piece(layout.island), transfer).copy_(total.view(1, -1))
+        summed = self._columns(piece(transfer.reduced_to(layout.island)), transfer)
+        summed.copy_(total.view(summed.shape))
         numel = (stop - start) * slices_of(layout)
 
         def own(tier: int) -> slice:

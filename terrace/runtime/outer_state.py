@@ -99,7 +99,8 @@ class OuterState:
 
         own = piece(inner)
         own.mul_(weight.to(own.dtype))
-        piece(outermost).copy_(collectives.reduce(transfer, own, self.origin))
+        total = collectives.reduce(transfer, own, self.origin)
+        piece(transfer.reduced_to(outermost)).copy_(total)
         collectives.gather(transfer, piece, self.origin)
         self.origin.keep()
 

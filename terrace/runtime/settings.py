@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from terrace.base.errors import ConfigError
-from terrace.plan.plan import Update
+from terrace.plan.update import Update
 
 
 @dataclass(frozen=True, kw_only=True)

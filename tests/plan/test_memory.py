@@ -81,6 +81,17 @@ def test_what_messages_in_block_formats_take(pool: LocalPool, name: str) -> None
     check(pool, (2, 2, 2), [(plan, 2, "eager"), (replace(plan, compute="bf16"), 1, "lazy")])
 
 
+def test_what_sparse_messages_take(pool: LocalPool) -> None:
+    """Whole messages over one tier and over two, and parts to each peer."""
+    cluster, sparse = cluster_of(2, 2, 2), "topk:32+feedback"
+    plans = [
+        replace(preset("ddp", cluster), wire={"sync": {"system": sparse}}),
+        replace(preset("ddp", cluster), optimizer="package", wire={"sync": {"node": sparse, "system": sparse}}),
+        replace(preset("zero2", cluster), wire={"reduce": {"node": sparse, "system": "topk:64"}}),
+    ]
+    check(pool, (2, 2, 2), [(plan, 1, "eager") for plan in plans])
+
+
 class SpecBlock(nn.Module):
     """A block of the given sizes that uses its own parameters and those it borrows."""
 

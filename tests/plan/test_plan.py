@@ -123,6 +123,18 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(unit=0), ("unit = 0", "at least 1 micro-batch")),
     (zero3(unit=9, compute="bf16"), ("unit = 9 with compute = 'bf16'", "use at most 8")),
     (zero3(wire={"gather": {"node": "int4:064"}}), ("a power of two from 16 to 4096",)),
+    (zero3(wire={"gather": {"node": "topk:32"}}), ("sparse format is for gradients", "all but one of 32", "'int4'")),
+    (zero3(wire={"reduce": {"node": "topk:16"}}), ("N a power of two from 32 to 1024", "write topk:32")),
+    (
+        zero3(params="device", grads="device", optimizer="package", wire={"sync": {"node": "topk:32+feedback"}}),
+        ("wire.sync.node = 'topk:32+feedback'", "over 'system', which has 'fp32'", "give both 'topk:32+feedback'"),
+    ),
+    (
+        zero3(
+            params="device", grads="device", optimizer="device", wire={"sync": {"node": "topk", "system": "topk:64"}}
+        ),
+        ("wire.sync.node = 'topk'", "over 'system', which has 'topk:64'"),
+    ),
     (zero3(prefetch=-1), ("prefetch = -1", "use 0 for no prefetch")),
 ]
 
@@ -148,6 +160,10 @@ def test_mixtures_that_have_no_form_are_refused() -> None:
 def test_what_is_just_inside_the_rules_passes() -> None:
     validate(THREE, zero3(mapping={"node": {"data": 3, "tensor": 1}, "package": {"data": 4}}), BLOCKS)
     validate(THREE, zero3(params_backward="node"), BLOCKS)
+    inside = {"sync": {"package": "topk", "system": "topk:64"}}  # a slice of a sum is coded anew on each tier
+    validate(THREE, zero3(params="device", grads="device", wire=inside), BLOCKS)
+    outermost = {"sync": {"node": "topk:64", "system": "topk:64"}}
+    validate(THREE, zero3(params="device", grads="device", optimizer="device", wire=outermost), BLOCKS)
     validate(THREE, zero3(compute="bf16", wire={"reduce": {"node": "fp32", "system": "fp32"}}), BLOCKS)
     validate(THREE, zero3(compute="fp64", master="fp64", prefetch=0, recompute=("*",)), BLOCKS)
 

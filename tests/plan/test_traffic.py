@@ -181,6 +181,9 @@ def recount(case: Setting) -> Bytes:
                 sent[message, name] += ways * 8 * num_control
                 continue
             for size in (-(-size // world) * world for size in sizes if size):
+                if instruction.op is Op.SYNC and tier >= first_sparse(case, crossed, outside_optimizer):
+                    sent[message, name] += ways * whole_bytes(case, tier, crossed, outside_optimizer, size)
+                    continue
                 if instruction.op in (Op.REDUCE, Op.SYNC):
                     part = size // case.cluster.ranks_within(tier)
                     sent[message, name] += ways * message_bytes(format_of(case, message, tier), part)
@@ -189,6 +192,20 @@ def recount(case: Setting) -> Bytes:
                 ):
                     sent[message, name] += ways * gathered_bytes(case, message, tier, crossed, size)
     return {key: count for key, count in sent.items() if count}
+
+
+def first_sparse(case: Setting, crossed: tuple[int, ...], outside_optimizer: int) -> int:
+    """The innermost tier over which every rank adds up whole messages; beyond all tiers if there is none."""
+    sparse = [tier for tier in crossed if format_of(case, "sync", tier).startswith("topk")]
+    return min((tier for tier in sparse if tier >= outside_optimizer), default=len(case.cluster.tiers))
+
+
+def whole_bytes(case: Setting, tier: int, crossed: tuple[int, ...], outside_optimizer: int, size: int) -> int:
+    """A message of all that a rank reduced over the tiers inside, and those that the tiers outside brought."""
+    first = first_sparse(case, crossed, outside_optimizer)
+    part = size // (case.cluster.ranks_within(first - 1) if first else 1)
+    forwarded = math.prod(case.cluster.tiers[outer].size for outer in crossed if outer > tier)
+    return forwarded * message_bytes(format_of(case, "sync", tier), part)
 
 
 def format_of(case: Setting, message: str, tier: int) -> str:
@@ -200,6 +217,11 @@ def message_bytes(name: str, numel: int) -> int:
     codec, _, block = name.removesuffix("+feedback").partition(":")
     if codec in ("fp64", "fp32", "bf16"):
         return {"fp64": 8, "fp32": 4, "bf16": 2}[codec] * numel
+    if codec == "topk":  # a scale for 4096 elements, a count for 256, and a byte and a half for each that is kept
+        blocks, rest = divmod(numel, 4096)
+        kept = blocks * 4096 // int(block or 32) + math.ceil(rest / int(block or 32))
+        used = 2 * math.ceil(numel / 4096) + math.ceil(numel / 256) + kept + math.ceil(kept / 2)
+        return math.ceil(used / 16) * 16
     num_scales = math.ceil(numel / int(block or 128))
     codes = math.ceil(numel / 2) if codec == "int4" else numel
     return math.ceil((2 * num_scales + codes) / 16) * 16

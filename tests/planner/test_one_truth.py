@@ -12,7 +12,8 @@ from terrace.cli.views import StepView
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
 from terrace.plan.kinds import Kinds
-from terrace.plan.plan import Plan, Update
+from terrace.plan.plan import Plan
+from terrace.plan.update import Update
 from terrace.plan.validate import validate
 from terrace.plan.wire import FORMATS
 from terrace.planner.evaluate import step_of as task_step

@@ -52,6 +52,18 @@ def test_a_gather_codes_once_and_decodes_the_whole() -> None:
     assert coding_bytes(layout, apart, MessageClass.GATHER) == twice
 
 
+def test_sparse_messages_are_selected_once_and_added_where_they_have_elements() -> None:
+    cluster = cluster_of(2, 4)
+    topk, selected = parse_format("topk:32+feedback"), 3 * 4 + 2
+    layout, plan = narrow("ddp", cluster, {"sync": {"package": "topk:32+feedback", "node": "topk:32+feedback"}})
+    each = topk.message_bytes(4096)  # 128 elements of it are added to the sum of each of 8 ranks
+    whole = 4096 * (4 + 2 * 4 + selected + 4) + each + 8 * (each + 128 * 2 * 4)
+    assert coding_bytes(layout, plan, MessageClass.SYNC) == whole
+    layout, plan = narrow("zero2", cluster, {"reduce": {"package": "topk:32"}})
+    part = 2048 * (2 + selected) + 64 * 2 * 4 + 2 * topk.message_bytes(2048)
+    assert coding_bytes(layout, plan, MessageClass.REDUCE) == part
+
+
 @pytest.mark.parametrize("name", ["ddp", "zero3", "zero++", "three-level"])
 def test_dtypes_cost_no_coding(name: str) -> None:
     cluster = cluster_of(2, 2, 2)

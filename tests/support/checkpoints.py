@@ -1,5 +1,6 @@
 """Engines that save and load, and the contents of their checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ def make(
     model: str = "toy",
     balance: BalanceConfig | None = None,
     optimizer: OptimizerConfig = ADAMW,
+    wire: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Engine:
     """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
     cluster = cluster_of(*tiers)
-    dtypes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
+    changes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
+    changes |= {} if wire is None else {"wire": wire}
     blocks = MODELS[model].blocks(torch.float64)
     for block in blocks:
         for parameter in block.parameters():
@@ -42,7 +45,7 @@ def make(
     return Engine(
         blocks,
         cluster=cluster,
-        plan=replace(preset(plan, cluster), update=optimizer.update, **dtypes),
+        plan=replace(preset(plan, cluster), update=optimizer.update, **changes),
         num_micros=1,
         objective=MODELS[model].objective,
         declared=MODELS[model].declared,

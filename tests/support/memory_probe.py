@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from terrace.cluster.cluster import Cluster
-from terrace.comm.codecs import cpu
+from terrace.comm.codecs import cpu, sparse_cpu
 from terrace.comm.ledger import Meter
 from terrace.launch.start import World
 from terrace.model.spec import BlockSpec
@@ -41,8 +41,7 @@ def live_bytes() -> int:
 
 def codec_scratch() -> list[Tensor]:
     """What the block codecs of this thread keep between calls."""
-    scratch: list[Tensor] = getattr(cpu._local, "buffers", [])
-    return scratch
+    return [buffer for module in (cpu, sparse_cpu) for buffer in getattr(module._local, "buffers", ())]
 
 
 class _WatchedMeter(Meter):

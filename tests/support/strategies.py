@@ -9,7 +9,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
-from terrace.plan.wire import FORMATS, PLACEABLE, MessageClass
+from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass
 from tests.support.toys import cluster_of
 
 
@@ -45,9 +45,10 @@ def wire_tables(draw: st.DrawFn, layout: Layout, compute: str, master: str) -> d
     for message in draw(st.sets(st.sampled_from(PLACEABLE))):
         parameters = message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH)
         widest = FORMATS[compute if parameters else master].mantissa_bits
-        names = [name for name, wire in FORMATS.items() if wire.mantissa_bits <= widest]
+        names = [name for name, wire in FORMATS.items() if wire.mantissa_bits <= widest and not wire.kept_of]
         names += ["int4:16", "int8:16", "fp8:32"]
         names += [] if parameters else ["int4:16+feedback", "int8+feedback"]
+        names += ["topk:64", "topk:32+feedback"] if message in GRADIENTS else []
         tiers = [layout.tiers[index] for index in layout.route(message)]
         if tiers:
             table[message.value] = draw(st.dictionaries(st.sampled_from(tiers), st.sampled_from(names)))
@@ -85,7 +86,14 @@ def plans(draw: st.DrawFn, cluster: Cluster) -> Plan:
         unit=draw(st.integers(1, 3)),  # in bf16 no more than 8
         **values,
     )
-    return replace(plan, wire=draw(wire_tables(Layout.written(cluster, plan), compute, master)))
+    layout = Layout.written(cluster, plan)
+    wire = draw(wire_tables(layout, compute, master))
+    # Outside the optimizer's tier, what is outside a sparse format has the same.
+    row, found = wire.get("sync", {}), ""
+    for tier in tiers[optimizer:]:
+        found = found or (row[tier] if row.get(tier, "").startswith("topk") else "")
+        row |= {tier: found} if found else {}
+    return replace(plan, wire=wire)
 
 
 @st.composite

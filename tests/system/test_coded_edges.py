@@ -96,7 +96,13 @@ def test_a_run_is_one_process_that_rounds_where_stages_meet(
 
 
 @pytest.mark.parametrize(
-    "wire", [{"pipeline": {"node": "fp8:16"}}, {"pipeline_backward": {"node": "int8:16"}}], ids=str
+    "wire",
+    [
+        {"pipeline": {"node": "fp8:16"}},
+        {"pipeline_backward": {"node": "int8:16"}},
+        {"pipeline_backward": {"node": "topk+feedback"}},
+    ],
+    ids=str,
 )
 def test_one_direction_alone(pool: LocalPool, wire: dict[str, dict[str, str]]) -> None:
     found = both(pool, (FOUR, "1f1b", (2, 2, 2, 2), {"wire": wire}))

@@ -154,6 +154,17 @@ def test_parts_in_a_format_with_feedback(pool: LocalPool) -> None:
     assert held["buffers"][0] == held["buffers"][1]
 
 
+@pytest.mark.nightly
+def test_sparse_sums_of_a_part_are_whole(pool: LocalPool) -> None:
+    """A part has 8 blocks of 4096 elements at least, so here all are in one: the bits of a message that is not cut."""
+    cluster = cluster_of(2, 2)
+    plan = replace(plan_of("sync behind its reduce", cluster), wire={"sync": {"node": "topk:32+feedback"}})
+    cases = [Case(each, num_micros=4, model="deep experts") for each in (plan, replace(plan, expert_gaps=()))]
+    in_gaps, at_once = run(pool, cluster, cases)
+    assert not any(outcome.complaint for outcome in in_gaps), in_gaps[0].complaint
+    assert all(map(torch.equal, *([each.parameters for each in outcomes] for outcomes in (in_gaps, at_once))))
+
+
 def test_a_lost_part_is_noticed(pool: LocalPool) -> None:
     cluster = cluster_of(2, 2)
     case = Case(plan_of("reduce", cluster), num_micros=2, model="deep experts", sabotage="lost_part")

@@ -24,7 +24,7 @@ from terrace.runtime.islands import DivergedError
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.nightly import nightly
-from tests.support.outer_exchanges import Summed
+from tests.support.outer_exchanges import Summed, Whole
 from tests.support.outer_reference import Micro, OuterLoop, OuterReference
 from tests.support.parity import TOLERANCE, Case, engine_of, exact, flatten, gathered, trainable
 from tests.support.pipelines import INNER, pipelined
@@ -315,16 +315,17 @@ def as_it_arrives(name: str) -> Callable[[Tensor], Tensor]:
     return code
 
 
-@pytest.mark.parametrize("wire", ["int4+feedback", *nightly("int8")])
+@pytest.mark.parametrize("wire", ["int4+feedback", "topk+feedback", *nightly("int8")])
 def test_coded_changes_equal_a_simulation_that_codes_them(pool: LocalPool, wire: str) -> None:
     cluster = cluster_of(2, 2)
     base = case_of(LOOPS["late in turns"])
     case = replace(base, plan=replace(base.plan, wire={"outer": {"node": wire}}))
-    coded = Summed(as_it_arrives(wire.partition("+")[0]), ranks_inside=2, feedback=wire.endswith("feedback"))
+    form, code = Whole if wire.startswith("topk") else Summed, wire.partition("+")[0]
+    coded = form(as_it_arrives(code), ranks_inside=2, feedback=wire.endswith("feedback"))
     check(pool, cluster, [case], exchange=coded)
     # The same without what rounding left over is noticed.
     if wire.endswith("feedback"):
-        forgets = Summed(as_it_arrives("int4"), ranks_inside=2)
+        forgets = form(as_it_arrives(code), ranks_inside=2)
         with pytest.raises(AssertionError):
             check(pool, cluster, [case], exchange=forgets)
 

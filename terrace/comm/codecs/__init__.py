@@ -1,4 +1,4 @@
-"""Block codecs: messages of 8 or 4 bits per element, with a scale for every block.
+"""Block codecs: messages of 8 or 4 bits per element, with a scale for every block; or of the largest elements alone.
 
 A message of n elements in blocks of B is `wire.message_bytes(n)` bytes: the ceil(n / B) scales as bf16 in the machine's
 byte order, then the codes, then zeros. The last block may be short.
@@ -32,8 +32,13 @@ the sums v.
 A block codec cannot carry inf or nan: the scale of a block that holds one is NaN, and all of it decodes to NaN. So the
 sums of the step show it on every rank at once (terrace.runtime.step_sums), and nothing waits for the device.
 
-`reference.py` is the definition and `cpu.py` the CPU implementation. On CUDA `cuda.py` launches the kernels of
-`kernels.py` if Triton is installed, else the reference runs. Only the reference allocates in proportion to a message.
+Sparse messages (`topk`) are described in `sparse.py`, which is their definition and runs on CUDA as it is; on a CPU
+`sparse_cpu.py` encodes them. Feedback and non-finite elements are as above, but that of a block with inf or nan only
+the kept elements decode to NaN.
+
+`reference.py` is the definition of the others and `cpu.py` their CPU implementation. On CUDA `cuda.py` launches the
+kernels of `kernels.py` if Triton is installed, else the reference runs. Only definitions allocate in proportion to a
+message, and sparse encoding and decoding in proportion to the elements that are kept.
 """
 
 from functools import lru_cache
@@ -44,7 +49,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from terrace.comm.codecs import cpu, reference
+from terrace.comm.codecs import cpu, reference, sparse, sparse_cpu
 from terrace.plan.wire import WireFormat
 
 __all__ = ["MAX_SAMPLE", "backend", "decode", "decode_add", "encode", "error_sums"]
@@ -66,7 +71,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
         assert residual.shape == values.shape, f"a residual {tuple(residual.shape)} of values {tuple(values.shape)}"
     if not values.numel():
         return
-    _implementation(values.device).encode(values, wire, out, residual)
+    _implementation(values.device, wire).encode(values, wire, out, residual)
 
 
 @torch.no_grad()
@@ -75,7 +80,7 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     _check(out, wire, messages)
     if not out.numel():
         return
-    _implementation(out.device).decode(messages, wire, out)
+    _implementation(out.device, wire).decode(messages, wire, out)
 
 
 @torch.no_grad()
@@ -86,7 +91,7 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     _check(out.expand(messages.shape[0], -1), wire, messages)
     if not out.numel() or not messages.shape[0]:
         return
-    _implementation(out.device).decode_add(messages, wire, out)
+    _implementation(out.device, wire).decode_add(messages, wire, out)
 
 
 @torch.no_grad()
@@ -114,7 +119,9 @@ def backend(device: torch.device) -> str:
     return f"triton {import_module('triton').__version__} kernels"
 
 
-def _implementation(device: torch.device) -> ModuleType:
+def _implementation(device: torch.device, wire: WireFormat) -> ModuleType:
+    if wire.kept_of:
+        return sparse_cpu if device.type == "cpu" else sparse
     if device.type == "cpu":
         return cpu
     # The CUDA module needs Triton at import time.

@@ -1,0 +1,106 @@
+"""Rules of wire formats: which format a message class may have on which tier. Part of terrace.plan.validate."""
+
+from itertools import pairwise
+
+from terrace.base.errors import PlanError, did_you_mean
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.routes import all_reduced_tiers, crossed_tiers
+from terrace.plan.wire import (
+    BETWEEN_STAGES,
+    CHANGES,
+    FED_BACK,
+    FORMATS,
+    PLACEABLE,
+    ROUTES,
+    TO_EXPERTS,
+    MessageClass,
+    parse_format,
+)
+
+_AXIS = dict.fromkeys(BETWEEN_STAGES, "the pipeline axis") | {MessageClass.CONTEXT: "the context axis"}
+
+
+def check_wire(plan: Plan, layout: Layout) -> None:
+    """Raise `PlanError` for a format that cannot be, or that has no effect; `layout` is as the plan is written."""
+    tiers = layout.tiers
+    messages = [message.value for message in PLACEABLE]
+    for message, row in plan.wire.items():
+        if message not in messages:
+            raise PlanError(f"wire names message class {message!r}{did_you_mean(message, messages)}")
+        for tier, name in row.items():
+            if tier not in tiers:
+                raise PlanError(
+                    f"wire.{message} names tier {tier!r}, which is not in the cluster{did_you_mean(tier, tiers)}"
+                )
+            _check_format(plan, MessageClass(message), tier, name)
+            _check_crosses(plan, layout, MessageClass(message), tier)
+    for sums in CHANGES:
+        _check_sparse_sums(plan, layout, sums)
+
+
+def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> None:
+    try:
+        wire = parse_format(name)
+    except PlanError as error:
+        raise PlanError(f"wire.{message.value}.{tier}: {error}") from error
+    widest = plan.master if message in CHANGES else plan.compute
+    if wire.mantissa_bits > FORMATS[widest].mantissa_bits:
+        raise PlanError(
+            f"wire.{message.value}.{tier} = {name!r} is wider than the {widest} values it would carry: "
+            f"use {widest!r} or leave it out"
+        )
+    if wire.kept_of and message not in FED_BACK:
+        carried = "parameters" if message in ROUTES else "activations"
+        raise PlanError(
+            f"wire.{message.value}.{tier} = {name!r}: a sparse format is for gradients and for changes of islands, and "
+            f"{message.value} carries "
+            f"{carried}, of which all but one of {wire.kept_of} would become zero; write 'int4' or a wider one"
+        )
+    if wire.feedback and message not in FED_BACK:
+        carried = "parameters" if message in ROUTES else "activations"
+        raise PlanError(
+            f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients and for changes of islands, and "
+            f"{message.value} carries "
+            f"{carried}, whose errors do not add up over steps; write {name.removesuffix('+feedback')!r}"
+        )
+
+
+def _check_sparse_sums(plan: Plan, layout: Layout, message: MessageClass) -> None:
+    route, reduced = ROUTES[message], all_reduced_tiers(layout, message)
+    formats = {tier: plan.wire_format(message, layout.tiers[tier]) for tier in layout.route(message)}
+    for tier, wire in formats.items():
+        gathered = route.gathering is not None and tier > layout.tier_of(route.gathering[1])
+        if wire.kept_of and gathered and tier not in reduced and layout.degrees[tier] > 1:
+            raise PlanError(
+                f"wire.{message.value}.{layout.tiers[tier]} = {wire.name!r}: over this tier a mean is only passed on, "
+                f"of which all but one of {wire.kept_of} elements would become zero; write 'int4' or a wider one"
+            )
+    for (inner, before), (outer, wire) in pairwise((tier, formats[tier]) for tier in reduced):
+        if before.kept_of and wire != before:
+            raise PlanError(
+                f"wire.{message.value}.{layout.tiers[inner]} = {before.name!r}: every rank adds up sparse messages "
+                f"itself, so they travel on as they are over {layout.tiers[outer]!r}, which has {wire.name!r}; give "
+                f"both {before.name!r}, or {layout.tiers[inner]!r} a format that is not sparse"
+            )
+
+
+def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str) -> None:
+    index = layout.tiers.index(tier)
+    if message is MessageClass.CONTEXT and plan.balance == "cost":
+        raise PlanError(
+            f'wire.context.{tier} with balance = "cost": rows go to other ranks in every batch, and their messages '
+            'have no formats yet; write balance = "tokens", or leave the format out'
+        )
+    if index in crossed_tiers(layout, message):
+        return
+    if message not in ROUTES:
+        axis = "the table experts" if message in TO_EXPERTS else _AXIS.get(message, "the tensor axis")
+        raise PlanError(f"wire.{message.value}.{tier} has no effect: {axis} has no ranks on {tier!r}; leave it out")
+    # Naming the classes that do cross the tier points at the likely slip.
+    crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
+    raise PlanError(
+        f"wire.{message.value}.{tier} has no effect: under params = {plan.params!r}, grads = {plan.grads!r}, "
+        f"optimizer = {plan.optimizer!r} no {message.value} message crosses {tier!r}; "
+        + (f"what does is {', '.join(crossing)}" if crossing else "nothing does: leave it out")
+    )
