@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all check setup chaos soak bench bench-lab clean
+.PHONY: train test test-all check setup chaos soak bench bench-lab bench-slow clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -47,10 +47,17 @@ soak: setup
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
 
+INSTALL_RIVALS := DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,lab]'
+
 bench-lab: setup
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,lab]'
+	$(INSTALL_RIVALS)
 	$(BIN)/python -m bench.lab $(ARGS)
 	$(BIN)/python -m bench.lab.report runs/lab.jsonl
+
+# Rivals across one slow link, into docs/benchmarks/slow.md; as root.
+bench-slow: setup
+	$(INSTALL_RIVALS)
+	$(BIN)/python -m bench.slow $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

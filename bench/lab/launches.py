@@ -77,7 +77,7 @@ def machine() -> dict[str, str]:
         "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
     }
-    for package in ("torch", "deepspeed"):
+    for package in ("torch", "deepspeed", "torchft"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -1,0 +1,134 @@
+"""The page of the slow link, from the lines of a results file; no torch."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.claims import measured
+from bench.lab.job import BF16_BYTES
+from bench.slow.contestants import CONTESTANTS, EVERY, FREE, JOB, LINK_BITS_PER_S, SLOW, Entry
+from bench.summary import table
+
+NUM_LAST = EVERY  # steps whose mean loss is shown: a cycle
+_LINK = list(JOB.tiers)[-1]
+_HEADER = ("contestant", "step s", "quartiles", "step s without limit", "times", "MB a step", "S a step", "CPU s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A contestant: seconds of steps on each kind of links, bytes a step across the link, losses of steps in order."""
+
+    entry: Entry
+    steps_s: Mapping[str, list[float]]
+    sent_bytes: float
+    num_params: int
+    cpu_s: float
+    losses: list[float]
+
+    def step_s(self, links: str = SLOW) -> float:
+        return statistics.median(self.steps_s[links])
+
+    def loss(self, num_steps: int) -> float:
+        """Mean loss of the last cycle of this many steps; of the first steps if there are fewer."""
+        return statistics.fmean(self.losses[:num_steps][-NUM_LAST:])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a results file; none if it is not there yet."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Found]:
+    """Contestants that ran on both kinds of links, in their order."""
+    found = {}
+    for entry in CONTESTANTS:
+        own = [each for each in records if each["contestant"] == entry.name and "error" not in each]
+        by_links = {links: [each for each in own if each["links"] == links] for links in (SLOW, FREE)}
+        if not all(by_links.values()):
+            continue
+        found[entry.name] = Found(
+            entry=entry,
+            steps_s={links: [s for each in group for s in each["steps_s"]] for links, group in by_links.items()},
+            sent_bytes=statistics.median(each["sent_bytes"][_LINK] for each in by_links[SLOW]),
+            num_params=own[0]["num_params"],
+            cpu_s=statistics.median(each["cpu_s"] for each in by_links[FREE]),
+            losses=max((each["losses"] for each in by_links[FREE]), key=len),
+        )
+    return found
+
+
+def page(records: Sequence[Mapping[str, Any]]) -> str:
+    """The page in Markdown."""
+    found = summarise(records)
+    failed = {each["contestant"]: str(each["error"]) for each in records if "error" in each}
+    parts = [
+        "# Training across one slow link",
+        _method(records),
+        "## Steps and bytes",
+        table(_HEADER, [_row(each) for each in found.values()]),
+        "## Loss at equal tokens, and at equal seconds",
+        *_losses(list(found.values())),
+    ]
+    missing = [f"- {name}: {error}" for name, error in failed.items() if name not in found]
+    if missing:
+        parts += ["## Did not run", "\n".join(missing)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _method(records: Sequence[Mapping[str, Any]]) -> str:
+    first, loads = records[0], [each["load"] for each in records]
+    ranks = " x ".join(map(str, reversed([*JOB.tiers.values()])))
+    model = f"{JOB.layers} layers, hidden {JOB.hidden}, one sequence of {JOB.sequence} bytes a rank and step"
+    machine = f"{first['processor']}, {first['cores']} cores, torch {first['torch']}, torchft {first['torchft']}"
+    limit = f"{LINK_BITS_PER_S / 1e6:g} Mbit/s"
+    job = (
+        f"`make bench-slow` writes this page. {JOB.world_size} gloo ranks, {ranks} (nodes, packages, ranks), on",
+        f"emulated links of the preset `lab`, with a node's link into the system at {limit}, or without a limit.",
+        f"Llama-style decoder, {model}, of the standard library's source;",
+        "fp32, fused AdamW, gradients clipped at norm 1. Same values, same sequences in each step for all. Who takes",
+        f"local steps exchanges every {EVERY}, between the nodes; inside a node every step is synchronous.",
+    )
+    measures = (
+        "A step is the mean of a span between two barriers, on the slowest rank: a whole cycle of local steps, some",
+        "steps of the others. Bytes are the kernel's counters on the slow link, of all ranks; S is",
+        f"{BF16_BYTES} bytes a parameter. CPU seconds are those of all ranks a step. {machine};",
+        f"load average before a launch {min(loads):.1f} to {max(loads):.1f}.",
+    )
+    return "\n".join((*job, "", *measures))
+
+
+def _row(found: Found) -> tuple[str, ...]:
+    slow_s = sorted(found.steps_s[SLOW])
+    claim = measured("", slow_s, 0.0)
+    return (
+        found.entry.label,
+        f"{found.step_s():.3f}",
+        f"{claim.low:.3f} - {claim.high:.3f} ({len(slow_s)})",
+        f"{found.step_s(FREE):.3f}",
+        f"{found.step_s() / found.step_s(FREE):.2f}",
+        f"{found.sent_bytes / 1e6:.3f}",
+        f"{found.sent_bytes / found.num_params / BF16_BYTES:.3f}",
+        f"{found.cpu_s:.2f}",
+    )
+
+
+def _losses(found: Sequence[Found]) -> list[str]:
+    if not found:
+        return ["Nobody ran on both kinds of links."]
+    num_steps = min(len(each.losses) for each in found)
+    # As long as the fastest takes for these steps on the slow link; nobody else gets further.
+    seconds = num_steps * min(each.step_s() for each in found)
+    rows = []
+    for each in found:
+        reached = min(num_steps, int(seconds / each.step_s()))
+        then = f"{each.loss(reached):.4f}" if reached >= NUM_LAST else "-"
+        rows.append((each.entry.label, f"{each.loss(num_steps):.4f}", str(reached), then))
+    header = ("contestant", f"loss after {num_steps} steps", f"steps in {seconds:.0f} s of the slow link", "loss then")
+    return [
+        table(header, rows),
+        f"A loss is the mean over all ranks and {NUM_LAST} steps, each rank's of the parameters it trains with; - where"
+        "\nfewer steps were taken. One seed.",
+    ]
