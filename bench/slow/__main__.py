@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.claims import judge, options_for_claims
 from bench.lab.launch import is_root
 from bench.lab.launches import machine, run
 from bench.lab.links import PRESET, overrides
 from bench.slow.contestants import CONTESTANTS, FREE, RATES, SLOW, Entry, contestant
-from bench.slow.page import page, read
+from bench.slow.page import claims, page, read, summarise
 from terrace.base.files import write_atomic
 
 TIMEOUT_S = 1200.0  # of one launch
@@ -67,6 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("runs/slow.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/slow.md"))
     parser.add_argument("--fresh", action="store_true", help="put the results file aside first")
+    options_for_claims(parser)
     return parser.parse_args(arguments)
 
 
@@ -97,7 +99,7 @@ def main() -> int:
     records = read(options.results)
     write_atomic(options.page, page(records))
     print(f"{options.page}: {len(records)} launches")
-    return 0
+    return judge(claims(summarise(records)), options)
 
 
 if __name__ == "__main__":

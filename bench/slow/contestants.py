@@ -44,7 +44,30 @@ def _diloco(name: str, label: str, **options: Any) -> Entry:
     return Entry(name=name, label=label, module="torchft_diloco", package="torchft", options=options)
 
 
+PLAN = f"""
+preset = "three-level"
+compute = "fp32"
+micro_batch = 1
+
+[outer]
+every = {EVERY}
+fragments = 4
+delay = 4
+optimizer = "nesterov"
+lr = 0.7
+momentum = 0.9
+
+[wire.outer]
+system = "int4+feedback"
+"""
+
 CONTESTANTS = (
+    Entry(
+        name="terrace",
+        label="**Terrace**: three-level inside, 4 fragments, delay 4, int4 with feedback",
+        module="terrace_outer",
+        options={"plan": PLAN},
+    ),
     Entry(
         name="ddp-bf16",
         label="DDP, gradients in bf16",

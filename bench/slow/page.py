@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.claims import measured
+from bench.claims import Claim, measured, versioned
 from bench.lab.job import BF16_BYTES
 from bench.slow.contestants import CONTESTANTS, EVERY, FREE, JOB, LINK_BITS_PER_S, SLOW, Entry
 from bench.summary import table
 
 NUM_LAST = EVERY  # steps whose mean loss is shown: a cycle
 _LINK = list(JOB.tiers)[-1]
+OURS = "terrace"
+_TORCHFT, _TORCH = ("torchft", "DiLoCo"), ("torch", "")
+_GOALS = {  # at least so many times as long a step as ours; package and part of it
+    "torchft": (3.0, *_TORCHFT),
+    "torchft-fsdp": (3.0, *_TORCHFT),
+    "torchft-streaming": (3.0, *_TORCHFT),
+    "ddp-bf16": (20.0, *_TORCH),
+    "ddp-powersgd": (1.0, *_TORCH),
+}
+HIDDEN = 1.05  # times the step without a limit
 _HEADER = ("contestant", "step s", "quartiles", "step s without limit", "times", "MB a step", "S a step", "CPU s")
 
 
@@ -23,6 +33,7 @@ class Found:
 
     entry: Entry
     steps_s: Mapping[str, list[float]]
+    rounds_s: Mapping[tuple[str, int], float]  # by links and round
     sent_bytes: float
     num_params: int
     cpu_s: float
@@ -52,12 +63,32 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Found]:
         found[entry.name] = Found(
             entry=entry,
             steps_s={links: [s for each in group for s in each["steps_s"]] for links, group in by_links.items()},
+            rounds_s={(each["links"], each["round"]): statistics.median(each["steps_s"]) for each in own},
             sent_bytes=statistics.median(each["sent_bytes"][_LINK] for each in by_links[SLOW]),
             num_params=own[0]["num_params"],
             cpu_s=statistics.median(each["cpu_s"] for each in by_links[FREE]),
             losses=max((each["losses"] for each in by_links[FREE]), key=len),
         )
     return found
+
+
+def claims(found: Mapping[str, Found]) -> list[Claim]:
+    """Ours against each rival on the slow link, and against itself without a limit; none where ours did not run."""
+    if OURS not in found:
+        return []
+    ours, made = found[OURS].rounds_s, list[Claim]()
+    for name, (goal, package, part) in _GOALS.items():
+        theirs = found[name].rounds_s if name in found else {}
+        ratios = [theirs[key] / ours[key] for key in ours if key[0] == SLOW and key in theirs]
+        if ratios:
+            words = f"one slow link: times as fast a step as {found[name].entry.label}"
+            bound = f"a step without a limit takes {found[OURS].step_s(FREE):.2f} s of computing on these cores"
+            made.append(measured(words, ratios, goal, at_least=True, rival=versioned(package, part), bound=bound))
+    ratios = [
+        ours[SLOW, number] / ours[FREE, number] for links, number in ours if links == SLOW and (FREE, number) in ours
+    ]
+    made.append(measured("one slow link: step over that without a limit", ratios, HIDDEN, bound="load of the machine"))
+    return made
 
 
 def page(records: Sequence[Mapping[str, Any]]) -> str:
@@ -67,6 +98,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
     parts = [
         "# Training across one slow link",
         _method(records),
+        *_verdicts(claims(found)),
         "## Steps and bytes",
         table(_HEADER, [_row(each) for each in found.values()]),
         "## Loss at equal tokens, and at equal seconds",
@@ -98,6 +130,11 @@ def _method(records: Sequence[Mapping[str, Any]]) -> str:
         f"load average before a launch {min(loads):.1f} to {max(loads):.1f}.",
     )
     return "\n".join((*job, "", *measures))
+
+
+def _verdicts(made: Sequence[Claim]) -> list[str]:
+    rows = [(each.name, each.found_words, each.goal_words, "met" if each.is_met else "**missed**") for each in made]
+    return ["## Goals", table(("claim", "found", "goal", ""), rows)] if rows else []
 
 
 def _row(found: Found) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from bench.lab.job import ADAMW, Job
 from bench.lab.launch import Place
 from bench.slow import __main__ as runner
 from bench.slow.contestants import CONTESTANTS, EVERY, FREE, SLOW, Entry, contestant
-from bench.slow.page import page, read, summarise
+from bench.slow.page import claims, page, read, summarise
 from bench.slow.rank import run
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
@@ -79,6 +79,18 @@ def test_hooks_train_as_the_reference() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
+def test_ours_trains_as_the_reference() -> None:
+    with LocalPool(4) as pool:
+        found = pool.run(4, train, "terrace", timeout_s=300)[0]["losses"]
+    exact = reference(OuterLoop(every=EVERY, fragments=4, delay=4))
+    before = EVERY // 4 + 4  # steps until the first exchange is applied
+    assert apart(found[:before], exact[:before]) < CLOSE
+    assert apart(found, exact) < 5e-3, "int4 rounds"
+    assert apart(found, reference(NEVER)) > 2e-2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed: pip install -e '.[lab]'")
 @pytest.mark.parametrize(
     ("name", "outer"),
@@ -137,6 +149,19 @@ def test_the_page_has_steps_bytes_and_losses() -> None:
     assert "Nobody ran" in page(records[:1])
 
 
+def test_ours_is_held_to_goals() -> None:
+    records = [record("terrace", SLOW, 0.2), record("terrace", FREE, 0.19)]
+    assert not claims(summarise(records[:1]))
+    for name, step_s in (("torchft", 0.5), ("ddp-bf16", 4.2), ("ddp-powersgd", 0.2)):
+        records += [record(name, SLOW, step_s), record(name, FREE, 0.1)]
+    made = claims(summarise(records))
+    assert [round(each.found, 2) for each in made] == [2.5, 21.0, 1.0, 1.05]
+    assert [each.is_met for each in made] == [False, True, True, False]
+    text = page(records)
+    assert "torchft DiLoCo, DDP inside | 2.5 | at least 3 | **missed** |" in text
+    assert "step over that without a limit | 1.05 | at most 1.05 | **missed** |" in text
+
+
 def test_launches_flip_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = runner.launches(NAMES, 2)
     order = [entry.name for number, links, entry in found if links == SLOW]
@@ -145,7 +170,7 @@ def test_launches_flip_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, wanted = tmp_path / "slow.jsonl", list[str]()
 
     def fake(line: list[str], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
-        name = next(word for word in line if word in NAMES)
+        name = line[line.index("--spans") - 1]
         wanted.append(name)
         rate = next(float(word.partition("=")[2]) for word in line if "system.bandwidth" in word)
         spans = int(line[line.index("--spans") + 1])
