@@ -93,7 +93,11 @@ REFUSED: list[tuple[Plan, tuple[int, int], tuple[str, ...]]] = [
         (8, 4),
         ('balance = "cost" has no effect', "leave balance out"),
     ),
-    (plan_with({"package": {"context": 4}}, wire={"context": {"node": "bf16"}}), (8, 4), ("message class 'context'",)),
+    (
+        plan_with({"package": {"context": 4}}, wire={"context": {"node": "bf16"}}),
+        (8, 4),
+        ("the context axis has no ranks on 'node'",),
+    ),
 ]
 
 
