@@ -102,7 +102,7 @@ class Engine:
         self.rank, self.device = rank, torch.device(device)
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
-        self._num_steps = 0
+        self._num_steps, self._of_cycles = 0, (0, Counter[_Key]())  # of whole cycles of islands: steps, their bytes
         self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
         self._programs: dict[Exchange | None, Program] = {None: self.program}
         self._forward: Program | None = None  # the default of `evaluate`, made by its first call
@@ -167,7 +167,7 @@ class Engine:
 
         Every rank calls this, after the same step. Does nothing without islands.
         """
-        results = list[OuterResult]()
+        results, before = list[OuterResult](), self._declared()
         for exchange in self.island.closing() if self.island is not None else ():
             program = outer_program(self.program, exchange)
             verify(program, self.rank)
@@ -175,6 +175,7 @@ class Engine:
                 self.runner.run((), program=program)
             results += self._applied(program)
         self.drain()
+        self._outside.update(self._declared() - before)
         return results
 
     def _exchanging(self, exchange: Exchange | None) -> Program:
@@ -253,6 +254,8 @@ class Engine:
             return NotFinite(self._result(given_up.sums), self._examined(batches, program, drawn).first)
         # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
+        if program.trains and self.island is not None and self._num_steps % self.island.outer.every == 0:
+            self._of_cycles = self._num_steps, self._of_steps()
         self.clock.mark("other")
         return self._result(sums, self.load.loads if program.trains else None, self._applied(program))
 
@@ -328,12 +331,19 @@ class Engine:
     def report(self, time_s: dict[str, float]) -> StepReport:
         """The measured report of a step with these times; bytes are the mean over all training steps so far.
 
-        Exchanges of islands count, since steps cause them; evaluations and restoring do not.
+        Exchanges of islands at the end of steps count, in whole cycles if there are any; evaluations, restoring and the
+        end of a run do not.
         """
-        steps, total = max(1, self._num_steps), self.comm.ledger.total()
-        sent = {key: (num_bytes - self._outside[key]) // steps for key, num_bytes in total.items()}
+        steps, behind = self._of_cycles
+        rest = self._of_steps() - behind if steps else Counter[_Key]()
+        total, steps = self.comm.ledger.total(), steps or max(1, self._num_steps)
+        sent = {key: round((size - self._outside[key] - rest[key]) / steps) for key, size in total.items()}
         memory_bytes, load = self.comm.meter.peak(), self.load.mean_figures
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=memory_bytes, load=load)
+
+    def _of_steps(self) -> Counter[_Key]:
+        """Bytes that the training steps so far declare."""
+        return self._declared() - self._outside
 
     def refresh(self) -> None:
         """Run the restoring program: every working copy from the master parameters, as after loading a checkpoint."""
