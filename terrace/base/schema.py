@@ -124,6 +124,8 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         below = result.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
             result[key] = merge(below, value)
+        elif key == "outer" and isinstance(below, str) and isinstance(value, Mapping):
+            result[key] = {"preset": below, **value}  # the name of a preset, whose keys these override
         elif isinstance(below, list) and isinstance(value, Mapping):
             result[key] = _merge_named(below, value, key)
         else:

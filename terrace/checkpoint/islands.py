@@ -1,4 +1,4 @@
-"""A checkpoint of islands: what all share, what each has of its own, and when a run takes both up. No torch here.
+"""A checkpoint of islands: the state that all share, the state of each, and when a run takes both up. No torch here.
 
 The value of a parameter, its `master`, is the anchor, so that export, sampling and runs without islands read it as of
 any other checkpoint. Beside it stand the outer momentum and the inner optimizer's state of island 0. What island i has

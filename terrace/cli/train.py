@@ -87,4 +87,7 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     if isinstance(plan, dict) and "preset" in plan:
         # The run's file has every key of its plan, and these would override the preset.
         table["plan"] = {}
+    outer = plan.get("outer") if isinstance(plan, dict) else None
+    if isinstance(outer, dict) and "preset" in outer:
+        table["plan"] = {key: each for key, each in table["plan"].items() if key != "outer"}
     return merge(table, overrides)

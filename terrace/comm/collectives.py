@@ -295,17 +295,18 @@ class Collectives:
     def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
         if not values.numel():
             return
+        residual = origin.residual(message, hop.tier, leg, *values.shape) if hop.wire.feedback else None
+        codecs.encode(values, hop.wire, out, residual)
+        if message not in self.errors.messages:
+            return
         key = (message, origin.name, hop.tier)
         # Only a sample is decoded again, since whole messages would double the cost.
         part = self.errors.sample(key, leg, hop.numel, hop.wire.block)
-        if hop.wire.feedback:
-            residual = origin.residual(message, hop.tier, leg, *values.shape)
-            codecs.encode(values, hop.wire, out, residual)
+        if residual is not None:
             # With feedback the residual is the rounding error, so nothing is decoded.
             squares = [residual[0, part].double().square().sum(), values[0, part].double().square().sum()]
             sums = torch.stack(squares)
         else:
-            codecs.encode(values, hop.wire, out)
             sums = codecs.error_sums(values[0, part], hop.wire)
         # The scale of a block with inf or nan is nan: the sample may have missed it, the error names the message.
         scales = out[:, : SCALE_BYTES * -(-hop.numel // hop.wire.block)].view(torch.bfloat16)

@@ -142,7 +142,7 @@ class Vote:
             self._wish = ("signal", self._seal.open(_REQUESTED, bytes(self._outside.get(_REQUESTED))))
         if self._wish is not None and not self._settled:
             why, text = self._wish
-            # No rank can be past its next look at the key, so all of them see the wish before this step ends.
+            # No rank can be past the look at this step, so all of them see the wish before it ends.
             step = num_done if self._alone else num_done + self._ahead
             # The first that asks decides; whoever asks later in the same step would decide the same.
             stop = self._seal.close(_AGREED, json.dumps(asdict(Stop(step=step, why=why, text=text))))

@@ -15,7 +15,7 @@ from terrace.plan.plan import Plan
 def check_outer(cluster: Cluster, plan: Plan, outer: Outer, blocks: Sequence[BlockSpec]) -> None:
     """Raise `PlanError` for an outer loop that cannot run, or an option of it that has no effect."""
     _check_islands(cluster, plan, outer)
-    _check_cycle(outer, sum(block.num_trainable > 0 for block in blocks))
+    _check_cycle(outer, [index for index, block in enumerate(blocks) if block.num_trainable])
     _check_step(outer)
 
 
@@ -49,13 +49,20 @@ def _check_islands(cluster: Cluster, plan: Plan, outer: Outer) -> None:
             )
 
 
-def _check_cycle(outer: Outer, num_blocks: int) -> None:
+def _check_cycle(outer: Outer, trained: Sequence[int]) -> None:
+    num_blocks = len(trained)
     if outer.every < 1:
         raise PlanError(f"outer.every = {outer.every}: islands exchange every so many steps; use 1 or more")
     if not 1 <= outer.fragments <= num_blocks:
         raise PlanError(
             f"outer.fragments = {outer.fragments}: the {num_blocks} blocks that train take turns, so use 1 to "
             f"{num_blocks}"
+        )
+    empty = set(range(outer.fragments)) - {outer.fragment(index) for index in trained}
+    if empty:
+        raise PlanError(
+            f"outer.fragments = {outer.fragments}: no block that trains is in fragment {min(empty)}, and block b is in "
+            "fragment b mod fragments; use another number"
         )
     if outer.every % outer.fragments:
         below = outer.every // outer.fragments * outer.fragments

@@ -58,7 +58,7 @@ def _outer_table(given: Any, cluster: Cluster) -> Any:
     name = own.pop("preset", None)
     if name is None:
         return {"tier": last, **own}
-    if name not in OUTERS:
+    if not isinstance(name, str) or name not in OUTERS:
         raise PlanError(f"plan.outer = {name!r} is no preset of an outer loop{did_you_mean(str(name), OUTERS)}")
     return merge(dump(OUTERS[name](last)), own)
 

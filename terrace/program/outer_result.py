@@ -9,8 +9,8 @@ class OuterResult:
 
     `loss` is the mean over the valid tokens of all islands since the fragment's last exchange began, `change` the root
     mean square over islands of the norms of their changes. `agreement` is the norm of the mean over `change`, of the
-    exchange before: 1 where all islands changed alike, near the root of 1 / islands where they share no direction, and
-    then `every` is long.
+    exchange before: 1 where all islands changed alike, near the root of 1 / islands where they share no direction:
+    then `every` is too long.
     """
 
     fragment: int

@@ -56,7 +56,7 @@ class ExchangeWalk(Walk):
             self._after(Op.OUTER_START, now.block)
 
     def exchanged_in(self, block: int) -> tuple[Op, ...]:
-        """What the exchange at the end of the program does with a block."""
+        """Ops of the exchange at the end of the program on a block."""
         program, found = self.program, self.program.exchange
         if found is None:
             return ()

@@ -42,7 +42,7 @@ def cycle_table(cycle: Cycle) -> Table:
 
 
 def cycle_words(cycle: Cycle, hidden: Hidden | None) -> str:
-    """What an exchange takes, what hides it, and, where it is waited for, the nearest cycle that hides it."""
+    """Seconds of an exchange, how far it hides, and, where it is waited for, the nearest cycle that hides it."""
     outer, steps = cycle.outer, steps_of_exchange(cycle)
     behind = f"may hide behind {counted(outer.delay, 'step')}" if outer.delay else "is waited for at once"
     waited = f"waited for: {seconds(cycle.waited_s)} of the cycle's {seconds(cycle.cycle_s)}"

@@ -1,4 +1,4 @@
-"""The numbers of an outer loop on one rank: where its island stands, what it will tell the others, what all have told.
+"""The numbers of an outer loop on one rank: its place among islands, its own figures, and those of all islands.
 
 They are tensors that keep their storage, since checkpoints copy them as they copy parameters.
 """

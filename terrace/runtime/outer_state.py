@@ -1,4 +1,4 @@
-"""What a rank keeps of the outer loop for its slice of a flat buffer, and the outer step on it.
+"""The state of the outer loop for a rank's slice of a flat buffer, and the outer step on it.
 
 Per fragment of the model, with anchor a and momentum v that all islands share, and island i's parameters x_i:
 
@@ -110,9 +110,9 @@ class OuterState:
         `stretch` is Lambda; `moved` says that x_i may differ from s_i.
         """
         outer, mean = self.outer, self.message
+        norm = squared_norm(mean)  # before the penalty: it is compared with the norms of changes
         if stretch is not None:
             mean.div_(stretch.to(mean.dtype))
-        norm = squared_norm(mean)
         self._step(mean)
         if self.start is None or waits:
             self.x.copy_(self.anchor)

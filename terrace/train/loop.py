@@ -288,7 +288,7 @@ class RankOfRun:
         try:  # a step that was given up has figures, too, which are shown before the run ends
             return self.engine.step(micros, rate), None
         except NonFiniteError as error:
-            if error.result is None:  # of another island
+            if error.result is None:
                 raise
             return error.result, error
 
@@ -308,7 +308,7 @@ class RankOfRun:
     def _saved_first(self) -> Iterator[None]:
         try:
             yield
-        # All ranks raise this error at the same step, so all can finish the save under way.
+        # All ranks of an island raise this after the same step, and others still write their parts: the save can end.
         except TrainingError:
             self._finish_saving()
             self.copies.close()
@@ -363,7 +363,8 @@ class RankOfRun:
         self.engine.check_bytes()
 
     def _finish(self, summary: Summary) -> None:
-        results = self.engine.finish()
+        with self._saved_first():
+            results = self.engine.finish()
         if results:
             summary.finish(results)
             self.observer.note(f"islands have agreed on all parameters: {outer_words(results)}")

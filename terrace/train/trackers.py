@@ -77,6 +77,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "quantisation": record.quantisation_error,
         "router": record.router_losses | ({} if record.dropped is None else {"dropped": record.dropped}),
         "load": record.load,
+        "outer": {f"{each}_{name}": value for each, row in record.outer.items() for name, value in row.items()},
         "slow": {f"rank_{rank}": factor for rank, factor in record.slow_ranks.items()},
     }
     for kind, table in tables.items():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ConfigError, PlanError, ProgramError
+from terrace.base.schema import merge
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.outer import OUTERS, Exchange, Outer, closing
 from terrace.plan.plan import Plan
@@ -135,7 +136,7 @@ def test_a_long_step_takes_an_exchange_at_its_end() -> None:
         ({"outer": {"penalty": True}}, "outer.penalty has no effect without a delay"),
         ({"outer": {"optimizer": "average", "momentum": 0.5}}, "outer.momentum has no effect: optimizer 'average'"),
         ({"wire": {"outer": {"device": "int8"}}}, "names tier 'device', which is not in the cluster"),
-        ({"outer": None, "wire": {"outer": {"system": "int8"}}}, "wire.outer.system has no effect"),
+        ({"outer": None, "wire": {"outer": {"system": "int8"}}}, "wire.outer.system has no effect: all ranks are one"),
     ],
 )
 def test_a_plan_whose_islands_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
@@ -163,6 +164,11 @@ def test_a_file_names_a_preset_or_a_table() -> None:
     assert plan.outer == Outer(tier="node", every=7)
     assert plan.optimizer == "package"
     assert parse_plan({"preset": "ddp", "outer": {"every": 7}}, CLUSTER).outer == Outer(tier="system", every=7)
+    # A key of the command line beside the name of a preset, in either form.
+    named = merge({"preset": "ddp", "outer": "co2"}, {"outer": {"every": 24}})
+    assert parse_plan(named, CLUSTER).outer == replace(OUTERS["co2"]("system"), every=24)
+    with pytest.raises(PlanError, match=r"plan.outer = \['diloco'\] is no preset"):
+        parse_plan({"preset": "ddp", "outer": {"preset": ["diloco"]}}, CLUSTER)
     with pytest.raises(PlanError, match=r"plan.outer = 'dilocco' is no preset.*diloco"):
         parse_plan({"preset": "ddp", "outer": "dilocco"}, CLUSTER)
     with pytest.raises(ConfigError, match=r"unknown key plan.outer.evry"):

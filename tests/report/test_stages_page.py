@@ -92,7 +92,9 @@ def test_the_trace_has_a_process_a_stage_and_ends_with_the_step() -> None:
         ends = sorted((event["ts"], event["ts"] + event["dur"]) for event in own)
         assert all(after[0] >= before[1] - 1e-6 for before, after in pairwise(ends))
         assert ends[-1][1] == pytest.approx(1e6 * (recording.begin_s + recording.report.step_s))
-        sends = [event for event in events if event["pid"] == stage and event["name"] == "pipeline"]
+        sends = [
+            event for event in events if event["pid"] == stage and event["name"] in ("pipeline", "pipeline_backward")
+        ]
         assert sends
         assert all(event["args"].get("bytes on node") or event["args"].get("bytes on system") for event in sends)
     assert {event["pid"] for event in events if event["ph"] == "C"} == set(range(4))

@@ -21,7 +21,8 @@ SEQUENCE, BATCH = 128, 4
 def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool) -> None:
     """Within 2 % of what autograd saves; both peaks at most 12 % above the measured ones and never below.
 
-    With chunks the peaks are lower than the formula, which counts the messages and results of all tokens at once.
+    With chunks the peaks are lower than the formula, which counts the messages and results of all tokens at once, by as
+    much as lanes happen to end early.
     """
     cluster = cluster_of(2)
     plans = [
@@ -30,7 +31,7 @@ def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool) -> None:
     ]
     by_rank = pool.run(2, layer_memory, cluster, plans, MODEL, SEQUENCE, timeout_s=100.0)
     for index, plan in enumerate(plans):
-        most = 1.25 if plan.expert_chunks else 1.12
+        most = 1.4 if plan.expert_chunks else 1.12
         predicted = block_activation_bytes(work_of(cluster, plan, MODEL, SEQUENCE, "cpu"), Computes.RESIDUAL, "cpu")
         for held in (results[index] for results in by_rank):
             assert sum(predicted.saved.values()) == pytest.approx(held.saved, rel=0.02)
