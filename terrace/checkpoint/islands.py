@@ -78,7 +78,7 @@ class Islands:
         }
 
     def goes_on(self, own: "Islands | None") -> bool:
-        """Whether a run with islands `own` takes up what these were doing."""
+        """Whether a run with islands `own` goes on in the cycle of these."""
         return own is not None and (self.num, self.every, self.fragments, self.delay) == (
             own.num,
             own.every,
@@ -92,7 +92,7 @@ def has_momentum(outer: Outer) -> bool:
 
 
 def note(where: str, stored: Islands | None, own: Islands | None) -> str:
-    """Words on what a run with islands `own` does not take up of a checkpoint; "" where it takes up everything."""
+    """The state of a checkpoint that a run with islands `own` does not take up, in words; "" where it takes up all."""
     if own is None:
         return (
             "" if stored is None else f"training begins at the anchor of {where}, which is of {_words(stored)}{_STATE}"

@@ -96,7 +96,7 @@ def edge_coding_bytes(compute: str, hop: Hop) -> float:
 
 
 def edge_feedback_bytes(numel: int) -> int:
-    """Bytes of what error feedback keeps of the messages of `numel` elements that cross a boundary in one direction."""
+    """Bytes of the residual of messages of `numel` elements that cross a boundary in one direction."""
     return numel * RESIDUAL_BYTES * RESIDUAL_COPIES
 
 

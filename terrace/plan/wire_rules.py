@@ -54,8 +54,8 @@ def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> No
         carried = "parameters" if message in ROUTES else "activations"
         raise PlanError(
             f"wire.{message.value}.{tier} = {name!r}: a sparse format is for gradients and for changes of islands, and "
-            f"{message.value} carries "
-            f"{carried}, of which all but one of {wire.kept_of} would become zero; write 'int4' or a wider one"
+            f"{message.value} carries {carried}, of which all but one of {wire.kept_of} would become zero; write "
+            "'int4' or a wider one"
         )
     if wire.feedback and message not in FED_BACK:
         carried = "parameters" if message in ROUTES else "activations"

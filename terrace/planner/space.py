@@ -64,7 +64,7 @@ class Group(NamedTuple):
 
     @property
     def member(self) -> OpenMesh:
-        """One of the shapes, for what they have in common."""
+        """One of the shapes, to read the values that all share."""
         return self._divided(self.alike[0][0])
 
     def _divided(self, shape: OpenMesh) -> OpenMesh:

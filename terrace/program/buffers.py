@@ -7,8 +7,8 @@
     grads        its slice of the accumulated gradient            the whole step
     grads_full   the gradient of a block before its reduction     from a backward until the REDUCE is waited for
     optimizer    moments, and the master copy where it is apart   the whole step
-    outer        of islands: what they last agreed on, momentum,  the whole step
-                 and what is under way
+    outer        of islands: anchor, momentum, and the slices of  the whole step
+                 an exchange under way
     feedback     residuals of error feedback                      the whole step
     buffers      the message memory of a lane                     the whole step, as large as its largest message
                  a layer's momentum, gathered for Muon            from ORTHOGONALISE to UPDATE

@@ -19,8 +19,8 @@ def exchanged(program: "Program", fragments: Collection[int]) -> list[int]:
 def exchange_instructions(program: "Program") -> Iterator[Instruction]:
     """The exchange at the end of `program`, behind all updates.
 
-    What arrives comes first: where the next exchange of a block starts in the same step, it sends what has changed
-    since. All changes are sent before the first is waited for.
+    Arrivals come first: a block whose next exchange starts in the same step sends its change since the last start. All
+    changes are sent before the first is waited for.
     """
     exchange = program.exchange
     if exchange is None:

@@ -7,7 +7,7 @@ from terrace.program.walk import Walk
 
 
 class ExchangeWalk(Walk):
-    """A walk that knows what the exchange at the end of its program does with each block."""
+    """A walk that knows the exchange at the end of its program."""
 
     def _refresh(self, now: Instruction) -> None:
         self._once()

@@ -154,7 +154,7 @@ class _Play:
         return max((left.lanes_s[lane] for lane in self.outside), default=0.0)
 
     def _later(self, left: Left, seconds: float) -> Left:
-        """The same state but for what crosses the outer tier, which has had `seconds` more."""
+        """The same state; messages on the outer tier have had `seconds` more."""
         if not seconds:
             return left
 

@@ -170,7 +170,7 @@ def played_s(steps: Iterable[tuple[Doing, float, int, int]]) -> tuple[float, flo
 
 
 def timed(steps: Iterable[tuple[Doing, float, int, int]]) -> Iterator[tuple[Doing, int, float, float]]:
-    """(What it does, its lane, when it begins, when it is done) of each step, as in `played_s`."""
+    """(Kind, lane, begin, end) of each step, as in `played_s`."""
     now_s, lanes_s, arrivals_s = 0.0, dict[int, float](), list[float]()
     for does, seconds, lane, number in steps:
         if does is Doing.SEND:

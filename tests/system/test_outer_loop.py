@@ -275,7 +275,7 @@ AXES = {
         num_steps=8,
     ),
     "context inside": case_of(TURNS, "zero3", mapping={"package": {"context": 2}}, model=DEEP),
-    "tied and frozen": case_of(TURNS, model="llama, frozen layer"),
+    "tied and frozen": case_of(replace(TURNS, fragments=1), model="llama, frozen layer"),
     "lion": case_of(TURNS, optimizer=LION),
     "muon": case_of(TURNS, optimizer=MUON, model=DEEP),
     "every rank an island": case_of(replace(TURNS, tier="package"), "ddp"),

@@ -69,13 +69,18 @@ def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int |
             if found[rank] is not None:
                 return
 
-    threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(world_size)]
+    run_each(rank_of, world_size)
+    return found
+
+
+def run_each(work: Callable[[int], None], number: int) -> None:
+    """Run `work` of every rank in a thread of its own, to its end."""
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(number)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -120,12 +125,7 @@ def islands_stop(turn: int, delay: int, slow: int, asks: int, after: int) -> lis
                 # What others still wait for is there: the exchange of this step has started.
                 return
 
-    threads = [threading.Thread(target=island_of, args=(rank,), daemon=True) for rank in range(num)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    run_each(island_of, num)
     return found
 
 

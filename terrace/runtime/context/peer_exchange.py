@@ -160,7 +160,7 @@ class PendingRecv:
         return self._like.new_empty(coder.num_bytes(tier, num, self._numels), dtype=torch.uint8)
 
     def _values(self, member: int, message: Tensor, num: int) -> Sequence[Tensor]:
-        """What a message brings of each tensor."""
+        """The part of each tensor that a message brings."""
         coding = self._comm.coding(member)
         if coding is None:
             return torch.split(message, [num * numel for numel in self._numels])
