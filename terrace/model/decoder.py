@@ -42,8 +42,11 @@ class Embedding(nn.Module):
         Raises `ModelError` when one exceeds the learned positions.
         """
         hidden = F.embedding(tokens, self.weight)  # (B, S, H)
-        if self.positions is None:
-            return hidden
+        return hidden if self.positions is None else self.placed(hidden, tokens, positions)
+
+    def placed(self, hidden: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """`hidden` (B, S, H) of tokens (B, S) with learned positions added; raises as `forward` does."""
+        assert self.positions is not None, "asked only where positions are learned"
         check_positions(tokens, positions, self.positions.shape[0])
         if positions is None:
             return hidden + self.positions[: tokens.shape[-1]]

@@ -34,7 +34,10 @@ _Key = tuple[int, torch.dtype]  # a peer, and what its message is made of
 
 
 class HandOver:
-    """The hand-over of one rank's engine. Every rank of the world has one and calls its methods at the same points."""
+    """The hand-over of one rank's engine. Every rank of the world has one and calls its methods at the same points.
+
+    `replica` has the ranks of this rank's replica in the order of their slices, `group` is theirs, None of one rank.
+    """
 
     def __init__(self, engine: Engine, rows: int, timeout: timedelta = timedelta(minutes=10)) -> None:
         """Plan it, to replicas of `rows` tensor ranks; raises `PlanError` where blocks or ranks cannot have them."""
@@ -62,8 +65,14 @@ class HandOver:
             for move in moves:
                 num_bytes = self.transition.num_bytes(block, move) if move.source == self._rank else 0
                 self.sent_bytes[MessageClass.RESHARD, self._tiers[move.tier]] += num_bytes
-        # A group of its own, since the world's may have no timeout.
+        # Groups of its own, since the world's may have no timeout.
         self._group = dist.new_group(timeout=timeout) if program.cluster.world_size > 1 else None
+        (self.replica,) = (replica for replica in self.transition.replicas if self._rank in replica)
+        self.group: dist.ProcessGroup | None = None
+        if rows > 1:
+            self.group = dist.new_group(
+                list(self.replica), timeout=timeout, use_local_synchronization=True, sort_ranks=False
+            )
 
     def run(self) -> list[Slices]:
         """This rank's slices of every block's parameters, as they are after the last step."""

@@ -1,0 +1,1 @@
+"""Generating text: blocks of replicas with tensor ranks."""

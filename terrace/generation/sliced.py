@@ -1,0 +1,181 @@
+"""A decoder's blocks from the slices that the tensor ranks of a replica have, for generation.
+
+    matrices out of the residual stream    a rank has rows of them, and so its own heads, keys and values
+    matrices back into it                  a rank has columns, and so a part of a sum: one all-reduce
+    embedding                              a rank looks up its part of the vocabulary: one all-reduce
+    head                                   a rank has logits of its part of the vocabulary: one all-gather
+    all else, experts included             whole on every rank, which compute the same
+
+(Megatron-LM, 1909.08053, section 3.) A pass is 2 L + 1 all-reduces of (B, S, H) for L layers, and one all-gather of
+logits. All ranks of a replica call the blocks with the same tokens, in the same order; each gets the whole logits, with
+the same bits. There is no backward. Training has other stand-ins (terrace.runtime.tensor), which follow a program.
+
+Shape legend: B batch, S sequence, H hidden, V vocabulary, R rows, v = V / R rounded up, n inner features of a rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError, PlanError
+from terrace.comm.exchange import all_gather
+from terrace.comm.groups import TierGroup
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.decoder import Embedding, Head, build_blocks
+from terrace.model.spec import BlockSpec
+from terrace.plan.mesh import Mesh
+from terrace.plan.slices import rank_slices, slice_blocks
+
+Slices = Mapping[str, Tensor]  # parameter -> a rank's slice of it
+
+
+def sliced_config(config: ModelConfig, rows: int) -> ModelConfig:
+    """The model as one of `rows` tensor ranks attends: a cache made from it has keys and values of the rank's heads.
+
+    Raises `PlanError` for rows that do not divide the heads, or neither divide the key-value heads nor are a multiple
+    of them.
+    """
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def cut(rows: int) -> bool:
+        return heads % rows == 0 and (kv_heads % rows == 0 or rows % kv_heads == 0)
+
+    if rows < 1 or not cut(rows):
+        most = max((degree for degree in range(1, rows) if cut(degree)), default=1)
+        raise PlanError(
+            f"rows = {rows} of a replica cannot share the model's {heads} heads and {kv_heads} key-value heads: "
+            f"use {most}"
+        )
+    return replace(config, num_heads=heads // rows, num_kv_heads=max(1, kv_heads // rows))
+
+
+def sliced_blocks(
+    config: ModelConfig, slices: Sequence[Slices], group: dist.ProcessGroup | None = None
+) -> list[nn.Module]:
+    """Frozen blocks of the model `config` on one rank of `group`, the ranks of a replica in the order of their slices.
+
+    `slices` has the parameters of every block, as `HandOver.run` returns them; they are used where they are. Without a
+    group they are whole, and the blocks are plain ones. A cache for them is made from `sliced_config`. Raises
+    `PlanError` for rows that cannot cut the model, `ModelError` for slices of another model or of other rows.
+    """
+    rows, row = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    local, specs = sliced_config(config, rows), block_specs(config)
+    blocks, mesh = build_blocks(local), Mesh.build(1, rows=(rows,))
+    if len(slices) != len(specs):
+        raise ModelError(f"the slices are of {len(slices)} blocks, the model has {len(specs)}: hand over this model")
+    sliced = slice_blocks(specs, mesh)
+    for spec, module, own in zip(sliced, blocks, slices, strict=True):
+        places = {param.name: rank_slices(param, mesh, row) for param in spec.params}
+        for param, value in zip(spec.params, _values(spec, places, own), strict=True):
+            if rows > config.num_kv_heads and param.dims[0][0] == "kv_heads":
+                # Ranks of a group of heads have all keys and values, and use the same head of them.
+                size = len(value) // config.num_kv_heads
+                first = row * config.num_kv_heads // rows * size
+                value = value[first : first + size]
+            _set_parameter(module, param.name, value)
+    if config.tied_embeddings:
+        blocks[-1].weight = blocks[0].weight
+    if group is None:
+        return blocks
+    return _joined(blocks, sliced, local, rank_slices(sliced[0].params[0], mesh, row)[0], group)
+
+
+def _values(spec: BlockSpec, places: Mapping[str, tuple[slice, ...]], own: Slices) -> list[Tensor]:
+    if extra := own.keys() - places.keys():
+        raise ModelError(f"{spec.name} has no parameter {min(extra)}, of which there is a slice: hand over this model")
+    like, found = next(iter(own.values())), []
+    for name, place in places.items():
+        shape = tuple(part.stop - part.start for part in place)
+        # A dim that is padded may leave nothing for the last ranks.
+        value = own[name] if name in own or 0 not in shape else like.new_empty(shape)
+        if value.shape != shape:
+            raise ModelError(
+                f"the slice of {spec.name}.{name} is {tuple(value.shape)}, this row's is {shape}: hand over this "
+                "model, to replicas of as many rows as the group has ranks"
+            )
+        found.append(value)
+    return found
+
+
+def _set_parameter(block: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = block.get_submodule(path)
+    setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+    if isinstance(module, nn.Linear) and leaf == "weight":
+        module.out_features, module.in_features = value.shape
+
+
+def _joined(
+    blocks: list[nn.Module], sliced: Sequence[BlockSpec], config: ModelConfig, part: slice, group: dist.ProcessGroup
+) -> list[nn.Module]:
+    """Blocks with a rank's slices as parameters, and messages among the ranks; `part` of the vocabulary is its own."""
+    ranks = TierGroup("rows", tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
+    for spec, block in zip(sliced[1:-1], blocks[1:-1], strict=True):
+        for param in spec.params:
+            # Out of features that rows share, back into the residual stream.
+            if param.is_matrix and not param.is_stack and "rows" in param.cuts[1]:
+                path = param.name.rpartition(".")[0]
+                parent, _, leaf = path.rpartition(".")
+                linear = block.get_submodule(path)
+                assert isinstance(linear, nn.Linear), "a matrix that is no expert's belongs to a Linear"
+                setattr(block.get_submodule(parent), leaf, _RowLinear(linear, ranks))
+    first, last = blocks[0], blocks[-1]
+    assert isinstance(first, Embedding), "a decoder begins with its embedding"
+    assert isinstance(last, Head), "a decoder ends with its head"
+    return [_SlicedEmbedding(config, first, part, ranks), *blocks[1:-1], _SlicedHead(config, last, ranks)]
+
+
+class _RowLinear(nn.Module):
+    """From (B, S, n) to (B, S, H): a rank has some columns of the matrix, so a part of a sum."""
+
+    def __init__(self, linear: nn.Linear, ranks: TierGroup) -> None:
+        super().__init__()
+        self.bias = linear.bias  # added once, not by every rank
+        linear.register_parameter("bias", None)
+        self.part = linear
+        self._ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _summed(self.part(x), self._ranks)
+        return y if self.bias is None else y + self.bias
+
+
+class _SlicedEmbedding(Embedding):
+    def __init__(self, config: ModelConfig, whole: Embedding, part: slice, ranks: TierGroup) -> None:
+        super().__init__(config, device="meta")
+        self.weight, self.positions = whole.weight, whole.positions
+        self._part, self._ranks = part, ranks
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        own, elsewhere = tokens - self._part.start, (tokens < self._part.start) | (tokens >= self._part.stop)
+        if self.weight.numel():
+            # Rows of other ranks are zero here and come in by the sum.
+            found = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        else:
+            found = self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
+        hidden = _summed(found, self._ranks)
+        return hidden if self.positions is None else self.placed(hidden, tokens, positions)
+
+
+class _SlicedHead(Head):
+    def __init__(self, config: ModelConfig, whole: Head, ranks: TierGroup) -> None:
+        super().__init__(config, whole.weight, device="meta")
+        self.norm, self._ranks, self._vocab_size = whole.norm, ranks, config.vocab_size
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        own = super().forward(x)  # (B, S, v), of the last ranks less
+        size = -(-self._vocab_size // self._ranks.size)
+        own = F.pad(own, (0, size - own.shape[-1])).contiguous()
+        parts = own.new_empty(self._ranks.size, *own.shape)  # (R, B, S, v)
+        all_gather(parts.view(-1), own.view(-1), self._ranks, torch.empty_like(parts).view(-1))
+        return parts.movedim(0, -2).flatten(-2)[..., : self._vocab_size]  # (B, S, V)
+
+
+def _summed(part: Tensor, ranks: TierGroup) -> Tensor:
+    total = part.contiguous()
+    dist.all_reduce(total, group=ranks.handle)
+    return total

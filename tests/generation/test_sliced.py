@@ -1,0 +1,129 @@
+"""Blocks of a replica's slices compute what the whole blocks compute, and write the same tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError, PlanError
+from terrace.generation.sliced import sliced_blocks, sliced_config
+from terrace.launch.start import LocalPool, World
+from terrace.model.cache import KVCache, begin_rows, continue_rows
+from terrace.model.config import ModelConfig, block_specs, model_of
+from terrace.plan.holdings import generation_slices
+from terrace.runtime.reshard import HandOver
+from terrace.train.sampling import Sampling, continue_texts
+from tests.support.generation import MODELS, VOCAB, make
+from tests.support.nightly import nightly
+from tests.support.parity import ADAMW, Case, engine_of, exact, wholes
+from tests.support.pipelines import OUTER, pipelined
+from tests.support.toys import cluster_of
+
+PROMPTS = [[3, 5, 7, 1], [9], [0, 6, 2]]
+GREEDY = Sampling(temperature=0.0)
+TOLERANCE = 1e-10
+
+
+def slices_of(config: ModelConfig, blocks: Sequence[nn.Module], rows: int, row: int) -> list[dict[str, Tensor]]:
+    """A row's slices of whole blocks, cut by the boxes of the hand-over."""
+    found = []
+    for spec, block in zip(block_specs(config), blocks, strict=True):
+        values = dict(block.named_parameters())
+        boxes = generation_slices(spec, rows)[row].items()
+        found.append({name: values[name].detach()[tuple(slice(*side) for side in box)] for name, (box,) in boxes})
+    return found
+
+
+def logits_of(config: ModelConfig, blocks: Sequence[nn.Module]) -> Tensor:
+    """Logits (4, V): after two texts of different lengths, and after one more token of each."""
+    cache = KVCache(config, 2, 8, dtype=torch.float64)
+    begun = begin_rows(blocks, {0: PROMPTS[0], 1: PROMPTS[2]}, cache)
+    return torch.cat([begun, continue_rows(blocks, [8, 9], cache)])
+
+
+def compared(world: World, names: Sequence[str]) -> list[tuple[float, bool, list[float]]]:
+    """Of each model: how far its logits are from the whole blocks', whether they write the same, the first logits."""
+    found = []
+    for name in names:
+        config = MODELS[name]
+        blocks, rows = make(config), world.world_size
+        sliced = sliced_blocks(config, slices_of(config, blocks, rows, world.rank), dist.group.WORLD)
+        own, whole = logits_of(sliced_config(config, rows), sliced), logits_of(config, blocks)
+        written = [
+            continue_texts(each, of, PROMPTS, num_tokens=6, context=8, sampling=GREEDY)
+            for each, of in ((sliced, sliced_config(config, rows)), (blocks, config))
+        ]
+        found.append((float((own - whole).abs().max()), written[0] == written[1], own[0].tolist()))
+    return found
+
+
+MODELS["wide kv"] = replace(MODELS["llama"], num_kv_heads=4, qkv_bias=True, family="qwen2")
+MODELS["tied"] = replace(MODELS["llama"], tied_embeddings=True, num_kv_heads=4)
+MODELS["small vocabulary"] = replace(MODELS["gpt2"], intermediate_size=5)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_rows_have_the_logits_and_greedy_tokens_of_whole_blocks(pool: LocalPool, rows: int) -> None:
+    names = list(MODELS)
+    by_rank = pool.run(rows, compared, names, timeout_s=120.0)
+    for name, outcomes in zip(names, zip(*by_rank, strict=True), strict=True):
+        for deviation, same, logits in outcomes:
+            assert deviation < TOLERANCE, (name, deviation)
+            assert same, name
+            assert logits == outcomes[0][2], "ranks that draw alike need the same bits"
+
+
+def test_one_row_has_plain_blocks() -> None:
+    config = MODELS["tied"]
+    whole = make(config)
+    blocks = sliced_blocks(config, slices_of(config, whole, 1, 0))
+    assert torch.equal(logits_of(config, blocks), logits_of(config, whole))
+    assert not any(parameter.requires_grad for block in blocks for parameter in block.parameters())
+
+
+WIDE = "wide llama, 2 kv heads"
+CASES = {
+    "zero3 x pipeline": Case(pipelined("zero3", OUTER, "1f1b"), num_micros=3, model="deep llama tied"),
+    "rows": Case(exact("zero3", cluster_of(2, 2), mapping={"package": {"tensor": 2}}), model=WIDE),
+}
+
+
+def handed_over(world: World, case: Case, rows: int) -> float:
+    """How far logits of blocks after a hand-over are from those of the trained blocks."""
+    engine = engine_of(world, cluster_of(2, 2), case)
+    hand_over = HandOver(engine, rows)
+    engine.step(case.batches(engine, case, 0), ADAMW.lr)
+    config = model_of(engine.state.specs)
+    own = logits_of(sliced_config(config, rows), sliced_blocks(config, hand_over.run(), hand_over.group))
+    engine.state.gather(engine.comm.collectives)
+    whole = logits_of(config, sliced_blocks(config, wholes(engine)))
+    engine.close()
+    return float((own - whole).abs().max())
+
+
+@pytest.mark.parametrize(("name", "rows"), [("zero3 x pipeline", 2), *nightly(("rows", 1), ("rows", 2), ("rows", 4))])
+def test_a_replica_computes_as_the_trained_model(pool: LocalPool, name: str, rows: int) -> None:
+    assert max(pool.run(4, handed_over, CASES[name], rows, timeout_s=120.0)) < TOLERANCE
+
+
+def test_rows_that_cannot_share_heads_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"rows = 3 .* 4 heads and 2 key-value heads: use 2"):
+        sliced_config(MODELS["llama"], 3)
+    with pytest.raises(PlanError, match="rows = 0"):
+        sliced_config(MODELS["llama"], 0)
+
+
+def test_slices_of_another_model_or_row_are_refused() -> None:
+    config = MODELS["llama"]
+    whole = make(config)
+    slices = slices_of(config, whole, 1, 0)
+    with pytest.raises(ModelError, match="slices are of 3 blocks, the model has 4"):
+        sliced_blocks(config, slices[1:])
+    with pytest.raises(ModelError, match=rf"slice of embedding.weight is \(129, 16\), this row's is \({VOCAB}, 16\)"):
+        sliced_blocks(config, slices_of(config, whole, 2, 0))
+    slices[1]["attention.query.bias"] = torch.zeros(16)
+    with pytest.raises(ModelError, match=r"layers.0 has no parameter attention.query.bias"):
+        sliced_blocks(config, slices)
