@@ -26,7 +26,8 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from terrace.simulate.rank import Event, Moment, Rank
+from terrace.simulate.event import Event
+from terrace.simulate.rank import Moment, Rank
 
 DEGREES = (1, 2, 4, 8)
 _TEXT = """

@@ -44,6 +44,12 @@ class Bus:
             begin_s, _ = stretches.pop()
         stretches.append((begin_s, end_s))
 
+    def go_on(self, lane: int, seconds: float) -> None:
+        """Messages on a lane end `seconds` earlier, since they went on while the rank's clock stood still."""
+        stretches = self._busy.get(lane)
+        if stretches:
+            self._busy[lane] = deque((begin_s - seconds, end_s - seconds) for begin_s, end_s in stretches)
+
     def left(self, now_s: float) -> tuple[Stretch, ...]:
         """The stretches that reach beyond `now_s`, in seconds from there."""
         return tuple(

@@ -18,7 +18,7 @@ from terrace.program.program import Program
 from terrace.simulate.bus import Stretch
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.noting import WAIT_OUTER, Notes, NotingRank
-from terrace.simulate.rank import Rank
+from terrace.simulate.rank import Rank, go_on_s
 from terrace.simulate.stages import Pipeline
 from terrace.simulate.work import Work
 
@@ -42,10 +42,11 @@ class Left(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A run of a program of every stage: seconds by category, seconds of the clock, the state after it, and notes."""
+    """A run of a program of every stage: seconds by category, the state after it, and notes."""
 
     times: tuple[Times, ...]
-    clocks_s: tuple[float, ...]
+    clocks_s: tuple[float, ...]  # of the rank's clock
+    links_s: tuple[float, ...]  # that exchanges under way went on
     after: tuple[Left, ...]
     notes: tuple[Notes, ...] = ()  # of ranks that take them
 
@@ -128,8 +129,8 @@ class _Play:
             more = min(left - 1, self._equal(turn, state, played))
             found.append(Runs(played, 1 + more))
             left -= 1 + more
-            clocks = zip(played.after, played.clocks_s, strict=True)
-            state = tuple(self._later(each, more * clock_s) for each, clock_s in clocks)
+            links = zip(played.after, played.links_s, strict=True)
+            state = tuple(self._later(each, more * link_s) for each, link_s in links)
         return found, state
 
     def _once(self, turn: Turn, state: tuple[Left, ...]) -> Played:
@@ -152,16 +153,18 @@ class _Play:
         notes = tuple(rank.notes() for rank in pipeline.ranks if isinstance(rank, NotingRank))
         times: list[Times] = [dict(rank.time_s) for rank in pipeline.ranks]
         clocks_s = [rank.now_s for rank in pipeline.ranks]
+        links_s = [rank.now_s + rank.ahead_s for rank in pipeline.ranks]
         if self.rests and turn.phase is Phase.TRAIN:
             for stage, (rank, rest) in enumerate(zip(pipeline.ranks, self.rests, strict=True)):
-                slowed_s, clock_s = self._slowed_s(rank, rest, after[stage])
+                slowed_s, clock_s, link_s = self._slowed_s(rank, rest, after[stage])
                 computing = {name: rest[name] for name in _COMPUTING if rest.get(name, 0.0) > 0.0}
                 whole_s = sum(computing.values())
                 slower = {name: slowed_s * each_s / whole_s for name, each_s in computing.items()}
                 times[stage] = _sum(times[stage], rest, slower)
                 clocks_s[stage] += clock_s
-                after[stage] = self._later(after[stage], clock_s)
-        return Played(tuple(times), tuple(clocks_s), tuple(after), notes)
+                links_s[stage] += link_s
+                after[stage] = self._later(after[stage], link_s)
+        return Played(tuple(times), tuple(clocks_s), tuple(links_s), tuple(after), notes)
 
     def _costs_of(self, turn: Turn) -> list[Costs]:
         known = self._costs.get(turn.phase)
@@ -174,11 +177,11 @@ class _Play:
         if turn.programs[0].exchange is not None or self._inside(before) != self._inside(played.after):
             return 0
         most = turn.times
-        for one, other, clock_s in zip(before, played.after, played.clocks_s, strict=True):
+        for one, other, link_s in zip(before, played.after, played.links_s, strict=True):
             if self._busy_s(one) > 0.0:
                 # All of this run was beside an exchange, as the next ones are.
-                through = clock_s > 0.0 and not any(one.begins_s[lane] for lane in self.outside)
-                most = min(most, int(self._busy_s(other) / clock_s) if through else 0)
+                through = link_s > 0.0 and not any(one.begins_s[lane] for lane in self.outside)
+                most = min(most, int(self._busy_s(other) / link_s) if through else 0)
         return most
 
     def _inside(self, state: tuple[Left, ...]) -> tuple[Left, ...]:
@@ -211,18 +214,22 @@ class _Play:
             shared=tuple(each for each in shared if each.end_s > 0.0),
         )
 
-    def _slowed_s(self, rank: Rank, rest: Times, left: Left) -> tuple[float, float]:
-        """How much longer a rest takes beside an exchange, and the seconds of the rank's clock in it."""
-        whole_s, slowed_s = sum(rest.values()), 0.0
+    def _slowed_s(self, rank: Rank, rest: Times, left: Left) -> tuple[float, float, float]:
+        """How much longer a rest takes beside an exchange, and the seconds of the rank's clock and the link's in it."""
+        whole_s, slowed_s, ahead_s = sum(rest.values()), 0.0, 0.0
         computing = sum(rest.get(category, 0.0) for category in _COMPUTING) / whole_s if whole_s else 0.0
         for lane in self.outside:
             busy_s, penalty = left.lanes_s[lane], left.penalties[lane]
             if rank.mutual:  # the clock stands still
-                slowed_s += penalty * min(busy_s, whole_s)
+                longer_s = penalty * min(busy_s, whole_s)
+                on_s = go_on_s(penalty, longer_s, max(0.0, busy_s - whole_s))
+                slowed_s += longer_s + penalty * on_s
+                ahead_s += on_s
             else:
                 slowed = penalty * computing
                 slowed_s += slowed * min(whole_s, busy_s / (1.0 + slowed))
-        return slowed_s, whole_s if rank.mutual else whole_s + slowed_s
+        clock_s = whole_s if rank.mutual else whole_s + slowed_s
+        return slowed_s, clock_s, clock_s + ahead_s
 
 
 def _sum(*parts: Times) -> Times:
@@ -240,7 +247,7 @@ def stage_costs(programs: Sequence[Program], work: Work | Sequence[float], known
 
 def _enter(rank: Rank, program: Program, left: Left) -> None:
     """Set the clocks of a rank to a state, at 0."""
-    rank.now_s, rank.time_s = 0.0, defaultdict(float)
+    rank.now_s, rank.ahead_s, rank.time_s = 0.0, 0.0, defaultdict(float)
     rank.lanes_s, rank.begins_s, rank.penalties = list(left.lanes_s), list(left.begins_s), list(left.penalties)
     rank.busy_s = max(rank.lanes_s)
     rank.refreshes = {block: (moment_s, -1) for block, moment_s in left.refreshes}

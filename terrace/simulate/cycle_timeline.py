@@ -2,7 +2,7 @@
 
 The cycle is played once more, by ranks that take notes. The clock of a rank stands still where messages share cores or
 a bus (terrace.simulate.rank), and what is on its way goes on in later steps, so notes become seconds of the wall
-between moments at which both are known.
+between moments at which all clocks are known.
 """
 
 from bisect import bisect_right
@@ -51,8 +51,8 @@ class CycleTimeline:
 def cycle_timeline(cycle: Cycle, stage: int | None = None) -> CycleTimeline:
     """The cycle of a prediction over time, of the stage that waits most or of `stage`."""
     stage = cycle.waiting_stage if stage is None else stage
-    clock_s = wall_s = 0.0
-    moments, ends_s, steps = [(0.0, 0.0)], list[float](), list[Times]()
+    clock_s = link_s = wall_s = 0.0
+    moments, ends_s, steps = [(0.0, 0.0, 0.0)], list[float](), list[Times]()
     crossings, waits = list[tuple[Turn, int, float, float]](), list[Stretch]()
     turns = play_runs(cycle.period, (), cycle.costs, cycle.rests, NotingRank)
     for turn, runs in zip(cycle.period.turns, turns, strict=True):
@@ -60,28 +60,30 @@ def cycle_timeline(cycle: Cycle, stage: int | None = None) -> CycleTimeline:
             notes, of_step = played.notes[stage], played.times[stage]
             for _ in range(times):
                 steps.append(of_step)
-                moments += [(clock_s + clock, wall_s + wall) for clock, wall in notes.moments]
-                ends_s.append(moments[-1][1])
+                moments += [(clock_s + clock, link_s + link, wall_s + wall) for clock, link, wall in notes.moments]
+                ends_s.append(moments[-1][-1])
                 waits += [(clock_s + start, clock_s + end) for start, end in notes.waits]
                 if notes.sent:
                     first, last = min(start for start, _ in notes.sent), max(end for _, end in notes.sent)
-                    crossings.append((turn, len(steps), clock_s + first, clock_s + last))
+                    crossings.append((turn, len(steps), link_s + first, link_s + last))
                 # The rest of a folded step runs behind its programs, beside what they have sent.
-                clock_s, wall_s = clock_s + played.clocks_s[stage], wall_s + sum(of_step.values())
-                moments.append((clock_s, wall_s))
+                clock_s, link_s = clock_s + played.clocks_s[stage], link_s + played.links_s[stage]
+                wall_s += sum(of_step.values())
+                moments.append((clock_s, link_s, wall_s))
     # Exchanges stand at the ends of programs, so there the picture has the ends of steps.
-    wall = _Wall(moments, wall_s - ends_s[-1])
+    shift_s, (clocks, links, walls) = wall_s - ends_s[-1], zip(*moments, strict=True)
+    wall, of_link = _Wall(clocks, walls, shift_s), _Wall(links, walls, shift_s)
     return CycleTimeline(
         stage=stage,
-        ends_s=tuple(end_s + wall.shift_s for end_s in ends_s),
+        ends_s=tuple(end_s + shift_s for end_s in ends_s),
         steps=tuple(steps),
         crossings=tuple(
             Crossing(
                 fragment=fragment,
                 sent=sent,
                 applied=(sent + cycle.outer.delay - 1) % cycle.outer.every + 1,
-                start_s=wall.at(start),
-                end_s=wall.at(end),
+                start_s=of_link.at(start),
+                end_s=of_link.at(end),
                 sent_bytes=_sent_bytes(turn, stage),
             )
             for turn, sent, start, end in crossings
@@ -101,11 +103,11 @@ def in_cycle(start_s: float, end_s: float, cycle_s: float) -> Iterator[Stretch]:
 
 
 class _Wall:
-    """Seconds of the wall by those of the clock; `moments` of one cycle have both, the first and last at its ends."""
+    """Seconds of the wall by those of a clock, from moments of one cycle; the first and last are at its ends."""
 
-    def __init__(self, moments: Sequence[tuple[float, float]], shift_s: float) -> None:
+    def __init__(self, clocks: Sequence[float], walls: Sequence[float], shift_s: float) -> None:
         self.shift_s = shift_s
-        self._clocks, self._walls = [clock for clock, _ in moments], [wall for _, wall in moments]
+        self._clocks, self._walls = clocks, walls
 
     def at(self, clock_s: float) -> float:
         laps, rest_s = divmod(clock_s, self._clocks[-1])

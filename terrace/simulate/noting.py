@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
-from terrace.simulate.rank import Event, Moment, Rank
+from terrace.simulate.event import Event
+from terrace.simulate.rank import Moment, Rank
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -14,15 +15,15 @@ _SENDS = (Op.OUTER_COUNT, Op.OUTER_START)
 
 
 class Notes(NamedTuple):
-    """Notes of one run of a program, in seconds of the rank's clock since it began.
+    """Notes of one run of a program, in seconds since it began.
 
-    `moments` are (seconds of the clock, seconds of the wall): where messages share cores or a bus, the clock stands
-    still. The last one is the program's end.
+    `moments` are (seconds of the rank's clock, of the link's, of the wall): where messages share cores or a bus, the
+    clock stands still, and exchanges go on (terrace.simulate.rank). The last one is the program's end.
     """
 
-    sent: tuple[tuple[float, float], ...]  # (start, end) of each message
-    waits: tuple[tuple[float, float], ...]
-    moments: tuple[tuple[float, float], ...]
+    sent: tuple[tuple[float, float], ...]  # (start, end) of each message, by the link's clock
+    waits: tuple[tuple[float, float], ...]  # by the rank's clock
+    moments: tuple[tuple[float, float, float], ...]
 
 
 class NotingRank(Rank):
@@ -38,7 +39,7 @@ class NotingRank(Rank):
         """A program begins."""
         self.sent: list[tuple[float, float]] = []
         self.waits: list[tuple[float, float]] = []
-        self.moments: list[tuple[float, float]] = []
+        self.moments: list[tuple[float, float, float]] = []
 
     def notes(self) -> Notes:
         """Of the program that has ended."""
@@ -50,7 +51,8 @@ class NotingRank(Rank):
         found = super().issue(event, ready)
         if event.op in _SENDS and event.seconds:
             self._mark()
-            self.sent.append((found[0] - event.seconds, found[0]))
+            end_s = found[0] + self.ahead_s
+            self.sent.append((end_s - event.seconds, end_s))
         return found
 
     def wait(self, moment: Moment, category: str) -> None:
@@ -64,4 +66,4 @@ class NotingRank(Rank):
             self._mark()
 
     def _mark(self) -> None:
-        self.moments.append((self.now_s, sum(self.time_s.values())))
+        self.moments.append((self.now_s, self.now_s + self.ahead_s, sum(self.time_s.values())))

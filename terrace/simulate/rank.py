@@ -11,6 +11,8 @@ the overlap penalty of the lane's newest message, for the time they share:
 - on a CPU the same cores do both. A penalty is the part of the cores that a message needs; where compute and
   messages together need more cores than there are, all of them take longer. `now_s` and the times of lanes are then
   read from a clock that stops for the extra time, so nothing is slowed by it. Seconds by category are wall time.
+  An exchange of islands lasts for many passes, and nearly all that it waits for is its link: while the clock stands
+  still, it goes on with the part of its time that needs no cores. All other messages stand still too.
 
 The same clock stands still where messages of two tiers share a bus (terrace.simulate.bus).
 """
@@ -18,57 +20,17 @@ The same clock stands still where messages of two tiers share a bus (terrace.sim
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from terrace.program.held import Held
 from terrace.program.instruction import Op
 from terrace.simulate.bus import Bus
+from terrace.simulate.event import Doing, Event
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
-
-
-class Doing(IntEnum):
-    """What a step of a pass does."""
-
-    COMPUTE = 0
-    SEND = 1
-    WAIT = 2
-    GAP = 3
-
-
-class PassStep(NamedTuple):
-    """A step of a pass with messages on lanes.
-
-    `number` is, of a SEND, the message of the pass that must arrive first, if any; of a WAIT, the one waited for; of a
-    GAP, its own.
-    """
-
-    does: Doing
-    event: "Event"
-    number: int = -1
-
-
-@dataclass(slots=True, eq=False)
-class Event:
-    """A distinct instruction as it is played: its seconds, its lane and the blocks it reads."""
-
-    op: Op
-    block: int
-    seconds: float  # on the compute stream or the lane
-    lane: int  # -1: the compute stream
-    category: str  # of its compute, or of waiting for it
-    needs: tuple[int, ...] = ()  # blocks whose parameters it reads
-    opens: bool = False  # whether it needs a gradient buffer
-    inside: tuple[tuple[str, float], ...] = ()  # exposed messages inside the block: category, seconds
-    penalty: float = 0.0  # of a message: slow-down of compute, as a share of the shared time
-    message: str = ""  # its class
-    steps: tuple[PassStep, ...] = ()  # of a pass with messages on lanes: all behind its first computing
-    parts: "tuple[Event, ...]" = ()  # of a message in gaps, by gap; of OUTER_COUNT, its computing
 
 
 class Passes:
@@ -112,8 +74,9 @@ class Rank:
     SENDING = -1  # the lane of messages to other stages, after the tiers' lanes
 
     __slots__ = (
-        *("begins_s", "bus", "busy_s", "changes", "counts", "directions", "gathers", "heard", "held", "lanes_s"),
-        *("mutual", "now_s", "penalties", "reduced", "reductions", "refreshes", "stops", "syncs", "time_s"),
+        *("ahead_s", "begins_s", "bus", "busy_s", "changes", "counts", "directions", "gathers", "heard", "held"),
+        *("lanes_s", "mutual", "now_s", "outside", "penalties", "reduced", "reductions", "refreshes", "stops", "syncs"),
+        "time_s",
     )
 
     def __init__(self, program: "Program") -> None:
@@ -138,6 +101,9 @@ class Rank:
         self.directions: dict[int, tuple[Moment, str]] = {}
         self.heard = _START
         self.changes: dict[int, tuple[Moment, str]] = {}
+        # The lanes of exchanges between islands, and the seconds that these went on while the clock stood still.
+        self.outside = range(program.world_layout.island + 1, len(program.layout.tiers))
+        self.ahead_s = 0.0
 
     def nothing(self, event: Event) -> None:
         """FREE, and REDUCE where autograd adds into the accumulated gradient itself."""
@@ -327,10 +293,12 @@ class Rank:
         """Let the compute stream wait for a message."""
         seconds = moment[0] - self.now_s
         if seconds > 0.0:
+            longer_s = 0.0
             if self.mutual:  # several lanes may want the cores
-                self.time_s[category] += max(0.0, self.needed_s(seconds) - seconds)
+                longer_s = max(0.0, self.needed_s(seconds) - seconds)
             self.time_s[category] += self.wall_s(seconds)
             self.now_s = moment[0]
+            self.time_s[category] += self.stand(longer_s)
 
     def compute(self, event: Event) -> None:
         """Run something on the compute stream."""
@@ -341,12 +309,30 @@ class Rank:
             self.now_s += seconds
         elif self.mutual:
             clock_s = self.clock_s(seconds)
-            self.time_s[event.category] += seconds + self.needed_s(clock_s)
+            longer_s = self.needed_s(clock_s)
             self.now_s += clock_s
+            self.time_s[event.category] += seconds + self.stand(longer_s)
         else:
             seconds += self.slowed_s(seconds)
             self.time_s[event.category] += seconds
             self.now_s += self.clock_s(seconds)
+
+    def stand(self, longer_s: float) -> float:
+        """Seconds for which the clock stands still: `longer_s`, and the cores of exchanges that go on meanwhile."""
+        if not longer_s:
+            return 0.0
+        for lane in self.outside:
+            left_s = self.lanes_s[lane] - self.now_s
+            if left_s > 0.0:
+                penalty = self.penalties[lane]
+                on_s = go_on_s(penalty, longer_s, left_s)
+                longer_s += penalty * on_s
+                self.ahead_s += on_s
+                self.lanes_s[lane] -= on_s
+                self.changes = {block: ((at - on_s, span), why) for block, ((at, span), why) in self.changes.items()}
+                if self.bus is not None:
+                    self.bus.go_on(lane, on_s)
+        return longer_s
 
     def clock_s(self, wall_s: float) -> float:
         """Seconds of the rank's clock in the next `wall_s`."""
@@ -382,6 +368,13 @@ class Rank:
         """Waits for the messages inside a block; their place between its kernels does not change the sum."""
         self.time_s[category] += seconds
         self.now_s += self.clock_s(seconds)
+
+
+def go_on_s(penalty: float, longer_s: float, left_s: float) -> float:
+    """Seconds by which a message with `left_s` left goes on while a clock stands still for the cores, `longer_s` and
+    those that it needs itself: the part of this time in which it needs none.
+    """
+    return min(left_s, (1.0 - penalty) * longer_s / (1.0 - penalty * (1.0 - penalty)))
 
 
 _START: Moment = (0.0, -1)  # before anything

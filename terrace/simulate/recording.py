@@ -14,8 +14,9 @@ from terrace.base.collection import no_collection
 from terrace.program.instruction import Instruction, Op
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
+from terrace.simulate.event import Event
 from terrace.simulate.events import check_alone, price
-from terrace.simulate.rank import Event, Moment, Rank
+from terrace.simulate.rank import Moment, Rank
 
 if TYPE_CHECKING:
     from terrace.program.program import Program

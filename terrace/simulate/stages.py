@@ -19,9 +19,10 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
+from terrace.simulate.event import Event
 from terrace.simulate.events import price_distinct
 from terrace.simulate.moves import Channels, Reader, Role, passes_of
-from terrace.simulate.rank import Event, Passes, Rank
+from terrace.simulate.rank import Passes, Rank
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
 
 if TYPE_CHECKING:

@@ -169,3 +169,20 @@ def test_a_stage_with_shorter_exchanges_waits_for_the_one_with_the_longest() -> 
     assert found.cycle.busy_s <= found.cycle.cycle_s * (1 + 1e-9)
     assert all(sum(times.values()) == pytest.approx(found.step_s, rel=1e-9) for times in found.times_s)
     assert found.cycle.cycle_s == pytest.approx(3 * found.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_micros", [2, 64])
+def test_links_inside_an_island_do_not_hold_up_an_exchange(num_micros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their messages want all cores; the exchange wants few, and its link carries on by the wall's clock."""
+    monkeypatch.setattr("terrace.simulate.step.WHOLE_PASSES_ALONE", 100)
+    cluster = islands(6e-7 / num_micros)
+    inner = (replace(tier, overlap_penalty=1.0) for tier in cluster.tiers[:-1])
+    cluster = replace(cluster, tiers=(*inner, replace(cluster.tiers[-1], overlap_penalty=0.05)))
+    found = predict_step(step_of(cluster, Outer(tier="system", every=40, delay=2), num_micros=num_micros))
+    assert found.is_whole == (num_micros == 2)
+    assert found.cycle is not None
+    plain_s, waited_s = found.cycle.plain_s, found.cycle.waited_s
+    assert waited_s > plain_s
+    # Beside two steps, which are longer by the cores that it takes, nothing but these cores holds it up.
+    passed_s = 2 * plain_s * (1 + 0.05) + waited_s
+    assert found.cycle.exchange_s == pytest.approx(passed_s, rel=5e-3)

@@ -150,18 +150,39 @@ class _Rank:
         if done_s > self.now_s:
             seconds = done_s - self.now_s
             wanted_s = sum(self._wanted_s(lane, seconds) for lane in self.lanes_s)
-            self.time_s[category] += max(seconds, wanted_s) if self._is_cpu else seconds
             self.now_s = done_s
+            self.time_s[category] += seconds
+            if self._is_cpu and wanted_s > seconds:
+                self.time_s[category] += self._stand_still(wanted_s - seconds)
 
     def _compute(self, seconds: float, category: str) -> None:
         if self._is_cpu:  # the clock stands still while messages take the cores
-            self.time_s[category] += seconds + sum(self._wanted_s(lane, seconds) for lane in self.lanes_s)
+            wanted_s = sum(self._wanted_s(lane, seconds) for lane in self.lanes_s)
             self.now_s += seconds
+            self.time_s[category] += seconds + self._stand_still(wanted_s)
             return
         shared_s = {lane: min(seconds, max(0.0, end_s - self.now_s)) for lane, end_s in self.lanes_s.items()}
         seconds += max((self.penalties[lane] * shared_s[lane] for lane in shared_s), default=0.0)
         self.time_s[category] += seconds
         self.now_s += seconds
+
+    def _stand_still(self, seconds: float) -> float:
+        """Return how long all stands still for `seconds` of cores, but the link of islands, whose message goes on.
+
+        Of its time the message needs cores for a part; these are wanted, too, which lets all stand still for longer.
+        """
+        lane = len(self.program.cluster.tiers) - 1
+        if self.program.plan.outer is None or self.lanes_s[lane] <= self.now_s:
+            return seconds
+        part, left_s, further_s, total_s = self.penalties[lane], self.lanes_s[lane] - self.now_s, seconds, 0.0
+        while further_s > 1e-15 * seconds:
+            total_s += further_s
+            carried_s = min(left_s, (1.0 - part) * further_s)
+            left_s, further_s = left_s - carried_s, part * carried_s
+        for block in self.changes:
+            self.changes[block] -= self.lanes_s[lane] - self.now_s - left_s
+        self.lanes_s[lane] = self.now_s + left_s
+        return total_s
 
     def _wanted_s(self, lane: int, seconds: float) -> float:
         """Return the part of the cores' next `seconds` that a lane's messages need."""
