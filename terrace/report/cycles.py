@@ -6,13 +6,12 @@ from rich.table import Table
 
 from terrace.base.words import counted
 from terrace.plan.outer import Exchange
+from terrace.plan.wire import MessageClass
+from terrace.report.learned import loop_learned
 from terrace.report.tables import bytes_words, new_table, seconds
 from terrace.simulate.cycle import Cycle, Sent
 from terrace.simulate.hiding import Hidden, is_hidden, steps_of_exchange
 from terrace.simulate.noting import WAIT_OUTER
-
-# Where the figures measured stand: they are in no other place.
-LEARNED = 'measured: docs/slow-networks.md, "What it does to learning"'
 
 
 def cycle_table(cycle: Cycle) -> Table:
@@ -52,7 +51,8 @@ def cycle_words(cycle: Cycle, hidden: Hidden | None) -> str:
     lines = [
         f"an exchange takes {seconds(cycle.exchange_s)}, {steps:.3g} steps of {seconds(cycle.plain_s)}, and {behind}; "
         f"{'nothing is waited for' if is_hidden(cycle) else waited}",
-        f"local steps change what is learned: more of them, or a longer delay, is not the same training ({LEARNED})",
+        "local steps change what is learned: more of them, or a longer delay, is not the same training",
+        loop_learned(outer, _formats(cycle)),
     ]
     if hidden is not None:
         changed = [f"outer.delay = {hidden.outer.delay}"]
@@ -61,6 +61,11 @@ def cycle_words(cycle: Cycle, hidden: Hidden | None) -> str:
         gain = 100 * (hidden.prediction.step_s / step_s - 1)
         lines.insert(1, f"{' with '.join(changed)} hides it: step {seconds(hidden.prediction.step_s)}, {gain:+.1f} %")
     return "\n".join(lines)
+
+
+def _formats(cycle: Cycle) -> tuple[str, ...]:
+    plan = cycle.period.turns[0].programs[0].plan
+    return tuple(plan.wire.get(MessageClass.OUTER.value, {}).values())
 
 
 def _between(cycle: Cycle, sent: Sent) -> int:

@@ -8,7 +8,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
-from terrace.report.cycles import LEARNED
+from terrace.report.learned import formats_learned
 from terrace.report.plans import percent
 from terrace.report.tables import outer_words, seconds
 
@@ -43,7 +43,7 @@ def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -
     if used:
         gain = "" if plain_s <= step_s else f"; step {seconds(step_s)}, {_plain_words(plain_s)}"
         lines.append(f"allowed and used: {_by_class(used)}{gain}")
-        lines.append(f"rounded messages change what is learned ({LEARNED})")
+        lines += ["rounded messages change what is learned", formats_learned()]
     if unused:
         lines.append(f"allowed and not used: {_by_class(unused)}")
     return "\n".join(lines)
