@@ -15,6 +15,7 @@ Shape legend: B rows, S tokens of a call, K key-value heads, N query heads, D he
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ class KVCache:
         self.lengths = [0] * num_rows  # tokens of each row so far
         # Preallocated, so that a token costs a write and not a copy of the row.
         shape = (num_rows, config.num_kv_heads, self.capacity, config.head_dim)
-        self.layers = [LayerCache(self, shape, device, dtype) for _ in range(config.num_layers)]
+        self.layers = [RowsCache(self, shape, device, dtype) for _ in range(config.num_layers)]
         self.passing: _Places | list[tuple[int, int, int]] = []  # or (row, first token, tokens) of each beginning
         self._num_kv_heads = config.num_kv_heads
 
@@ -117,7 +118,22 @@ class KVCache:
         return torch.tensor(lengths, device=keys.device)[:, None]
 
 
-class LayerCache:
+class LayerCache(Protocol):
+    """What a layer keeps of the tokens before those that pass."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the cache itself knows what the passing tokens see, so that they need no mask plan."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
+        """Store key and value (B, K, S, D) of the passing tokens; the attention output of query (B, N, S, D) over all
+        that they see.
+        """
+        ...
+
+
+class RowsCache:
     """Keys and values (rows, K, C, D) of one layer; `of` holds the places of the tokens that are passing."""
 
     def __init__(self, of: KVCache, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:

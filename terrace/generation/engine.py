@@ -1,0 +1,181 @@
+"""Continues the texts of many requests at once with the blocks of a model: continuous batching over pages.
+
+A turn passes tokens of several texts end to end, whatever their lengths: nothing is padded. A text that ends leaves its
+place to the next at once. What a request returns does not depend on what runs beside it, nor on how often it was read
+again, but for the rounding of products with another number of rows.
+
+On several ranks whose blocks are slices of the same model, every rank has an engine and makes the same calls: it draws
+the same tokens, and so decides the same.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import ConfigError
+from terrace.generation.attention import PagedLayer, Passing
+from terrace.generation.drawing import draw, uniform
+from terrace.generation.pages import BuildPool, GatheredPages, Span, page_bytes
+from terrace.generation.request import Completion, Request
+from terrace.generation.scheduler import Part, Scheduler, Turn
+from terrace.generation.text import Decode
+from terrace.model.config import ModelConfig
+
+
+class GenerationEngine:
+    """Generates with `blocks`, a model's or a rank's slices of them, and `config`, which has the heads that they have.
+
+    A text attends to at most `context` tokens (terrace.generation.scheduler says how it goes on). Keys and values have
+    `num_pages` pages of `page_tokens` tokens, or as many as `memory_bytes` hold. `token_budget` is the most tokens that
+    pass at once, `version` that of the weights, `decode` turns tokens into text for stop texts. Raises `ConfigError`
+    for sizes that cannot be.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        config: ModelConfig,
+        *,
+        context: int,
+        num_pages: int | None = None,
+        memory_bytes: int | None = None,
+        page_tokens: int = 16,
+        token_budget: int = 2048,
+        version: int = 0,
+        decode: Decode | None = None,
+        build_pool: BuildPool = GatheredPages,
+    ) -> None:
+        # Learned positions end; RoPE does not.
+        context = min(context, config.max_positions) if config.learned_positions else context
+        is_rolling = 0 < config.sliding_window <= context and not config.learned_positions
+        self._window = config.sliding_window
+        weight = next(blocks[0].parameters())
+        sizes = config.num_kv_heads, config.head_dim
+        num_pages = _num_pages(
+            num_pages, memory_bytes, page_bytes(config.num_layers, max(page_tokens, 1), *sizes, weight.dtype)
+        )
+        self._scheduler = Scheduler(
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+            token_budget=token_budget,
+            context=context,
+            window=config.sliding_window if is_rolling else 0,
+        )
+        self._blocks, self._decode = blocks, decode
+        self._device, self._dtype = weight.device, weight.dtype
+        self.version = version
+        self.pool = build_pool(config.num_layers, num_pages, page_tokens, *sizes, weight.device, weight.dtype)
+        self._caches = [PagedLayer(self.pool, layer) for layer in range(config.num_layers)]
+
+    def is_idle(self) -> bool:
+        """Whether every request has ended."""
+        return self._scheduler.is_idle()
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completions of requests, in their order; nothing else may be under way.
+
+        Raises as `add` does, before any work.
+        """
+        if not self.is_idle():
+            raise ConfigError("requests are under way: step until they end, or abort them, before another run")
+        for request in requests:
+            self._check(request)
+        numbers = [self.add(request) for request in requests]
+        ended: dict[int, Completion] = {}
+        while not self.is_idle():
+            ended |= self.step()
+        return [ended[number] for number in numbers]
+
+    def add(self, request: Request) -> int:
+        """Have a request wait for its turn; its number.
+
+        Raises `ConfigError` for a request that all pages together could not hold, or with stop texts where the engine
+        cannot decode.
+        """
+        self._check(request)
+        return self._scheduler.add(request)
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, Completion]:
+        """Pass one turn of tokens through the model; the completions that end, by the numbers of their requests."""
+        turn = self._scheduler.turn()
+        if not turn.parts:
+            return {}
+        for source, target in turn.copies:
+            self.pool.copy(source, target)
+        logits = self._pass(turn)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        if logits is not None:
+            requests = [part.text.request for part in turn.drawing]
+            uniforms = [
+                uniform(request.sampling.seed + request.seed, len(part.text.tokens))
+                for part, request in zip(turn.drawing, requests, strict=True)
+            ]
+            tokens, logprobs = draw(logits, [request.sampling for request in requests], uniforms)
+        ended = self._scheduler.advance(turn, tokens, logprobs, self.version, self._decode)
+        for number in ended:
+            self.pool.forget(number)
+        return ended
+
+    def abort(self) -> dict[int, Completion]:
+        """Let go of all requests; what each has so far, by number, to be resumed as a request's `begun`."""
+        found = self._scheduler.abort()
+        for number in found:
+            self.pool.forget(number)
+        return found
+
+    def set_version(self, version: int) -> None:
+        """The blocks have the weights of `version` now: what runs is read again by them before it goes on."""
+        self.version = version
+        self._scheduler.drop_pages()
+
+    def _check(self, request: Request) -> None:
+        self._scheduler.check(request)
+        if request.stop_texts and self._decode is None:
+            raise ConfigError(
+                f"stop_texts = {request.stop_texts}: this engine cannot decode tokens: give it decode, or stop_tokens"
+            )
+
+    def _pass(self, turn: Turn) -> Tensor | None:
+        """Logits (B, V) after the parts that draw; None if none does."""
+        spans = [self._span(part) for part in turn.parts]
+        self.pool.prepare(spans)
+        passing = Passing.of(spans, self._window, self._device, self._dtype)
+        tokens: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for part, span in zip(turn.parts, spans, strict=True):
+            begin = part.text.begin
+            tokens += part.text.tokens[begin + span.first : begin + span.end]
+            positions += range(span.first, span.end)
+            if part.draws:
+                last.append(len(tokens) - 1)
+        places = torch.tensor([positions], device=self._device)
+        x: Tensor = self._blocks[0](torch.tensor([tokens], device=self._device), places)
+        for block, cache in zip(self._blocks[1:-1], self._caches, strict=True):
+            cache.passing = passing
+            x = block(x, places, cache)
+        if not last:
+            return None
+        # Only these logits are needed, and they are the largest tensor.
+        logits: Tensor = self._blocks[-1](x[:, torch.tensor(last, device=self._device)])[0]
+        return logits
+
+    def _span(self, part: Part) -> Span:
+        end = part.first + part.num_tokens
+        begin = max(0, part.first - self._window + 1) if self._window else 0
+        return Span(part.text.number, part.text.pages, begin, part.first, end)
+
+
+def _num_pages(num_pages: int | None, memory_bytes: int | None, one_bytes: int) -> int:
+    if num_pages is not None and memory_bytes is None:
+        return num_pages
+    if memory_bytes is None or num_pages is not None:
+        raise ConfigError(
+            f"num_pages = {num_pages}, memory_bytes = {memory_bytes}: give the memory of keys and values as one of them"
+        )
+    if memory_bytes < one_bytes:
+        raise ConfigError(f"memory_bytes = {memory_bytes} is less than a page of keys and values, {one_bytes} bytes")
+    return memory_bytes // one_bytes

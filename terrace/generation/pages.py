@@ -1,0 +1,134 @@
+"""Keys and values in pages, in the memory of one device.
+
+A pool of pages is written and read by *spans*: the part of a text that passes the model now, the pages that the text
+has, and from which place on it reads them. `prepare` is called once a turn, `store` and `view` once a layer. Which page
+belongs to whom is decided elsewhere (terrace.generation.scheduler); a pool only has the memory.
+
+Shape legend: T tokens of a turn, K key-value heads, D head_dim, P page_tokens, L places that a span reads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Places `first` ... `end` - 1 of a text are written, and places `begin` ... `end` - 1 are read.
+
+    Place p lies in page `pages[p // P]`; pages before the one of `begin` mean nothing. `holder` names the text from
+    turn to turn, until `forget`.
+    """
+
+    holder: int
+    pages: Sequence[int]
+    begin: int
+    first: int
+    end: int
+
+
+class PagePool(Protocol):
+    """Memory of pages; all layers have the same."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def prepare(self, spans: Sequence[Span]) -> None:
+        """Have these spans pass next, their new tokens end to end."""
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values (T, K, D) of the new tokens of all spans."""
+
+    def view(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (K, L, D) that span `index` reads, stored ones included; not to be kept or written."""
+        ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page in all layers."""
+
+    def forget(self, holder: int) -> None:
+        """A text has given up its pages."""
+
+
+# (layers, pages, page_tokens, key-value heads, head_dim, device, dtype)
+BuildPool = Callable[[int, int, int, int, int, torch.device, torch.dtype], PagePool]
+
+
+def page_bytes(num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a page: keys and values of all layers."""
+    return 2 * num_layers * page_tokens * num_kv_heads * head_dim * dtype.itemsize
+
+
+class GatheredPages:
+    """A pool in one tensor. A text whose pages follow each other is read where it lies, any other is gathered."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        # A page is a run of places, so that pages in a row are one tensor, and a token's heads lie side by side, as a
+        # layer makes them. Places that nobody has written are never read.
+        shape = num_layers, 2, num_pages, page_tokens, num_kv_heads, head_dim
+        self._memory = torch.empty(shape, device=device, dtype=dtype)
+        self._layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._memory]  # (pages, P, K, D)
+        self._places: list[tuple[Tensor, Tensor]] = [
+            (keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers
+        ]
+        self._page_tokens = page_tokens
+        self._targets = torch.empty(0, dtype=torch.int64)
+        self._reads: list[slice | tuple[Tensor, slice]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def prepare(self, spans: Sequence[Span]) -> None:
+        device, size = self._memory.device, self._page_tokens
+        targets: list[int] = []
+        for span in spans:
+            place = span.first
+            while place < span.end:
+                run = min(size - place % size, span.end - place)
+                begin = span.pages[place // size] * size + place % size
+                targets.extend(range(begin, begin + run))
+                place += run
+        self._targets = torch.tensor(targets, device=device)
+        self._reads = [self._read(span) for span in spans]
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for kept, new in zip(self._places[layer], (keys, values), strict=True):
+            kept.index_copy_(0, self._targets, new)
+
+    def view(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+        read = self._reads[index]
+        if isinstance(read, slice):
+            keys, values = (kept[read] for kept in self._places[layer])
+        else:
+            pages, within = read
+            keys, values = (kept.index_select(0, pages).flatten(0, 1)[within] for kept in self._layers[layer])
+        return keys.transpose(0, 1), values.transpose(0, 1)  # (K, L, D)
+
+    def copy(self, source: int, target: int) -> None:
+        self._memory[:, :, target] = self._memory[:, :, source]
+
+    def forget(self, holder: int) -> None:
+        """Nothing is kept by text."""
+
+    def _read(self, span: Span) -> Any:
+        first, offset = divmod(span.begin, self._page_tokens)
+        pages = span.pages[first : -(-span.end // self._page_tokens)]
+        within = slice(offset, offset + span.end - span.begin)
+        if all(after == page + 1 for page, after in pairwise(pages)):
+            begin = pages[0] * self._page_tokens
+            return slice(begin + within.start, begin + within.stop)
+        return torch.tensor(pages, device=self._memory.device), within

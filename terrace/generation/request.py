@@ -1,0 +1,88 @@
+"""What is asked of generation and what comes back. Pure: needs no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from terrace.base.errors import ConfigError
+
+_LIMIT = 2**63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn; raises `ConfigError` for values out of range.
+
+    Probabilities are p^(1 / temperature), scaled to 1. Of the `top_k` likeliest tokens (0: all) the likeliest that
+    together reach `top_p` are kept, and of these the tokens with at least `min_p` times the probability of the
+    likeliest. Holtzman et al. 1904.09751, section 3.1, is top-p; Nguyen et al. 2407.01082 is min-p.
+    """
+
+    temperature: float = 0.8  # 0 takes the likeliest
+    top_k: int = 40
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # a request draws from a generator keyed by this + its own seed, and the token's position
+
+    def __post_init__(self) -> None:
+        for name, least in (("temperature", 0), ("top_k", 0), ("seed", 0)):
+            if not least <= getattr(self, name) < _LIMIT:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least {least} and below 2^63")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p = {self.top_p} must be above 0 and at most 1, which keeps all")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p = {self.min_p} must be at least 0, which keeps all, and at most 1")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens that continue a prompt; each has its log-probability and the version of the weights that drew it.
+
+    The log-probability is under the distribution drawn from: after temperature and cuts, so 0.0 at temperature 0. A
+    token or text that stopped the completion is the end of `tokens`. `finish` is "length" after as many tokens as were
+    asked for, "aborted" for one that can be resumed as a request's `begun`.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Literal["stop", "length", "aborted"]
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ConfigError(
+                f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and {len(self.versions)} versions "
+                "of a completion: there must be one of each for every token"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue by up to `num_tokens` tokens, those of `begun` included.
+
+    It ends early with a token of `stop_tokens`, or with one that completes a text of `stop_texts`. Raises `ConfigError`
+    for an empty prompt, no tokens to draw, an empty stop text, or one begun that has nothing left to draw.
+    """
+
+    prompt: tuple[int, ...]
+    num_tokens: int
+    seed: int = 0
+    sampling: Sampling = Sampling()
+    stop_tokens: frozenset[int] = frozenset()
+    stop_texts: tuple[str, ...] = ()
+    begun: Completion | None = None  # of an aborted request, to be resumed, perhaps under other weights
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("a request needs a prompt of at least one token")
+        if self.num_tokens < 1:
+            raise ConfigError(f"num_tokens = {self.num_tokens} must be at least 1")
+        if not 0 <= self.seed < _LIMIT:
+            raise ConfigError(f"seed = {self.seed} must be at least 0 and below 2^63")
+        if "" in self.stop_texts:
+            raise ConfigError("an empty stop text would end every completion: leave it out")
+        if self.begun is not None and self.begun.finish != "aborted":
+            raise ConfigError(f'a completion that ended by "{self.begun.finish}" cannot be resumed: leave it out')
+        if self.begun is not None and len(self.begun.tokens) >= self.num_tokens:
+            raise ConfigError(
+                f"num_tokens = {self.num_tokens} counts the {len(self.begun.tokens)} tokens already begun: ask for more"
+            )

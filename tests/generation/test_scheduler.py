@@ -1,0 +1,118 @@
+"""The scheduler alone, without a model: pages, budgets and ends under random requests."""
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from terrace.generation.request import Completion, Request, Sampling
+from terrace.generation.scheduler import Scheduler, Turn
+
+_PROMPTS = [tuple(range(length)) for length in (1, 4, 9, 9, 17)]
+
+
+@dataclass(frozen=True)
+class Case:
+    requests: list[Request]
+    sizes: dict[str, int]
+    aborts: int  # turns after which all is aborted and resumed; 0: never
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    requests = [
+        Request(
+            prompt=draw(st.sampled_from(_PROMPTS)),
+            num_tokens=draw(st.integers(1, 12)),
+            seed=seed,
+            sampling=Sampling(temperature=0.0),
+            stop_tokens=frozenset([draw(st.integers(0, 40))]),
+        )
+        for seed in range(draw(st.integers(1, 8)))
+    ]
+    page_tokens, budget = draw(st.integers(1, 6)), draw(st.integers(1, 12))
+    window, context = draw(st.sampled_from([(0, 40), (0, 7), (0, 1), (5, 7)]))
+    longest = max(len(request.prompt) + request.num_tokens for request in requests)
+    reach = min(longest, window + budget + page_tokens) if window else min(longest, context)
+    least = -(-reach // page_tokens)
+    sizes = {"num_pages": least + draw(st.integers(0, 12)), "page_tokens": page_tokens, "token_budget": budget}
+    return Case(requests, sizes | {"context": context, "window": window}, draw(st.integers(0, 9)))
+
+
+class Memory:
+    """Pages that hold which token was written where: what a model would attend to."""
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self._size = page_tokens
+        self._pages: list[list[object]] = [[None] * page_tokens for _ in range(num_pages)]
+
+    def passes(self, turn: Turn, window: int) -> None:
+        for source, target in turn.copies:
+            self._pages[target] = list(self._pages[source])
+        written: set[tuple[int, int]] = set()
+        for part in turn.parts:
+            for place in range(part.first, part.first + part.num_tokens):
+                page, within = part.text.pages[place // self._size], place % self._size
+                assert (page, within) not in written
+                written.add((page, within))
+                self._pages[page][within] = (place, part.text.tokens[part.text.begin + place])
+        for part in turn.parts:
+            end = part.first + part.num_tokens
+            for place in range(max(0, part.first - window + 1) if window else 0, end):
+                kept = self._pages[part.text.pages[place // self._size]][place % self._size]
+                assert kept == (place, part.text.tokens[part.text.begin + place])
+
+
+def drawn(text_tokens: list[int]) -> int:
+    """The token behind a text: any function of the text alone."""
+    return (31 * len(text_tokens) + 7 * sum(text_tokens)) % 41
+
+
+def finished(case: Case) -> list[Completion]:
+    scheduler = Scheduler(**case.sizes)
+    memory = Memory(case.sizes["num_pages"], case.sizes["page_tokens"])
+    rows = {scheduler.add(request): row for row, request in enumerate(case.requests)}
+    ended: dict[int, Completion] = {}
+    turns = 0
+    while not scheduler.is_idle():
+        turn = scheduler.turn()
+        turns += 1
+        assert turn.parts, "nothing passes: a deadlock"
+        assert turns < 5000
+        assert 0 < sum(part.num_tokens for part in turn.parts) <= case.sizes["token_budget"]
+        assert len({id(part.text) for part in turn.parts}) == len(turn.parts)
+        memory.passes(turn, case.sizes["window"])
+        tokens = [drawn(part.text.tokens) for part in turn.drawing]
+        for number, completion in scheduler.advance(turn, tokens, [0.0] * len(tokens), turns).items():
+            ended[rows[number]] = completion
+        if turns == case.aborts:
+            partial = scheduler.abort()
+            assert scheduler.is_idle()
+            assert scheduler.counts.num_free == case.sizes["num_pages"]
+            begun = {rows[number]: completion for number, completion in partial.items()}
+            rows = {
+                scheduler.add(Request(**{**vars(case.requests[row]), "begun": completion})): row
+                for row, completion in begun.items()
+            }
+    assert scheduler.counts.num_free == case.sizes["num_pages"]
+    return [ended[row] for row in range(len(case.requests))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_every_request_ends_as_it_would_alone_and_no_page_is_lost(case: Case) -> None:
+    for request, made in zip(case.requests, finished(case), strict=True):
+        text = list(request.prompt)
+        while True:
+            text.append(drawn(text))
+            if text[-1] in request.stop_tokens or len(text) - len(request.prompt) == request.num_tokens:
+                break
+        assert list(made.tokens) == text[len(request.prompt) :]
+        assert made.finish == ("stop" if text[-1] in request.stop_tokens else "length")
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_decisions_follow_from_requests_and_tokens(case: Case) -> None:
+    """Ranks in lockstep decide alike: versions are numbers of turns here."""
+    assert finished(case) == finished(case)
