@@ -76,13 +76,17 @@ class Rows:
         return Rows({name: _taken(column, index) for name, column in self.columns.items()})
 
     def split(self, sizes: Sequence[int]) -> list["Rows"]:
-        """Consecutive shares of `sizes` rows; sizes may differ and be 0, and must add up to all rows."""
+        """Consecutive shares of `sizes` rows, as views; sizes may differ and be 0, and must add up to all rows."""
         if any(size < 0 for size in sizes) or sum(sizes) != len(self):
             raise DataError(
                 f"sizes {list(sizes)} for {counted(len(self), 'row')}: must be 0 or more, and add up to {len(self)}"
             )
         ends = list(accumulate(sizes))
-        return [self.take(torch.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+        return [self.part(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def part(self, start: int, stop: int) -> "Rows":
+        """Rows `start` to `stop`, which these have: their columns are views."""
+        return Rows({name: _cut(column, start, stop) for name, column in self.columns.items()})
 
     def repeat(self, num: int) -> "Rows":
         """Every row `num` times, its copies side by side: the prompts of `num` samples each."""
@@ -142,6 +146,13 @@ def _taken(column: Column, index: Tensor) -> Column:
     if isinstance(column, Ragged):
         return column.take(index.to(column.offsets.device))
     return tuple(column[row] for row in index.tolist())
+
+
+def _cut(column: Column, start: int, stop: int) -> Column:
+    if isinstance(column, Ragged):
+        first, end = int(column.offsets[start]), int(column.offsets[stop])
+        return Ragged(column.values[first:end], column.offsets[start : stop + 1] - first)
+    return column[start:stop]
 
 
 def _joined(name: str, columns: Sequence[Column]) -> Column:

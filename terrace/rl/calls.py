@@ -1,0 +1,85 @@
+"""Calls of roles: how a method's rows are shared among the ranks of its role, and from whom its result is taken.
+
+A role is a plain class. Its constructor takes `(world, **settings)`; world is None for a rank alone. Every rank of a
+role gets every call, since its ranks may send each other messages. A call gives a method a share of rows and values by
+name:
+
+    class Reward:
+        def __init__(self, world: World | None, scale: float) -> None:
+            self.scale = scale
+
+        @call(split="data", take="data")
+        def reward(self, rows: Rows) -> Rows:
+            return Rows({"rewards": self.scale * rows.ragged("responses").lengths})
+
+What stands in `@call`, by the protocols of HybridFlow (2409.19256, table 3): ONE_TO_ALL is `split=None`; 3D_PROTO and
+DP_PROTO are `split="data", take="data"`; 3D_ALL_MICRO_DP is `split="replica", take="replica"`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from terrace.base.errors import ConfigError, did_you_mean
+
+Split = Literal["data", "replica"] | None
+Take = Literal["data", "replica", "first", "all", "mean"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_MARK = "__terrace_call__"
+_SPLITS = ("data", "replica", None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method that a controller may call.
+
+    `split`: rows are shared over data ranks of the role's plan, over replicas for generation, or all ranks get all.
+    `take`: rows of each data rank or replica, joined in order; what the first rank returns, or a list of all ranks';
+    or the mean of numbers by name over the shares of `split` (of data ranks without one), weighted by their rows.
+    """
+
+    method: str
+    split: Split
+    take: Take
+
+    @property
+    def axis(self) -> str:
+        """The axis over which numbers are averaged, or from whose ranks rows are taken."""
+        return self.take if self.take in ("data", "replica") else self.split or "data"
+
+
+def call(*, split: Split = None, take: Take = "first") -> Callable[[_Method], _Method]:
+    """Let a controller call the decorated method.
+
+    Raises `ConfigError` for an unknown `split` or `take`, and for rows that are split over one axis and taken over
+    another: rows would be missing or doubled.
+    """
+    if split not in _SPLITS:
+        raise ConfigError(f"split = {split!r}: must be one of {', '.join(map(repr, _SPLITS))}")
+    if take not in get_args(Take):
+        raise ConfigError(f"take = {take!r}{did_you_mean(str(take), get_args(Take))}")
+    if split is not None and take in ("data", "replica") and take != split:
+        raise ConfigError(f"split = {split!r} with take = {take!r}: take rows over the axis that they were split over")
+
+    def mark(method: _Method) -> _Method:
+        setattr(method, _MARK, Call(method.__name__, split, take))
+        return method
+
+    return mark
+
+
+def calls_of(worker: type) -> dict[str, Call]:
+    """The calls of a class by name, inherited ones included."""
+    found = (getattr(getattr(worker, name, None), _MARK, None) for name in dir(worker))
+    return {each.method: each for each in found if isinstance(each, Call)}
+
+
+def call_of(worker: type, method: str, role: str) -> Call:
+    """The call of a method; raises `ConfigError` for one that `worker` has not, or has without `@call`."""
+    calls = calls_of(worker)
+    if method in calls:
+        return calls[method]
+    if callable(getattr(worker, method, None)):
+        raise ConfigError(f"{role}.{method}: {worker.__name__}.{method} is no call; write @call(...) above it")
+    raise ConfigError(f"{role}.{method}: {worker.__name__} has no such call{did_you_mean(method, calls)}")
