@@ -71,6 +71,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
     experts: ExpertsConfig | None = None  # None: every layer has an MLP
+    scalar_head: bool = False  # one number a token in place of logits: a reward model or a critic
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -228,7 +229,7 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
 def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
     """The blocks in order, their parameters in the order of `named_parameters`.
 
-    With tied embeddings the head borrows block 0 and does not list the output matrix.
+    With tied embeddings the head borrows block 0 and does not list the output matrix; a scalar head has its own.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     lookup = ParamSpec(name="weight", shape=(vocab, hidden), dims=(("vocab", vocab), ("features", hidden)))
@@ -240,7 +241,10 @@ def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
     # One tuple for all layers of a kind: caches recognise alike blocks by its identity.
     kinds = {of: tuple(_layer_params(of)) for of in {config.of_layer(index) for index in range(config.num_layers)}}
     layers = [config.of_layer(index) for index in range(config.num_layers)]
-    output = [] if config.tied_embeddings else [lookup]
+    # Every tensor rank has the score whole, as it has the hidden states before it.
+    score = ParamSpec(name="score.weight", shape=(1, hidden), dims=(("scores", 1), ("features", hidden)))
+    borrows = config.tied_embeddings and not config.scalar_head
+    output = [score] if config.scalar_head else [] if borrows else [lookup]
     return (
         DecoderBlock(name="embedding", params=tuple(embedding), computes=Computes.LOOK_UP, config=config),
         *(
@@ -250,8 +254,8 @@ def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
         DecoderBlock(
             name="head",
             params=(*output, *_norm_params(config, "norm")),
-            borrows=(0,) if config.tied_embeddings else (),
-            computes=Computes.LOGITS,
+            borrows=(0,) if borrows else (),
+            computes=_computed_by_head(config),
             config=config,
         ),
     )
@@ -289,9 +293,13 @@ def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequen
     """
     if not 0 <= block_index < config.num_blocks:
         raise IndexError(f"block {block_index} of a model with {config.num_blocks} blocks")
-    ends = {0: Computes.LOOK_UP, config.num_blocks - 1: Computes.LOGITS}
+    ends = {0: Computes.LOOK_UP, config.num_blocks - 1: _computed_by_head(config)}
     of = config if block_index in ends else config.of_layer(block_index - 1)
     return _forward_flops(of, ends.get(block_index, Computes.RESIDUAL), batch_size, sequence)
+
+
+def _computed_by_head(config: ModelConfig) -> Computes:
+    return Computes.VALUES if config.scalar_head else Computes.LOGITS
 
 
 def _forward_flops(config: ModelConfig, computes: Computes | None, batch_size: int, sequence: int) -> int:
@@ -301,6 +309,8 @@ def _forward_flops(config: ModelConfig, computes: Computes | None, batch_size: i
         return 0
     if computes is Computes.LOGITS:
         return 2 * tokens * config.hidden_size * config.vocab_size
+    if computes is Computes.VALUES:
+        return 2 * tokens * config.hidden_size
     # Each element of a matrix is one multiplication and one addition per token that meets it.
     matrices = sum(active_numel(config, param) for param in _layer_params(config) if param.is_matrix)
     return 2 * tokens * matrices + 4 * tokens * sequence * config.num_heads * config.head_dim

@@ -93,6 +93,20 @@ class Head(nn.Module):
         return F.linear(x, self.weight) if self.product is None else self.product(x)
 
 
+class ValueHead(nn.Module):
+    """Final norm and a linear layer with one output, without a bias; (B, S, H) to values (B, S), in fp32 at least."""
+
+    def __init__(self, config: ModelConfig, **where: Any) -> None:
+        super().__init__()
+        self.score = nn.Linear(config.hidden_size, 1, bias=False, **where)
+        self.norm = build_norm(config, **where)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Values of x (B, S, H)."""
+        values: Tensor = self.score(self.norm(x)).squeeze(-1)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def build_blocks(
     config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
 ) -> list[nn.Module]:
@@ -111,6 +125,8 @@ def build_blocks(
         _placed(DecoderLayer(config.of_layer(index), rotary, plans, **meta), device)
         for index in range(config.num_layers)
     ]
+    if config.scalar_head:
+        return [embedding, *layers, _placed(ValueHead(config, **meta), device)]
     head = Head(config, None, **meta)
     if not config.tied_embeddings:
         return [embedding, *layers, _placed(head, device)]

@@ -78,6 +78,7 @@ class Computes(StrEnum):
     LOOK_UP = "look-up"  # tokens to the residual stream
     RESIDUAL = "residual"  # attention and MLP, each added to the residual stream
     LOGITS = "logits"  # the residual stream to logits and their loss
+    VALUES = "values"  # the residual stream to one number a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +106,8 @@ class BlockSpec:
 
     @property
     def at_an_end(self) -> bool:
-        """Whether it looks tokens up or makes logits, rather than working on the residual stream."""
-        return self.computes in (Computes.LOOK_UP, Computes.LOGITS)
+        """Whether it looks tokens up or makes logits or values, rather than working on the residual stream."""
+        return self.computes in (Computes.LOOK_UP, Computes.LOGITS, Computes.VALUES)
 
     @property
     def attends(self) -> bool:

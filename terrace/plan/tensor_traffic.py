@@ -15,7 +15,8 @@ an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence 
                where a loss goes by the choices of whole sequences: B E numbers of each rank, for B sequences and E
                experts, gathered among all ranks that share sequences (message class `choices`), in a first forward
                alone
-    head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered
+    head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered,
+               but for a head of values
 
 With sequence parallelism a rank keeps its part of the inputs of attention and MLP, and gathers it once more in the
 backward for the weight gradients (section 4.2.2 there), unless the block is recomputed. Without it a whole all-reduce
@@ -27,7 +28,7 @@ number a token (two of a layer norm) over them, forward and backward. A block th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from terrace.model.spec import BlockSpec
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.context import batch_shape
 from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.expert_counts import experts_of
@@ -182,7 +183,10 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
             backward += [TensorMessage(Leg.GATHER, columns, whole)]
     elif not inner:  # the head
         forward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
-        forward += [TensorMessage(Leg.GATHER, columns, whole), TensorMessage(Leg.NUMBERS, both, 3 * tensor.tokens)]
+        forward += [TensorMessage(Leg.GATHER, columns, whole)]
+        # Every rank has all values, so a loss of these needs no message.
+        if block.computes is not Computes.VALUES:
+            forward += [TensorMessage(Leg.NUMBERS, both, 3 * tensor.tokens)]
         backward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         backward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
     else:

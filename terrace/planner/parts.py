@@ -62,7 +62,7 @@ class Split:
         self.at_end = tuple(spec.at_an_end for spec in task.kinds.specs)
         computes = [spec.computes for spec in task.kinds.specs]
         self._looks_up = [each is Computes.LOOK_UP for each in computes]
-        self._has_logits = [each is Computes.LOGITS for each in computes]
+        self._has_head = [each in (Computes.LOGITS, Computes.VALUES) for each in computes]
 
     def whole(self) -> Part:
         """All blocks on one stage."""
@@ -118,7 +118,7 @@ class Split:
 
     def _weight(self, runs: Runs) -> tuple[int, bool, bool]:
         looks_up = any(self._looks_up[kind] for kind, _ in runs)
-        return self.num_inner(runs), looks_up, any(self._has_logits[kind] for kind, _ in runs)
+        return self.num_inner(runs), looks_up, any(self._has_head[kind] for kind, _ in runs)
 
 
 def parts_of(contents: Sequence[Runs], placement: Placement) -> tuple[Part, ...]:

@@ -20,13 +20,14 @@ from terrace.rl.aggregation import Aggregation
 from terrace.rl.ragged import Ragged, check_rows, offsets_of, row_of_each
 from terrace.rl.rows import Rows
 from terrace.runtime.batch import Batch
-from terrace.runtime.objective import TokenObjective
+from terrace.runtime.objective import TokenObjective, ValueObjective
 from terrace.runtime.token_numbers import TokenNumbers
 
 WEIGHTS = "loss_weights"  # the column with the aggregation's weights
 
 # (log-probabilities of valid tokens, their entropies where there are some, columns (N) by name) -> sum
 TokenLoss = Callable[[Ragged, Tensor | None, Mapping[str, Tensor]], Tensor]
+ValueLoss = Callable[[Ragged, Mapping[str, Tensor]], Tensor]  # (values of valid tokens, columns (N) by name) -> sum
 
 
 def batch_of(rows: Rows, columns: Sequence[str], aggregation: Aggregation, *, sequence: int) -> Batch:
@@ -80,7 +81,7 @@ def label_places(rows: Rows, sequence: int) -> Ragged:
 
 
 def at_valid_tokens(numbers: Tensor, rows: Rows) -> Ragged:
-    """Numbers (R, S) of the labels of `batch_of(rows)`, such as scores, at the valid tokens of responses."""
+    """Numbers (R, S) by label of `batch_of(rows)`, such as values, at the valid tokens of responses."""
     places = label_places(rows, numbers.shape[1])
     return places.with_values(numbers.flatten()[places.values])
 
@@ -92,17 +93,32 @@ def objective_of(loss: TokenLoss) -> TokenObjective:
     """
 
     def of_batch(numbers: TokenNumbers, batch: Batch) -> Tensor:
-        if batch.token_layout is not None:
-            raise PlanError(
-                "losses of responses need whole rows, but this plan gives ranks parts of rows: leave out the context "
-                "axis and balance"
-            )
-        counted = batch.labels != IGNORE_INDEX
+        counted, columns = _counted(batch)
         logprobs = Ragged(numbers.log_probs[counted], offsets_of(counted.sum(1)))
         entropies = None if numbers.entropies is None else numbers.entropies[counted]
-        return loss(logprobs, entropies, {name: column[counted] for name, column in batch.columns.items()})
+        return loss(logprobs, entropies, columns)
 
     return TokenObjective(of_batch)
+
+
+def values_objective_of(loss: ValueLoss) -> ValueObjective:
+    """Objective of a critic's engine, else as `objective_of`: the value of a token is of the state before it."""
+
+    def of_batch(values: Tensor, batch: Batch) -> Tensor:
+        counted, columns = _counted(batch)
+        return loss(Ragged(values[counted], offsets_of(counted.sum(1))), columns)
+
+    return ValueObjective(of_batch)
+
+
+def _counted(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    if batch.token_layout is not None:
+        raise PlanError(
+            "losses of responses need whole rows, but this plan gives ranks parts of rows: leave out the context "
+            "axis and balance"
+        )
+    counted = batch.labels != IGNORE_INDEX
+    return counted, {name: column[counted] for name, column in batch.columns.items()}
 
 
 def _valid(rows: Rows, column: Ragged) -> Ragged:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -41,7 +40,7 @@ from terrace.runtime.islands import Island
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
-from terrace.runtime.objective import Objective, TokenObjective, cross_entropy, ignored_label
+from terrace.runtime.objective import Objective, check_objective, ignored_label, reading_tokens, reading_values
 from terrace.runtime.own_program import own_program
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
@@ -97,6 +96,7 @@ class Engine:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
         settings, balance = optimizer or OptimizerConfig(), balance or BalanceConfig()
         check_settings(plan, settings)
+        check_objective(blocks[-1], objective)
         specs = telling_choices(balance, with_dims(describe(blocks, names, freeze), declared))
         self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
         check_balance(balance, self.program.mesh, plan, specs)
@@ -236,22 +236,24 @@ class Engine:
         Every rank calls this. The state does not change; other than that as `evaluate`. Raises `ModelError` unless the
         engine's objective is a `TokenObjective`, and under a plan that gives ranks parts of rows.
         """
-        objective, found = self.runner.objective, list[TokenNumbers]()
+        objective, found = reading_tokens(self.runner.objective)
+        self._read(batches, objective)
+        return found
+
+    def values(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Values (B, S) of micro-batches, else as `score`; the engine's objective is a `ValueObjective`."""
+        objective, found = reading_values(self.runner.objective)
+        self._read(batches, objective)
+        return found
+
+    def _read(self, batches: Sequence[Batch], reading: Objective) -> None:
         if self.comm.context_group is not None:
             raise ModelError("a rank scores whole rows: leave out the context axis and balance")
-        if not isinstance(objective, TokenObjective):
-            raise ModelError("only an engine with a loss of token numbers scores tokens: give it a TokenObjective")
-
-        def read(numbers: TokenNumbers, batch: Batch) -> Tensor:
-            found.append(numbers)
-            return cross_entropy(numbers, batch)
-
-        self.runner.objective = replace(objective, loss=read)
+        own, self.runner.objective = self.runner.objective, reading
         try:
             self.evaluate(batches)
         finally:
-            self.runner.objective = objective
-        return found
+            self.runner.objective = own
 
     def stage_programs(self) -> list[Program]:
         """The training programs of all stages; raises `ProgramError` where this rank's has orders of its own."""

@@ -5,7 +5,7 @@ or the sum of a batch's `weights` (`num_counted`); no denominator is of a micro-
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -45,7 +45,56 @@ class TokenObjective:
         return self.loss(self.numbers(module, inputs, batch.labels), batch)
 
 
-Objective = OutputLoss | TokenObjective
+@dataclass(frozen=True)
+class ValueObjective:
+    """A loss of values by token: `loss` takes those of a micro-batch, (B, S), and the batch, and returns a sum."""
+
+    loss: Callable[[Tensor, Batch], Tensor]
+
+    def __call__(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
+        """Run the last block and the loss on the block's input (B, S, H)."""
+        return self.loss(module(inputs), batch)
+
+
+Objective = OutputLoss | TokenObjective | ValueObjective
+
+
+def check_objective(last: nn.Module, objective: object) -> None:
+    """Raise `ModelError` where a loss of values has no head of values as `last` block, or the reverse."""
+    if isinstance(last, decoder.ValueHead) != isinstance(objective, ValueObjective):
+        raise ModelError(
+            f"a loss of values needs a ValueHead as last block, and a ValueHead such a loss; this is a "
+            f"{type(last).__name__} with a {type(objective).__name__}: give a ValueObjective, or another model"
+        )
+
+
+def reading_tokens(objective: object) -> tuple[TokenObjective, list[TokenNumbers]]:
+    """`objective` with a loss that puts the numbers of each micro-batch into the list.
+
+    Raises `ModelError` for another than a `TokenObjective`.
+    """
+    found = list[TokenNumbers]()
+    if not isinstance(objective, TokenObjective):
+        raise ModelError("only an engine with a loss of token numbers scores tokens: give it a TokenObjective")
+
+    def read(numbers: TokenNumbers, batch: Batch) -> Tensor:
+        found.append(numbers)
+        return cross_entropy(numbers, batch)
+
+    return replace(objective, loss=read), found
+
+
+def reading_values(objective: object) -> tuple[ValueObjective, list[Tensor]]:
+    """As `reading_tokens`, for values (B, S) of a `ValueObjective`."""
+    found = list[Tensor]()
+    if not isinstance(objective, ValueObjective):
+        raise ModelError("only an engine with a loss of values reads values: give it a ValueObjective")
+
+    def read(values: Tensor, batch: Batch) -> Tensor:
+        found.append(values)
+        return values.masked_fill(batch.labels == decoder.IGNORE_INDEX, 0.0).sum()
+
+    return ValueObjective(read), found
 
 
 def cross_entropy(numbers: TokenNumbers, batch: Batch) -> Tensor:

@@ -44,7 +44,7 @@ from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.islands import Island
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.model_state import ModelState
-from terrace.runtime.objective import Objective, TokenObjective
+from terrace.runtime.objective import Objective, TokenObjective, ValueObjective
 from terrace.runtime.pending import Pending
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
@@ -270,7 +270,7 @@ class StepRunner:
         for axis in self._axes:
             axis.begin(micro, batch, block in self._recomputed)
         module, objective = self._state.modules[block], self.objective if block == self._last else None
-        if isinstance(objective, TokenObjective):
+        if isinstance(objective, (TokenObjective, ValueObjective)):
             return objective(module, inputs, batch)
         output: Tensor = module(inputs) if batch.positions is None else module(inputs, batch.positions)
         return output if objective is None else objective(output, batch.labels)

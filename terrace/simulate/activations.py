@@ -155,6 +155,8 @@ def block_activation_bytes(work: Work, computes: Computes, backend: Backend = "c
             tape.residual_block()
         case Computes.LOGITS:
             tape.logits()
+        case Computes.VALUES:
+            tape.values()
     return BlockActivations(tape=tape, is_recomputed=work.recompute == "full")
 
 
@@ -225,6 +227,15 @@ class _Tape(MlpTape):
             self._norm("final norm", INPUT, "head input", keeps_target=True)
             adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend)
             self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
+
+    def values(self) -> None:
+        """Final norm and a product with one output; a loss of it has a few numbers a token."""
+        model, work = self.work.model, self.work
+        whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
+        self.sizes |= {INPUT: self.residual * self.item, OUTPUT: work.tokens * self.wide}
+        self._norm("final norm", INPUT, "head input")
+        source = self._gathered("head input", whole) if work.tensor > 1 else "head input"
+        self._product("score", source, OUTPUT, model.hidden_size)
 
     def _exchanged_loss(self, source: str, vocab: int) -> None:
         tokens = self.work.tokens

@@ -295,8 +295,22 @@ def _logits_seconds(device: Device, work: Work, accumulate: bool) -> BlockSecond
     )
 
 
+@lru_cache(maxsize=65536)
+def _values_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+    item, tokens, hidden = FORMATS[work.compute].element_bytes, work.tokens, work.model.hidden_size
+    # The norm is of a rank's part of the stream; a product with one output reads the whole stream and little else.
+    norm, stream = item * tokens * hidden / work.stream_cut, item * tokens * hidden
+    weight_s = memory_s(device, stream, 1) + (_accumulation_s(device, work, hidden, 1) if accumulate else 0.0)
+    return BlockSeconds(
+        forward_s=memory_s(device, 2 * norm + stream, 3),
+        input_s=memory_s(device, 5 * norm + stream, 3),
+        weight_s=weight_s,
+    )
+
+
 _SECONDS = {
     Computes.LOOK_UP: _look_up_seconds,
     Computes.RESIDUAL: _residual_seconds,
     Computes.LOGITS: _logits_seconds,
+    Computes.VALUES: _values_seconds,
 }

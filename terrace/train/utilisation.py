@@ -123,6 +123,9 @@ def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tu
     if index < len(blocks) - 1:
         matrices = [(active_numel(model, param), param.trainable) for param in blocks[index].params if param.is_matrix]
         return sum(numel for numel, _ in matrices), sum(numel for numel, trainable in matrices if trainable)
+    if model.scalar_head:
+        (score,) = (param for param in blocks[-1].params if param.is_matrix)
+        return score.numel, score.numel if score.trainable else 0
     # A tied head multiplies with the embedding's matrix.
     owner = blocks[0] if model.tied_embeddings else blocks[-1]
     output = next(param for param in owner.params if param.name == "weight")

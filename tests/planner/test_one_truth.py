@@ -13,6 +13,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.plan.update import Update
 from terrace.plan.validate import validate
 from terrace.plan.wire import FORMATS
@@ -134,6 +135,19 @@ def runs(draw: st.DrawFn) -> RunConfig:
 @given(runs())
 def test_every_command_predicts_the_same_step(run: RunConfig) -> None:
     """plan and scale (a task), simulate and explain (a view), train (a prediction, and the programs it runs)."""
+    check_step(run)
+
+
+@pytest.mark.parametrize("row", [{"data": 2}, {"pipeline": 2}, {"tensor": 2}, {"tensor": {"columns": 2}}])
+def test_they_do_for_a_head_of_values(row: dict[str, int | dict[str, int]]) -> None:
+    model, cluster = replace(MODELS["4 layers"], scalar_head=True), CLUSTERS["lab 2x2x2"]
+    plan = replace(preset("zero2", cluster), mapping={"node": row}, micro_batch=2)
+    check_step(
+        RunConfig(model=model, cluster=cluster, plan=plan, train=TrainConfig(steps=1, batch=48, sequence=SEQUENCE))
+    )
+
+
+def check_step(run: RunConfig) -> None:
     resolved = resolved_run(run)
     trained = predict(resolved, resolved.cluster)
     programs = build_stages(run.cluster, resolved.plan, run.blocks(), run.num_micros(), SEQUENCE)

@@ -211,6 +211,8 @@ MODELS = {
     "deep mixture tied": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=_GROUPED),
     "wide mixture": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, experts=_GROUPED),
     "wide mixture, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3, experts=_SHARED),
+    "llama values": _decoder_model(_LLAMA, tied_embeddings=True, scalar_head=True),
+    "gpt2 values": _decoder_model(_GPT2, scalar_head=True),
     "experts": _decoder_model(_LLAMA, tied_embeddings=True, experts=_EXPERTS),
     "wide experts": _decoder_model(
         _LLAMA | _WIDE, tied_embeddings=True, experts=replace(_EXPERTS, shared_size=6, shared_gate=True)

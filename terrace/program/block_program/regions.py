@@ -20,7 +20,7 @@ the first part is waited for, of a reduction the last. A recomputed block does n
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec, Computes, ParamSpec
 from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
@@ -67,7 +67,7 @@ def tensor_steps(
     if any(part is not _NORM for part in parts):
         forward, backward = writer.layer(parts, attention)
     elif parts:
-        forward, backward = writer.head(len(parts))
+        forward, backward = writer.head(len(parts), exchanges=block.computes is not Computes.VALUES)
     else:
         looks_up = any(param.trainable for param in block.params if param.dims[0][0] == "vocab")
         # A frozen table has no gradient, so its backward sends nothing.
@@ -131,16 +131,17 @@ class _Writer:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
         yield from self._wait(self.columns, self.whole, Leg.GATHER)
 
-    def head(self, num_norms: int) -> tuple[Iterator[BlockStep], Iterator[BlockStep]]:
-        """A norm, the stream gathered whole, and three numbers a token for the loss."""
-        return self._head(num_norms), self._head_backward(num_norms)
+    def head(self, num_norms: int, *, exchanges: bool) -> tuple[Iterator[BlockStep], Iterator[BlockStep]]:
+        """A norm, the stream gathered whole, and three numbers a token for the loss if it `exchanges` these."""
+        return self._head(num_norms, exchanges), self._head_backward(num_norms)
 
-    def _head(self, num_norms: int) -> Iterator[BlockStep]:
+    def _head(self, num_norms: int, exchanges: bool) -> Iterator[BlockStep]:
         yield from self._norms(num_norms)
         if self.splits:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
         yield from self._wait(self.columns, self.whole, Leg.GATHER)
-        yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
+        if exchanges:
+            yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
 
     def _head_backward(self, num_norms: int) -> Iterator[BlockStep]:
         yield from self._wait(self.columns, self.whole, Leg.REDUCE)

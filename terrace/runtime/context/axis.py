@@ -126,7 +126,7 @@ class ContextAxis(InBlockAxis):
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
     """Raise `ModelError` naming a block that does not declare how it mixes tokens."""
     for name, block in blocks.items():
-        alone = isinstance(block, (decoder.Embedding, decoder.Head))
+        alone = isinstance(block, (decoder.Embedding, decoder.Head, decoder.ValueHead))
         if not alone and not any(isinstance(module, Attention) for module in block.modules()):
             raise ModelError(
                 f"block {name!r} is a {type(block).__name__}, whose attention is not declared, and a context axis "

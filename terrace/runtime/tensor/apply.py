@@ -31,6 +31,7 @@ from terrace.runtime.tensor.modules import (
     Norm,
     RowLinear,
     TensorAxis,
+    ValueParallelHead,
     VocabParallelEmbedding,
     VocabParallelHead,
     WholeLinear,
@@ -59,20 +60,24 @@ def parallelise(
 
     Raises `ModelError` for blocks and losses that have no form under the tensor axis.
     """
-    if objective is not decoder.token_loss and not isinstance(objective, TokenObjective):
+    first, last = blocks[0], blocks[-1]
+    known = objective is decoder.token_loss or isinstance(objective, TokenObjective)
+    # Every rank has all values, so any loss of them runs.
+    if not known and not isinstance(last, decoder.ValueHead):
         raise ModelError(
             "a tensor axis cuts the vocabulary, and only terrace.model.decoder.token_loss and losses of token numbers "
             "have a form for that: use one as the objective, or give the tier to the data axis"
         )
     cut = _Cutter(program, rank, axis)
-    first, last = blocks[0], blocks[-1]
-    if not isinstance(first, decoder.Embedding) or not isinstance(last, decoder.Head):
+    if not isinstance(first, decoder.Embedding) or not isinstance(last, (decoder.Head, decoder.ValueHead)):
         raise ModelError(
             f"a tensor axis needs a decoder's embedding and head as first and last block, not {type(first).__name__} "
             f"and {type(last).__name__}: give the tier to the data axis"
         )
     embedding = cut.embedding(first)
     middle = [cut.layer(index, block) for index, block in enumerate(blocks) if 0 < index < len(blocks) - 1]
+    if isinstance(last, decoder.ValueHead):
+        return [embedding, *middle, cut.value_head(last)], objective
     head = cut.head(last, embedding.weight if last.weight is first.weight else None)
     # A tied output matrix belongs to the embedding's block.
     part = cut.part(0 if last.weight is first.weight else len(blocks) - 1, "weight")[0]
@@ -109,6 +114,11 @@ class _Cutter:
         block = len(self._blocks) - 1
         weight = self._parameter(block, "weight") if tied is None else tied
         return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis)
+
+    def value_head(self, module: decoder.ValueHead) -> ValueParallelHead:
+        block = len(self._blocks) - 1
+        module.score.weight = self._parameter(block, "score.weight")
+        return ValueParallelHead(module.score, self._norm(block, "norm", module.norm), self._axis)
 
     def layer(self, block: int, module: nn.Module) -> nn.Module:
         """Replace the linear layers and norms inside a layer, in place."""

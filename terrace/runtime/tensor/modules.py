@@ -104,6 +104,12 @@ class TensorAxis(InBlockAxis):
             return x
         return self.columns.gather(x).view(num, x.shape[0], -1).transpose(0, 1).flatten(1)
 
+    def whole(self, x: Tensor) -> Tensor:
+        """Gather the residual stream, wherever its tokens and features stand: (B, S, H)."""
+        if self.splits_tokens:
+            return self.unpad(self.collect(self.rows.gather(x)))
+        return self.collect(self.rows.copy(x).flatten(0, 1)).view(*self.shape, -1)
+
 
 def routed_in_parts(routed: Map, axis: TensorAxis) -> Map:
     """`routed` of a mixture, (T, H) to (T, H), so that each row routes its own part of the tokens, without padding.
@@ -283,8 +289,19 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Normalise x, wherever its tokens stand, and gather it from rows and columns."""
-        axis = self._axis
-        x = self.norm(x)
-        if axis.splits_tokens:
-            return axis.unpad(axis.collect(axis.rows.gather(x)))
-        return axis.collect(axis.rows.copy(x).flatten(0, 1)).view(*axis.shape, -1)
+        return self._axis.whole(self.norm(x))
+
+
+class ValueParallelHead(nn.Module):
+    """Residual stream to values (B, S), the same on every rank, each of which has the score whole."""
+
+    def __init__(self, score: nn.Linear, norm: Norm, axis: TensorAxis) -> None:
+        super().__init__()
+        self.score = score
+        self.norm = norm
+        self._axis = axis
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Normalise x, gather it, multiply; every rank finds the whole gradient of values and passes on its share."""
+        values: Tensor = self.score(self._axis.whole(self.norm(x))).squeeze(-1)
+        return share(values.to(torch.promote_types(values.dtype, torch.float32)), self._axis.both.degree)
