@@ -1,204 +1,242 @@
-"""Every algorithm, put together by hand from its parts, teaches a policy that is a table of logits.
+"""Every controller teaches a policy that is a table of logits, by the loss that its algorithm gives.
 
 A response has up to four tokens of five; token 0 ends it. Each 1 is worth 1/4; each 2 is worth 1/2 and costs 1.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from terrace.rl.advantages import (
-    dr_grpo,
-    gae,
-    grpo,
-    overlong_penalty,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    remax,
-    rloo,
-    whiten,
-)
+from terrace.rl.advantages import gae
 from terrace.rl.aggregation import Aggregation
-from terrace.rl.kl import estimates, penalised, token_rewards
-from terrace.rl.lagrange import Multiplier, mixed
-from terrace.rl.losses import cispo, clipped_surrogate, gspo, kl_loss, reinforce, value_loss
+from terrace.rl.algorithm import Sums, algorithm_of, policy_loss
+from terrace.rl.batches import WEIGHTS
+from terrace.rl.controllers import CONTROLLERS, Progress, Roles, Setup, Sizes
+from terrace.rl.kl import token_rewards
+from terrace.rl.lagrange import Multiplier
+from terrace.rl.losses import value_loss
+from terrace.rl.metrics import Metrics
+from terrace.rl.prompts import Prompt
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
 
-LENGTH, VOCAB, NUM_RESPONSES, GROUP = 4, 5, 64, 8
-TOKEN_MEAN, SEQUENCE_MEAN = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
-SEQUENCE_SUM, CONSTANT = Aggregation("seq-mean-token-sum"), Aggregation("seq-mean-token-sum-norm", LENGTH)
-
-Advantages = Callable[[Rows], Ragged]
-PolicyLoss = Callable[[Rows, Tensor, Tensor], Tensor]  # (rows, log-probabilities, weights) -> sum
-
-
-def logprobs_of(theta: Tensor, rows: Rows) -> Tensor:
-    tokens, places = rows.ragged("tokens").values, rows.ragged("places").values
-    return theta.log_softmax(-1)[places, tokens]
-
-
-def sampled(theta: Tensor, generator: torch.Generator) -> Rows:
-    """Responses with what the reference, a uniform policy, and the rewards say of them."""
-    drawn = torch.multinomial(theta.detach().softmax(-1), NUM_RESPONSES, replacement=True, generator=generator).t()
-    ends = (drawn == 0).int().argmax(-1) + 1  # the first 0, which is a token of the response
-    lengths = torch.where((drawn == 0).any(-1), ends, LENGTH)
-    tokens = Ragged.of([row[:length] for row, length in zip(drawn, lengths.tolist(), strict=True)])
-    places = tokens.with_values(torch.cat([torch.arange(length) for length in lengths.tolist()]))
-    rows = Rows({"tokens": tokens, "places": places})
-    old = tokens.with_values(logprobs_of(theta, rows).detach())
-    kl = tokens.with_values(estimates(old.values, torch.full_like(old.values, 1 / VOCAB).log(), "k1"))
-    reward = tokens.with_values((tokens.values == 1) / 4 + (tokens.values == 2) / 2).sums()
-    cost = tokens.with_values((tokens.values == 2).float()).sums()
-    groups = torch.arange(NUM_RESPONSES) // GROUP
-    return rows | Rows({"old": old, "kl": kl, "reward": reward, "cost": cost, "groups": groups})
-
-
-def outcome(rows: Rows) -> tuple[Tensor, Tensor]:
-    return rows.tensor("reward"), rows.tensor("groups")
-
-
-def by_token(rows: Rows, advantages: Tensor) -> Ragged:
-    return rows.ragged("tokens").spread(advantages.float())
-
-
-def clipped(rows: Rows, x: Tensor, w: Tensor, **clips: float) -> Tensor:
-    return clipped_surrogate(x, rows.ragged("old").values, rows.ragged("advantages").values, w, **clips)
-
-
-def of_gspo(rows: Rows, x: Tensor, w: Tensor) -> Tensor:
-    old = rows.ragged("old")
-    return gspo(x, old.values, rows.ragged("advantages").values, w, old.offsets, clip_low=0.2, clip_high=0.2)
-
-
-def of_cispo(rows: Rows, x: Tensor, w: Tensor) -> Tensor:
-    return cispo(x, rows.ragged("old").values, rows.ragged("advantages").values, w, clip_low=1, clip_high=0.2)
-
-
-def of_reinforce(rows: Rows, x: Tensor, w: Tensor) -> Tensor:
-    return reinforce(x, rows.ragged("advantages").values, w)
-
-
-def with_k3(rows: Rows, x: Tensor, w: Tensor) -> Tensor:
-    return clipped(rows, x, w) + 0.01 * kl_loss(x, torch.full_like(x, 1 / VOCAB).log(), w, "k3")
-
-
-def of_ppo(rows: Rows) -> Ragged:
-    rewards = token_rewards(rows.tensor("reward"), rows.ragged("kl"), 0.01)
-    values = rewards.with_values(torch.full_like(rewards.values, 0.5))
-    return whiten(gae(rewards, values, gamma=1.0, lam=0.95)[0])
-
-
-def of_dapo(rows: Rows) -> Ragged:
-    penalty = overlong_penalty(rows.ragged("tokens").lengths, max_length=2 * LENGTH, window=LENGTH)
-    return by_token(rows, grpo(rows.tensor("reward") + penalty.float(), rows.tensor("groups")))
-
-
-def of_remax(rows: Rows) -> Ragged:
-    rewards = token_rewards(rows.tensor("reward"), rows.ragged("kl"), 0.01)
-    return remax(rewards, torch.full((len(rows),), float(rows.tensor("reward").median())))
-
-
-def of_rloo(rows: Rows) -> Ragged:
-    return by_token(rows, rloo(penalised(rows.tensor("reward"), rows.ragged("kl"), 0.01), rows.tensor("groups")))
-
-
-ALGORITHMS: dict[str, tuple[Advantages, PolicyLoss, Aggregation]] = {
-    "ppo": (of_ppo, partial(clipped, dual_clip=3), TOKEN_MEAN),
-    "grpo": (lambda rows: by_token(rows, grpo(*outcome(rows))), with_k3, SEQUENCE_MEAN),
-    "dr_grpo": (lambda rows: by_token(rows, dr_grpo(*outcome(rows))), clipped, CONSTANT),
-    "rloo": (of_rloo, of_reinforce, SEQUENCE_SUM),
-    "reinforce_pp": (
-        lambda rows: reinforce_pp(token_rewards(rows.tensor("reward"), rows.ragged("kl"), 0.01), gamma=1.0),
-        clipped,
-        TOKEN_MEAN,
-    ),
-    "reinforce_pp_baseline": (
-        lambda rows: reinforce_pp_baseline(*outcome(rows), rows.ragged("tokens")),
-        clipped,
-        TOKEN_MEAN,
-    ),
-    "remax": (of_remax, of_reinforce, SEQUENCE_SUM),
-    "dapo": (of_dapo, partial(clipped, clip_high=0.28), TOKEN_MEAN),
-    "gspo": (lambda rows: by_token(rows, grpo(*outcome(rows))), of_gspo, SEQUENCE_MEAN),
-    "cispo": (lambda rows: by_token(rows, grpo(*outcome(rows))), of_cispo, TOKEN_MEAN),
+LENGTH, VOCAB, NUM_RESPONSES = 4, 5, 64
+# Beside its paper's values: a KL that is counted, where there is a place for it, and clips that let a table move.
+TABLES: dict[str, dict[str, Any]] = {
+    "ppo": {"kl_coefficient": 0.01, "dual_clip": 3.0},
+    "grpo": {"kl_coefficient": 0.01},
+    "dr-grpo": {},
+    "rloo": {"kl_coefficient": 0.01},
+    "reinforce++": {"kl_coefficient": 0.01},
+    "reinforce++-baseline": {"kl_coefficient": 0.01},
+    "remax": {"kl_coefficient": 0.01},
+    "dapo": {"overlong_window": 2},
+    "gspo": {"clip_low": 0.2, "clip_high": 0.2},
+    "cispo": {"importance_bound": 2.0, "entropy": 0.001},
+    "safe-rlhf": {"kl_coefficient": 0.01, "cost_threshold": 0.2, "multiplier_rate": 0.5, "multiplier_largest": 5.0},
 }
 
 
-def trained(advantages: Advantages, loss: PolicyLoss, aggregation: Aggregation, num_steps: int = 25) -> list[Rows]:
-    """The batches of all steps; each is learned from in two mini-batches."""
-    generator = torch.Generator().manual_seed(0)
-    theta = torch.zeros(LENGTH, VOCAB, requires_grad=True)
-    optimizer = torch.optim.Adam([theta], lr=0.1)
-    batches = []
-    for _ in range(num_steps):
-        rows = sampled(theta, generator)
-        batches.append(rows)
-        whole = rows | Rows({"advantages": advantages(rows)})
-        for part in whole.split([NUM_RESPONSES // 2] * 2):
-            lengths = part.ragged("tokens").lengths
-            total = loss(part, logprobs_of(theta, part), aggregation.weights(lengths, torch.float32))
-            optimizer.zero_grad()
-            torch.autograd.backward(total / aggregation.counts(lengths).sum())
-            optimizer.step()
-    return batches
+def place_of_each(tokens: Ragged) -> Tensor:
+    return torch.cat([torch.arange(length) for length in tokens.lengths.tolist()])
 
 
-def mean(rows: Rows, name: str) -> float:
-    return float(rows.tensor(name).mean())
+class Table:
+    """An actor."""
+
+    def __init__(self, name: str) -> None:
+        self.algorithm = algorithm_of({"name": name, **TABLES[name]})
+        self.theta = torch.zeros(LENGTH, VOCAB, requires_grad=True)
+        self.optimizer, self.num_hand_overs = torch.optim.Adam([self.theta]), 0
+
+    def hand_over(self) -> None:
+        self.num_hand_overs += 1
+
+    def generate(self, rows: Rows, *, greedy: bool = False) -> Rows:
+        generator = torch.Generator().manual_seed(int(rows.tensor("seeds")[0]))
+        odds = self.theta.detach().softmax(-1)
+        drawn = torch.multinomial(odds, len(rows), replacement=True, generator=generator).t()
+        if greedy:
+            drawn = odds.argmax(-1).expand(len(rows), LENGTH)
+        ends = (drawn == 0).int().argmax(-1) + 1  # the first 0, which is a token of the response
+        lengths = torch.where((drawn == 0).any(-1), ends, LENGTH)
+        tokens = Ragged.of([row[:length] for row, length in zip(drawn, lengths.tolist(), strict=True)])
+        finish = tuple("length" if length == LENGTH else "stop" for length in lengths.tolist())
+        made = Rows({"responses": tokens, "finish": finish, "versions": tokens})
+        return made | Rows({"rollout": self._logprobs(made)})
+
+    def _logprobs(self, rows: Rows) -> Ragged:
+        tokens = rows.ragged("responses")
+        x = self.theta.detach().log_softmax(-1)[place_of_each(tokens), tokens.values]
+        return tokens.with_values(x)
+
+    def logprobs(self, rows: Rows) -> Rows:
+        return Rows({"old": self._logprobs(rows)})
+
+    def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
+        tokens, sums = rows.ragged("responses"), Sums(float)
+        aggregation = self.algorithm.aggregate(LENGTH)
+        given = {name: rows.ragged(name).values for name in columns}
+        logs = self.theta.log_softmax(-1)[place_of_each(tokens)]
+        weights = aggregation.weights(tokens.lengths, torch.float32)
+        x = tokens.with_values(logs.gather(-1, tokens.values[:, None])[:, 0])
+        entropies = -(logs.exp() * logs).sum(-1)
+        total = policy_loss(self.algorithm, sums)(x, entropies, {**given, WEIGHTS: weights})
+        self.optimizer.zero_grad()
+        torch.autograd.backward(total / aggregation.counts(tokens.lengths).sum())
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        return {"entropy": sums["entropy"] / sums["tokens"]}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+class Uniform:
+    """The reference."""
+
+    def logprobs(self, rows: Rows) -> Rows:
+        tokens = rows.ragged("responses")
+        return Rows({"reference": tokens.with_values(torch.full((len(tokens.values),), 1 / VOCAB).log())})
+
+
+class Values:
+    """A critic that has a value for each place."""
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(LENGTH, requires_grad=True)
+        self.optimizer = torch.optim.SGD([self.table])
+
+    def values(self, rows: Rows) -> Rows:
+        tokens = rows.ragged("responses")
+        return Rows({"values": tokens.with_values(self.table.detach()[place_of_each(tokens)])})
+
+    def update(self, rows: Rows, *, lr: float) -> dict[str, float]:
+        tokens, old, returns = (rows.ragged(name) for name in ("responses", "old_values", "returns"))
+        x, weights = self.table[place_of_each(tokens)], torch.ones(len(tokens.values))
+        self.optimizer.zero_grad()
+        loss = value_loss(x, old.values, returns.values, weights, clip=0.2) / len(x)
+        torch.autograd.backward(loss)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        return {"vf_loss": float(loss.detach())}
+
+
+class Worth:
+    """Rewards, or costs, by what each token is worth."""
+
+    def __init__(self, column: str, worth: Mapping[int, float], shuffle: bool = False) -> None:
+        self.column, self.worth, self.generator = column, worth, torch.Generator().manual_seed(1) if shuffle else None
+
+    def rewards(self, rows: Rows) -> Rows:
+        tokens = rows.ragged("responses")
+        table = torch.tensor([self.worth.get(token, 0.0) for token in range(VOCAB)])
+        total = tokens.with_values(table[tokens.values]).sums()
+        if self.generator is not None:
+            total = total[torch.randperm(len(total), generator=self.generator)]
+        return Rows({self.column: total})
+
+
+class Asking:
+    """One prompt, again and again."""
+
+    def prompt(self, place: int) -> Prompt:
+        return Prompt("?", (0,))
+
+    def held_out(self) -> tuple[Prompt, ...]:
+        return ()
+
+
+def learned(name: str, num_steps: int = 25, shuffle: bool = False) -> tuple[list[Metrics], Setup]:
+    actor, single = Table(name), name in ("ppo", "reinforce++", "remax", "safe-rlhf")
+    algorithm, is_safe = actor.algorithm, name == "safe-rlhf"
+    setup = Setup(
+        roles=Roles(
+            actor=actor,
+            rewards=((0.5, Worth("reward", {1: 0.5, 2: 1.0}, shuffle)), (1.0, Worth("reward", {}))),
+            reference=Uniform(),
+            critic=Values(),
+            cost=Worth("cost", {2: 1.0}),
+            cost_critic=Values(),
+        ),
+        algorithm=algorithm,
+        prompts=Asking(),
+        sizes=Sizes(
+            prompts=NUM_RESPONSES if single else NUM_RESPONSES // 8,
+            responses=1 if single else 8,
+            mini_batch=NUM_RESPONSES // 2,
+            num_tokens=LENGTH,
+        ),
+        progress=Progress(
+            kl_coefficient=algorithm.kl_coefficient,
+            multiplier=Multiplier(
+                threshold=algorithm.cost_threshold or 0.0,
+                rate=algorithm.multiplier_rate,
+                window=NUM_RESPONSES,
+                largest=algorithm.multiplier_largest,
+            )
+            if is_safe
+            else None,
+        ),
+        lr=lambda step: 0.1,
+        critic_lr=lambda step: 0.5,
+    )
+    return list(islice(CONTROLLERS[name](setup), num_steps)), setup
+
+
+@pytest.mark.parametrize("name", [name for name in CONTROLLERS if name != "safe-rlhf"])
 def test_every_algorithm_raises_the_reward(name: str) -> None:
-    batches = trained(*ALGORITHMS[name])
-    assert mean(batches[0], "reward") < 0.6
-    assert mean(batches[-1], "reward") > 1.2
+    steps, setup = learned(name)
+    # DAPO's penalty, from 0 to -1, is in the rewards.
+    less = 1 if name == "dapo" else 0
+    assert steps[0]["reward/mean"] < 0.6
+    assert steps[-1]["reward/mean"] > 1.2 - less
+    assert steps[0]["rollout/logprob_diff_max"] < 1e-6
+    assert steps[-1]["actor/entropy"] < steps[0]["actor/entropy"]
+    assert setup.progress.step == len(steps)
+    assert setup.roles.actor.num_hand_overs >= len(steps)
 
 
-def test_advantages_of_shuffled_rewards_teach_nothing() -> None:
-    shuffle = torch.Generator().manual_seed(1)
-
-    def shuffled(rows: Rows) -> Ragged:
-        order = torch.randperm(NUM_RESPONSES, generator=shuffle)
-        return by_token(rows, grpo(rows.tensor("reward")[order], rows.tensor("groups")))
-
-    assert mean(trained(shuffled, clipped, SEQUENCE_MEAN)[-1], "reward") < 0.8
+def test_rewards_of_others_teach_nothing() -> None:
+    assert learned("grpo", shuffle=True)[0][-1]["reward/mean"] < 0.8
 
 
 def test_safe_rlhf_takes_the_reward_that_costs_nothing() -> None:
-    multiplier = Multiplier(threshold=0.2, rate=0.5, window=NUM_RESPONSES, largest=5.0)
+    steps, setup = learned("safe-rlhf", num_steps=40)
+    assert steps[-1]["safe/cost"] < 0.2
+    assert steps[-1]["reward/mean"] > 0.8
+    assert max(step["safe/lambda"] for step in steps) > steps[-1]["safe/lambda"] > 0, "rises, then settles"
+    assert setup.progress.multiplier is not None
+    assert setup.progress.multiplier.value == steps[-1]["safe/lambda"]
 
-    def of_safe_rlhf(rows: Rows) -> Ragged:
-        nonlocal multiplier
-        multiplier = multiplier.updated(rows.tensor("cost").tolist())
-        half = 0.005
-        reward = token_rewards(rows.tensor("reward"), rows.ragged("kl"), half)
-        cost = token_rewards(rows.tensor("cost"), rows.ragged("kl"), -half)
-        guess = reward.with_values(torch.full_like(reward.values, 0.5))
-        of_reward, of_cost = (whiten(gae(each, guess, gamma=1.0, lam=0.95)[0]) for each in (reward, cost))
-        return mixed(of_reward, of_cost, multiplier.value)
 
-    batches = trained(of_safe_rlhf, clipped, TOKEN_MEAN, num_steps=40)
-    assert mean(batches[-1], "cost") < 0.2
-    assert mean(batches[-1], "reward") > 0.8
-    assert mean(trained(*ALGORITHMS["ppo"])[-1], "cost") > 1, "without the constraint"
+def test_dapo_draws_until_its_batch_is_full() -> None:
+    """Near its end the table answers alike, so groups of equal rewards leave and more prompts are taken."""
+    steps, setup = learned("dapo", num_steps=40)
+    rounds = [step["group/rounds"] for step in steps]
+    assert rounds[0] == 1
+    assert max(rounds) > 1
+    assert setup.progress.place == sum(rounds) * setup.sizes.prompts
+    assert all(step["group/kept"] == NUM_RESPONSES for step in steps if step["group/rounds"] < 8)
 
 
 def test_a_critic_learns_the_returns() -> None:
     """Values of each place, by the clipped loss, come near the mean return there under a uniform policy."""
-    rows = sampled(torch.zeros(LENGTH, VOCAB), torch.Generator().manual_seed(0))
-    values, places = torch.zeros(LENGTH, requires_grad=True), rows.ragged("places").values
-    rewards = token_rewards(rows.tensor("reward"), rows.ragged("kl"), 0.0)
-    weights = torch.ones_like(rewards.values)
-    optimizer = torch.optim.SGD([values], lr=0.5)
+    rows, critic = Table("ppo").generate(Rows({"seeds": torch.zeros(NUM_RESPONSES).long()})), Values()
+    rewards = token_rewards(
+        Worth("reward", {1: 0.25, 2: 0.5}).rewards(rows).tensor("reward"),
+        rows.ragged("rollout").with_values(torch.zeros(len(rows.ragged("rollout").values))),
+        0.0,
+    )
     for _ in range(100):
-        old = rewards.with_values(values.detach()[places])
+        old = critic.values(rows).ragged("values")
         _, returns = gae(rewards, old, gamma=1.0, lam=1.0)
-        optimizer.zero_grad()
-        torch.autograd.backward(value_loss(values[places], old.values, returns.values, weights, clip=0.2) / len(places))
-        optimizer.step()
+        critic.update(Rows({"responses": rows.ragged("responses"), "old_values": old, "returns": returns}), lr=0.5)
+    places = place_of_each(rows.ragged("responses"))
     expected = [float(returns.values[places == place].mean()) for place in range(LENGTH)]
-    assert values.tolist() == pytest.approx(expected, abs=0.02)
+    assert critic.table.tolist() == pytest.approx(expected, abs=0.02)
+
+
+def test_an_aggregation_over_a_constant_length_knows_it() -> None:
+    assert algorithm_of({"name": "dr-grpo"}).aggregate(7) == Aggregation("seq-mean-token-sum-norm", 7)
