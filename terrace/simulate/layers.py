@@ -143,7 +143,7 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeco
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
     core = _core_seconds(device, work)
     # Norms, residual sums, activation and RoPE are bound by memory.
-    passes = _pass_seconds(device, work)
+    passes = pass_seconds(device, work)
     forward_s, input_s = forward_s + core[0] + passes[0], input_s + core[1] + passes[1]
     host_s = device.kernels.host_layer_s
     if work.model.experts is not None:
@@ -238,7 +238,8 @@ def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
     return first[0] + (work.ring - 1) * later[0], first[1] + (work.ring - 1) * later[1]
 
 
-def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
+def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
+    """(forward, backward) seconds of a layer's passes over memory: norms, residual sums, activation, RoPE."""
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     query, key = _widths(work)
     intermediate = math.ceil(model.mlp_size / work.rows)

@@ -1,0 +1,100 @@
+"""Pools: neighbouring devices that a set of roles shares, as clusters of their own; and all ways to share devices out.
+
+A pool is a part of a tier's members that divides them, or whole members of the outermost tier, so that all pools of a
+size are alike wherever they are. Pools lie one after the other, the largest first, and none straddles a unit of a tier
+that it could lie in.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
+
+
+@cache
+def pool_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """Sizes of pools that the cluster can be cut into, ascending; its own is the last."""
+    found = {1}
+    for index, tier in enumerate(cluster.tiers):
+        inside, is_last = cluster.ranks_within(index - 1), index == len(cluster.tiers) - 1
+        found |= {inside * part for part in range(1, tier.size + 1) if is_last or tier.size % part == 0}
+    return tuple(sorted(found))
+
+
+@cache
+def pool_cluster(cluster: Cluster, size: int) -> Cluster:
+    """`size` neighbouring devices of the cluster as a cluster; raises `PlanError` for a size that pools cannot have."""
+    sizes = pool_sizes(cluster)
+    if size not in sizes:
+        fitting = [each for each in sizes if each < size]
+        nearest = f"use {fitting[-1]}, or {sizes[len(fitting)]}" if fitting and size < sizes[-1] else f"use {sizes[-1]}"
+        raise PlanError(
+            f"a pool of {size} devices is no even part of cluster {cluster.name!r} ({_tiers(cluster)}): {nearest}"
+        )
+    if size == cluster.world_size:
+        return cluster
+    tiers, inside = [], 1
+    for tier in cluster.tiers:
+        tiers.append(replace(tier, size=max(1, min(tier.size, size // inside))))
+        inside *= tier.size
+    return replace(cluster, tiers=tuple(tiers))
+
+
+@cache
+def first_ranks(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The first rank of each pool, in the order of `sizes`; None where pools do not lie side by side."""
+    starts, at = [0] * len(sizes), 0
+    # Stable: equal pools keep their order.
+    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        unit, around = _units(cluster, sizes[index])
+        if at % unit or at // around != (at + sizes[index] - 1) // around:
+            return None
+        starts[index] = at
+        at += sizes[index]
+    return tuple(starts) if at <= cluster.world_size else None
+
+
+def allocations(cluster: Cluster, least: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every way to share all devices among pools that have at least `least` devices each."""
+    sizes, world = pool_sizes(cluster), cluster.world_size
+
+    def extend(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+        further = least[len(chosen) :]
+        if not further:
+            if not left and first_ranks(cluster, chosen) is not None:
+                yield chosen
+            return
+        room = left - sum(further[1:])
+        for size in sizes:
+            if further[0] <= size <= room:
+                yield from extend((*chosen, size), left - size)
+
+    yield from extend((), world)
+
+
+def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every partition of range(count) into sets, fewest sets first; both levels in ascending order of first members."""
+
+    def extend(sets: tuple[tuple[int, ...], ...], at: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        if at == count:
+            yield sets
+            return
+        for index, own in enumerate(sets):
+            yield from extend((*sets[:index], (*own, at), *sets[index + 1 :]), at + 1)
+        yield from extend((*sets, (at,)), at + 1)
+
+    yield from sorted(extend((), 0), key=len)
+
+
+def _units(cluster: Cluster, size: int) -> tuple[int, int]:
+    """(Devices of the members that a pool of this size is made of, devices of the unit in which they lie)."""
+    for index in range(len(cluster.tiers)):
+        if size <= cluster.ranks_within(index):
+            return cluster.ranks_within(index - 1), cluster.ranks_within(index)
+    raise PlanError(f"a pool of {size} devices is larger than cluster {cluster.name!r} of {cluster.world_size}")
+
+
+def _tiers(cluster: Cluster) -> str:
+    return " x ".join(f"{tier.size} {tier.name}" for tier in reversed(cluster.tiers))
