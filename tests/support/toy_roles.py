@@ -64,6 +64,10 @@ class Scaler:
         return os.getpid()
 
     @call(split="data", take="data")
+    def echo(self, rows: Rows) -> Rows:
+        return rows
+
+    @call(split="data", take="data")
     def wrong(self, rows: Rows) -> dict[str, float]:
         return {"rows": len(rows)}
 
@@ -81,6 +85,20 @@ class Scaler:
         if self.num_ranks > 1:
             dist.barrier()
         return self.rank
+
+    @call(take="all")
+    def num_files(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    @call(take="all")
+    def wait_for(self, path: str) -> bool:
+        while not os.path.exists(path):
+            time.sleep(0.001)
+        return True
+
+    @call(take="first")
+    def touch(self, path: str) -> None:
+        open(path, "w").close()
 
     def hidden(self) -> None:
         """No call."""

@@ -1,0 +1,205 @@
+"""Roles in processes of this machine. Rows lie in shared memory; calls and answers go over a link to each process."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from terrace.base.errors import ConfigError, HangError
+from terrace.launch.fork_server import start_fork_server
+from terrace.launch.postmortem import in_words
+from terrace.rl.host import Answer, Part, Task
+from terrace.rl.memory import Segment, SharedMemory
+from terrace.rl.processes import GRACE_S, Processes
+from terrace.rl.runtime import Handle, Pool, Runtime
+from terrace.rl.serve import PROTOCOL
+
+_CLOSE_S = 1.0  # for idle ranks to end
+_STACKS_S = 0.3  # for a process to write its stacks
+_VERDICT_S = GRACE_S + 10.0  # for the pool to end its processes, and to say why
+
+
+@dataclass
+class _Sent:
+    """A call under way, kept with the rows that it was given until all ranks have answered."""
+
+    name: str
+    handle: Handle
+    given: Sequence[Handle]
+
+
+@dataclass
+class _Rank:
+    """A process: calls that it has not answered, the first of them since `since_s`, and rows that it may drop."""
+
+    pool: int
+    rank: int
+    link: "Connection[Any, Any]"
+    calls: deque[_Sent] = field(default_factory=deque)
+    dropped: deque[Segment] = field(default_factory=deque)
+    since_s: float = 0.0
+
+
+class LocalRuntime(Runtime):
+    """Pools of processes of this machine, on its CPU (gloo), which end with this one however it ends.
+
+    A call that a rank has not answered `timeout_s` after it began is a `HangError` with its name and the ranks. After
+    any failure of a worker all pools are ended, and every later call raises the same error: a worker's `TerraceError`
+    in one line; `RuntimeError` with the traceback of another exception; `HangError` with the signal of a process that
+    was killed. Python starts the processes anew, so a script needs `if __name__ == "__main__":`.
+    """
+
+    def __init__(self, *, timeout_s: float = 1800.0) -> None:
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s = {timeout_s:g}: a call needs more than 0 seconds")
+        super().__init__(SharedMemory())
+        start_fork_server()
+        self._timeout_s = timeout_s
+        self._processes: list[Processes] = []
+        self._ranks: dict[Any, _Rank] = {}  # by link
+        self._of_pid: dict[int, _Rank] = {}
+        self._first_failure, self._has_failed = threading.Lock(), threading.Event()
+        self._failure: tuple[int, BaseException] | None = None  # pool, error
+        self._error: Exception | None = None  # that every later call raises
+
+    def _open(self, pool: Pool) -> None:
+        self._check()
+        try:
+            processes = Processes(pool.num_ranks, lambda error: self._on_failure(pool.index, error))
+        except Exception as error:
+            self._end()
+            self._error = error
+            raise
+        self._processes.append(processes)
+        for rank, link in enumerate(processes.links):
+            self._ranks[link] = _Rank(pool.index, rank, link)
+
+    def send(self, pool: Pool, tasks: Sequence[Task], handle: Handle, given: Sequence[Handle]) -> None:
+        """Send each rank its task; raises as `collect` does."""
+        self.collect(0.0)
+        sent = _Sent(tasks[0].name, handle, given)
+        for task, link in zip(tasks, self._processes[pool.index].links, strict=True):
+            to = self._ranks[link]
+            dropped = [to.dropped.popleft() for _ in range(len(to.dropped))]
+            message = pickle.dumps((dropped, task), PROTOCOL)
+            to.since_s = to.since_s if to.calls else time.monotonic()
+            to.calls.append(sent)
+            try:
+                link.send_bytes(message)
+            except OSError:
+                self._fail(pool.index)
+
+    def collect(self, timeout_s: float | None) -> None:
+        """Give handles the answers that are there; wait until there is one, at most `timeout_s`."""
+        self._check()
+        busy = [each for each in self._ranks.values() if each.calls]
+        if not busy:
+            return
+        limit_s = min(each.since_s for each in busy) + self._timeout_s - time.monotonic()
+        patience_s = max(0.0, limit_s if timeout_s is None else min(timeout_s, limit_s))
+        ready = wait([each.link for each in busy], patience_s)
+        for link in ready:
+            if not self._receive(self._ranks[link]):
+                self._fail(self._ranks[link].pool)
+        if not ready and patience_s == limit_s:
+            self._fail_late()
+
+    def _receive(self, rank: _Rank) -> bool:
+        """Take one answer of a process; False where it has ended."""
+        try:
+            answer = pickle.loads(rank.link.recv_bytes())
+        except (EOFError, OSError):
+            return False
+        assert isinstance(answer, Answer)
+        if answer.part is not None:
+            self._of_pid[answer.part.place.pid] = rank
+        rank.calls.popleft().handle.take_answer(rank.rank, answer)
+        rank.since_s = time.monotonic()
+        return True
+
+    def forget(self, part: Part) -> None:
+        """Have the owner of rows drop them, with the next call that it gets."""
+        if part.place.pid == os.getpid():
+            self._store.drop(part.place)
+        elif (owner := self._of_pid.get(part.place.pid)) is not None:
+            owner.dropped.append(part.place)
+
+    def close(self) -> None:
+        """End all processes: idle ones end by themselves, others are killed."""
+        idle = self._error is None and not any(rank.calls for rank in self._ranks.values())
+        self._error = self._error or ConfigError("the runtime is closed: make another one")
+        with self._first_failure:
+            self._failure = self._failure or (-1, self._error)
+        for processes in self._processes:
+            processes.close(_CLOSE_S if idle else 0.0)
+        self._processes.clear()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _on_failure(self, pool: int, error: BaseException) -> None:
+        # In a thread of the pool that failed: the controller may not look for minutes, and nobody else may go on.
+        with self._first_failure:
+            if self._failure is not None:
+                return
+            self._failure = pool, error
+        for index, processes in enumerate(self._processes):
+            if index != pool:
+                processes.signal(list(range(len(processes.links))), signal.SIGKILL)
+        self._has_failed.set()
+
+    def _fail(self, pool: int) -> None:
+        """Raise the error of the first failure, when its pool has said what it was."""
+        self._has_failed.wait(_VERDICT_S)
+        error: BaseException = HangError("a process closed its link, and its pool does not say why")
+        if self._failure is not None:
+            pool, error = self._failure
+        of_pool = [rank for rank in self._ranks.values() if rank.pool == pool]
+        # Answers that came before the end, so that the call that was running is known.
+        for rank in of_pool:
+            while rank.calls and rank.link.poll() and self._receive(rank):
+                pass
+        self._end()
+        if not isinstance(error, Exception):
+            raise error
+        self._error = error
+        if isinstance(error, HangError):  # other errors come from a call and have its name
+            self._error = HangError(f"{error}; {self._doing(pool, of_pool)}")
+        raise self._error from (None if self._error is error else error)
+
+    def _fail_late(self) -> None:
+        now_s = time.monotonic()
+        late = [each for each in self._ranks.values() if each.calls and now_s - each.since_s >= self._timeout_s]
+        if not late:
+            return
+        first = late[0]
+        ranks = [each.rank for each in late if each.pool == first.pool]
+        with self._first_failure:
+            self._failure = self._failure or (first.pool, HangError())
+        # The stacks of the late ranks tell where they wait.
+        self._processes[first.pool].signal(ranks, signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        self._end()
+        who = f"{first.calls[0].name}: {in_words(ranks)}"
+        self._error = HangError(f"{who} did not answer within {self._timeout_s:g} s; stacks are on stderr")
+        raise self._error
+
+    def _doing(self, pool: int, of_pool: Sequence[_Rank]) -> str:
+        names = dict.fromkeys(rank.calls[0].name for rank in of_pool if rank.calls)
+        hosted = f"the pool of {', '.join(self.pools[pool].roles)}" if pool < len(self.pools) else "a new pool"
+        return f"{hosted} was running {' and '.join(names)}" if names else f"{hosted} was idle"
+
+    def _end(self) -> None:
+        for processes in self._processes:
+            with suppress(OSError):
+                processes.close(0.0)
+        self._processes.clear()
+        self._ranks.clear()
