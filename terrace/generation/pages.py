@@ -63,6 +63,19 @@ def page_bytes(num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: i
     return 2 * num_layers * page_tokens * num_kv_heads * head_dim * dtype.itemsize
 
 
+def targets_of(spans: Sequence[Span], page_tokens: int, device: torch.device) -> Tensor:
+    """The places (T) that the new tokens of spans have among those of all pages."""
+    targets: list[int] = []
+    for span in spans:
+        place = span.first
+        while place < span.end:
+            run = min(page_tokens - place % page_tokens, span.end - place)
+            begin = span.pages[place // page_tokens] * page_tokens + place % page_tokens
+            targets.extend(range(begin, begin + run))
+            place += run
+    return torch.tensor(targets, dtype=torch.int64, device=device)
+
+
 class GatheredPages:
     """A pool in one tensor. A text whose pages follow each other is read where it lies, any other is gathered."""
 
@@ -93,16 +106,7 @@ class GatheredPages:
         return self._memory.nbytes
 
     def prepare(self, spans: Sequence[Span]) -> None:
-        device, size = self._memory.device, self._page_tokens
-        targets: list[int] = []
-        for span in spans:
-            place = span.first
-            while place < span.end:
-                run = min(size - place % size, span.end - place)
-                begin = span.pages[place // size] * size + place % size
-                targets.extend(range(begin, begin + run))
-                place += run
-        self._targets = torch.tensor(targets, device=device)
+        self._targets = targets_of(spans, self._page_tokens, self._memory.device)
         self._reads = [self._read(span) for span in spans]
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:

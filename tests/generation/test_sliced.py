@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
+from terrace.generation.engine import GenerationEngine
+from terrace.generation.request import Request, Sampling
 from terrace.generation.sliced import sliced_blocks, sliced_config
 from terrace.launch.start import LocalPool, World
 from terrace.model.cache import KVCache, begin_rows, continue_rows
 from terrace.model.config import ModelConfig, block_specs, model_of
 from terrace.plan.holdings import generation_slices
 from terrace.runtime.reshard import HandOver
-from terrace.train.sampling import Sampling, continue_texts
 from tests.support.generation import MODELS, VOCAB, make
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, Case, engine_of, exact, wholes
@@ -23,8 +24,17 @@ from tests.support.pipelines import OUTER, pipelined
 from tests.support.toys import cluster_of
 
 PROMPTS = [[3, 5, 7, 1], [9], [0, 6, 2]]
-GREEDY = Sampling(temperature=0.0)
+FREE = Sampling(temperature=1.0, top_k=0)
+REQUESTS = [
+    Request(prompt=tuple(prompt), num_tokens=6, seed=row, sampling=FREE if row else Sampling(temperature=0.0))
+    for row, prompt in enumerate(PROMPTS)
+]
 TOLERANCE = 1e-10
+CONFIGS = MODELS | {
+    "biased heads": replace(MODELS["llama"], num_kv_heads=4, qkv_bias=True, family="qwen2"),
+    "tied": replace(MODELS["llama"], tied_embeddings=True, num_kv_heads=4),
+    "small inner size": replace(MODELS["gpt2"], intermediate_size=5),
+}
 
 
 def slices_of(config: ModelConfig, blocks: Sequence[nn.Module], rows: int, row: int) -> list[dict[str, Tensor]]:
@@ -48,26 +58,22 @@ def compared(world: World, names: Sequence[str]) -> list[tuple[float, bool, list
     """Of each model: how far its logits are from the whole blocks', whether they write the same, the first logits."""
     found = []
     for name in names:
-        config = MODELS[name]
+        config = CONFIGS[name]
         blocks, rows = make(config), world.world_size
         sliced = sliced_blocks(config, slices_of(config, blocks, rows, world.rank), dist.group.WORLD)
         own, whole = logits_of(sliced_config(config, rows), sliced), logits_of(config, blocks)
         written = [
-            continue_texts(each, of, PROMPTS, num_tokens=6, context=8, sampling=GREEDY)
+            GenerationEngine(each, of, context=10, num_pages=16, page_tokens=4, token_budget=5).run(REQUESTS)
             for each, of in ((sliced, sliced_config(config, rows)), (blocks, config))
         ]
-        found.append((float((own - whole).abs().max()), written[0] == written[1], own[0].tolist()))
+        same = [one.tokens == other.tokens for one, other in zip(*written, strict=True)]
+        found.append((float((own - whole).abs().max()), all(same), own[0].tolist()))
     return found
-
-
-MODELS["wide kv"] = replace(MODELS["llama"], num_kv_heads=4, qkv_bias=True, family="qwen2")
-MODELS["tied"] = replace(MODELS["llama"], tied_embeddings=True, num_kv_heads=4)
-MODELS["small vocabulary"] = replace(MODELS["gpt2"], intermediate_size=5)
 
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_rows_have_the_logits_and_greedy_tokens_of_whole_blocks(pool: LocalPool, rows: int) -> None:
-    names = list(MODELS)
+    names = list(CONFIGS)
     by_rank = pool.run(rows, compared, names, timeout_s=120.0)
     for name, outcomes in zip(names, zip(*by_rank, strict=True), strict=True):
         for deviation, same, logits in outcomes:
@@ -77,7 +83,7 @@ def test_rows_have_the_logits_and_greedy_tokens_of_whole_blocks(pool: LocalPool,
 
 
 def test_one_row_has_plain_blocks() -> None:
-    config = MODELS["tied"]
+    config = CONFIGS["tied"]
     whole = make(config)
     blocks = sliced_blocks(config, slices_of(config, whole, 1, 0))
     assert torch.equal(logits_of(config, blocks), logits_of(config, whole))

@@ -1,0 +1,156 @@
+"""Pages of GPU memory that are seen at several addresses, through CUDA's calls for virtual memory.
+
+NOT RUN ON HARDWARE: written by the driver's documentation (CUDA driver API, "Virtual Memory Management"), and tested
+against a driver that only checks the rules of that page. Nothing chooses it by itself: an engine takes a `BuildPool`
+that makes `MappedPages` of it.
+
+    cuMemCreate            a handle of physical memory; one for each page, since a handle is mapped as a whole
+    cuMemAddressReserve    a range of addresses without memory
+    cuMemMap, SetAccess    a handle, put at a place of a range; the same handle may stand in many ranges
+    cuMemUnmap             before another takes its place
+
+Pages are multiples of the driver's granularity, 2 MiB on known devices.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.base.errors import ConfigError
+
+_PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0  # of the driver's enumerations
+_NUM_MAPPINGS = 2**31  # the driver states no limit
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp: pinned memory of one device, exported nowhere, not compressed."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows_meta_data", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Memory at an address, in the form in which torch takes it over without a copy."""
+
+    address: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+class CudaMemory:
+    """`num_pages` pages of `page_bytes` on a CUDA device; see `terrace.generation.host_memory.VirtualMemory`.
+
+    Calls that change mappings wait for the device, whose kernels may read them. Raises `ConfigError` for pages that are
+    no multiple of the granularity, and where a call of the driver fails.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device, driver: Any = None) -> None:
+        self._driver = driver or ctypes.CDLL("libcuda.so.1")
+        self._device, self._page_bytes, self._size = device, page_bytes, num_pages * page_bytes
+        index = device.index or 0
+        self._properties = _Properties(type=_PINNED, location=_Location(_DEVICE, index))
+        self._access = _Access(_Location(_DEVICE, index), _READ_WRITE)
+        torch.empty(0, device=device)  # so that the driver has a context
+        step = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), _MINIMUM)
+        if page_bytes % step.value:
+            raise ConfigError(f"a page of {page_bytes} bytes is no multiple of the device's {step.value}")
+        self._handles: list[ctypes.c_ulonglong] = []
+        self._shown: dict[int, dict[int, int]] = {}  # address of a range -> place -> page
+        self._num_pages, self.num_mappings = num_pages, _NUM_MAPPINGS
+        self._first = self._range()
+        self.take_back()
+        self.whole = self._tensor(self._first)
+
+    def reserve(self) -> tuple[int, Tensor]:
+        address = self._range()
+        # Torch asks the driver of which device an address is, which it knows of mapped ones.
+        self.map(address, 0, 0, 1)
+        found = self._tensor(address)
+        self.clear(address)
+        return address, found
+
+    def map(self, address: int, place: int, page: int, count: int) -> None:
+        self._wait()
+        shown, size = self._shown[address], ctypes.c_size_t(self._page_bytes)
+        for each in range(count):
+            self._unmap(address, place + each)
+            at = ctypes.c_ulonglong(address + (place + each) * self._page_bytes)
+            self._call("cuMemMap", at, size, ctypes.c_size_t(0), self._handles[page + each], ctypes.c_ulonglong(0))
+            self._call("cuMemSetAccess", at, size, ctypes.byref(self._access), ctypes.c_size_t(1))
+            shown[place + each] = page + each
+
+    def clear(self, address: int) -> None:
+        self._wait()
+        for place in list(self._shown[address]):
+            self._unmap(address, place)
+
+    def give_back(self) -> None:
+        self.clear(self._first)
+        while self._handles:
+            self._call("cuMemRelease", self._handles.pop())
+
+    def take_back(self) -> None:
+        for _ in range(self._num_pages):
+            handle = ctypes.c_ulonglong()
+            size, none = ctypes.c_size_t(self._page_bytes), ctypes.c_ulonglong(0)
+            self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), none)
+            self._handles.append(handle)
+        self.map(self._first, 0, 0, self._num_pages)
+
+    def close(self) -> None:
+        """Return memory and addresses; no tensor of this memory may be used any more."""
+        for address in self._shown:
+            self.clear(address)
+        self.give_back()
+        for address in self._shown:
+            self._call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(self._size))
+        self._shown.clear()
+
+    def _range(self) -> int:
+        found, none = ctypes.c_ulonglong(), ctypes.c_ulonglong(0)
+        size, alignment = ctypes.c_size_t(self._size), ctypes.c_size_t(0)
+        self._call("cuMemAddressReserve", ctypes.byref(found), size, alignment, none, none)
+        self._shown[found.value] = {}
+        return found.value
+
+    def _unmap(self, address: int, place: int) -> None:
+        if self._shown[address].pop(place, None) is not None:
+            at = ctypes.c_ulonglong(address + place * self._page_bytes)
+            self._call("cuMemUnmap", at, ctypes.c_size_t(self._page_bytes))
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _tensor(self, address: int) -> Tensor:
+        if self._device.type != "cuda":
+            return torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        return torch.as_tensor(_Bytes(address, self._size), device=self._device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._driver, name)(*arguments)
+        if result:
+            raise ConfigError(f"{name} failed with the driver's error {result}")
