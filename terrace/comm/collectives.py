@@ -16,8 +16,8 @@ Block formats (terrace.comm.codecs) travel as bytes, scales and codes of one par
     gather   encode piece(outer) once, forward the messages over all tiers of that format, decode at the end;
              the rank's own part is rounded too, so that all members hold the same values
     reduce   on each tier: encode the parts of the others, exchange, add the received parts to the exact own part
-    whole    sparse messages of a sum that comes back: encode once, forward over all tiers, decode and add all of them,
-             the rank's own too, in one order on all ranks
+    whole    sparse messages of a sum that comes back, and any between two members: encode once, forward over all tiers,
+             decode and add all of them, the rank's own too, in one order on all ranks
 
 A collective runs on the lane of the outermost tier it crosses, with that lane's groups and memory, so that
 lanes may work side by side. Every function here blocks (or, on CUDA, enqueues on the current stream);

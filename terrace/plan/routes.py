@@ -8,7 +8,8 @@ elements travel together (terrace.plan.hops).
 A sum that comes back over the tiers it crossed is an all-reduce: what is reduced is gathered again. A sum of n sparse
 messages is n times as dense, and would have to be coded a second time for its gather. So sparse messages of an
 all-reduce are gathered instead, and every member decodes and adds them itself, its own too: one rounding, and the same
-sum on all. The tiers outside a sparse one must then have its format, and no gather follows over them.
+sum on all. The tiers outside a sparse one must then have its format, and no gather follows over them. On the outermost
+tier of an all-reduce all block formats travel so between two members: as many bytes, in one message instead of two.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,9 +86,12 @@ def reduced_to(layout: "Layout", plan: Plan, message: MessageClass) -> int:
     route = ROUTES[message]
     if route.reduction is None:
         return -1
-    outer = layout.tier_of(route.reduction[1])
-    sparse = [tier for tier in all_reduced_tiers(layout, message) if _format(layout, plan, message, tier).kept_of]
-    return min(sparse, default=outer + 1) - 1
+    outer, reduced = layout.tier_of(route.reduction[1]), all_reduced_tiers(layout, message)
+    whole = [tier for tier in reduced if _format(layout, plan, message, tier).kept_of]
+    # Two members send as many bytes either way.
+    if reduced and layout.degrees[reduced[-1]] == 2 and _format(layout, plan, message, reduced[-1]).block:
+        whole.append(reduced[-1])
+    return min(whole, default=outer + 1) - 1
 
 
 def all_reduced_tiers(layout: "Layout", message: MessageClass) -> list[int]:

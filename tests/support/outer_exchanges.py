@@ -70,7 +70,10 @@ class Summed(Coded):
 
 
 class Whole(Coded):
-    """As sparse formats: messages go whole to every island, which adds up all, its own too, in the order of islands."""
+    """As sparse formats, and all between two islands: messages go whole to every island.
+
+    Each adds up all, its own too, in the order of islands.
+    """
 
     def __call__(self, block: int, rows: Sequence[Tensor]) -> Tensor:
         # A buffer is padded for all ranks that hold the same, then cut.

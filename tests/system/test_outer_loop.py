@@ -20,7 +20,7 @@ from terrace.runtime.islands import DivergedError
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.nightly import nightly
 from tests.support.outer_cases import FAULTS, as_it_arrives, check, islands_of, trained
-from tests.support.outer_exchanges import Summed, Whole
+from tests.support.outer_exchanges import Whole
 from tests.support.parity import TOLERANCE, Case, engine_of, exact, flatten, trainable
 from tests.support.pipelines import INNER, pipelined
 from tests.support.toys import MODELS, cluster_of, count_tokens, run_blocks
@@ -160,12 +160,12 @@ def test_coded_changes_equal_a_simulation_that_codes_them(pool: LocalPool, wire:
     cluster = cluster_of(2, 2)
     base = case_of(LOOPS["late in turns"])
     case = replace(base, plan=replace(base.plan, wire={"outer": {"node": wire}}))
-    form, code = Whole if wire.startswith("topk") else Summed, wire.partition("+")[0]
-    coded = form(as_it_arrives(code), ranks_inside=2, feedback=wire.endswith("feedback"))
+    code = wire.partition("+")[0]
+    coded = Whole(as_it_arrives(code), ranks_inside=2, feedback=wire.endswith("feedback"))
     check(pool, cluster, [case], exchange=coded)
     # The same without what rounding left over is noticed.
     if wire.endswith("feedback"):
-        forgets = form(as_it_arrives(code), ranks_inside=2)
+        forgets = Whole(as_it_arrives(code), ranks_inside=2)
         with pytest.raises(AssertionError):
             check(pool, cluster, [case], exchange=forgets)
 
