@@ -19,7 +19,7 @@ from terrace.model.decoder import IGNORE_INDEX
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.ragged import Ragged, check_rows, offsets_of, row_of_each
 from terrace.rl.rows import Rows
-from terrace.runtime.batch import Batch
+from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.objective import TokenObjective, ValueObjective
 from terrace.runtime.token_numbers import TokenNumbers
 
@@ -33,7 +33,8 @@ ValueLoss = Callable[[Ragged, Mapping[str, Tensor]], Tensor]  # (values of valid
 def batch_of(rows: Rows, columns: Sequence[str], aggregation: Aggregation, *, sequence: int) -> Batch:
     """One micro-batch of all `rows`, labels (R, `sequence`): responses at the places that predict them.
 
-    Its columns are those named, of valid tokens, and `WEIGHTS`; its `weights` what tokens add to the divisor.
+    Its columns are those named, of valid tokens, and `WEIGHTS`; its `weights` what tokens add to the divisor. No router
+    sees its padding: `places` count from the first row, or from another's with `Batch.with_places`.
     Raises `DataError` for an empty prompt, a row that is too long, and a column of other lengths.
     """
     prompts, responses = rows.ragged("prompts"), rows.ragged("responses")
@@ -56,11 +57,16 @@ def batch_of(rows: Rows, columns: Sequence[str], aggregation: Aggregation, *, se
     check_rows(responses=valid, **given)
     laid = {name: laid_out(column.values) for name, column in given.items()}
     weights = aggregation.weights(valid.lengths, torch.float64)
+    # The last token of a row is no input.
+    num_inputs = prompts.lengths + responses.lengths - 1
+    is_padding = torch.arange(sequence, device=labels.device) >= num_inputs.unsqueeze(1)
+    row_numbers = torch.arange(len(rows), device=labels.device)
     return Batch(
         tokens[:, :-1],
         labels,
         columns={**laid, WEIGHTS: laid_out(weights)},
         weights=laid_out(aggregation.counts(valid.lengths)),
+        places=places_of(row_numbers, labels).masked_fill(is_padding, -1),
     )
 
 

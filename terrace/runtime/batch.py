@@ -23,7 +23,7 @@ class Batch:
     takes no part in choices of experts; models without experts need none. `shares`, alike, fp64, weigh tokens in
     losses of routers (`shares_of`); only a part of rows needs them. `columns`, alike, are what a loss of token numbers
     reads; `weights`, fp64, alike, are what counted labels add to the divisor of the loss, 1 each if left out
-    (terrace.runtime.objective).
+    (terrace.runtime.objective); losses of routers have the same divisor, and `shares` know them.
     """
 
     inputs: Tensor
@@ -46,9 +46,17 @@ class Batch:
         return replace(self, columns=columns, **moved)  # type: ignore[arg-type]  # tensors alone
 
     def with_places(self, first_row: int, ignored: int = IGNORE_INDEX) -> "Batch":
-        """This micro-batch of whole rows, the first of which is row `first_row` of the run, with its places."""
+        """This micro-batch of whole rows, the first of which is row `first_row` of the run, with its places.
+
+        Tokens whose place is -1 keep it.
+        """
         rows = torch.arange(first_row, first_row + len(self.labels), device=self.labels.device)
-        return replace(self, places=places_of(rows, self.labels, self.positions, ignored=ignored))
+        places = places_of(rows, self.labels, self.positions, ignored=ignored)
+        return replace(self, places=places if self.places is None else places.masked_fill(self.places < 0, -1))
+
+    def shares_of_tokens(self, ignored: int = IGNORE_INDEX) -> Tensor:
+        """The `shares` of this micro-batch of whole rows, (B, S)."""
+        return shares_of(self.labels, self.positions, ignored=ignored, places=self.places, weights=self.weights)
 
     def document_begins(self) -> tuple[int, ...]:
         """Indices of the tokens that documents begin with, row after row; every row begins one."""
@@ -77,7 +85,7 @@ class Batch:
             token_layout=token_layout,
             places=None if self.places is None else part(self.places, -1),
             # A model without places has no losses of routers.
-            shares=None if self.places is None else part(shares_of(self.labels, self.positions), 0),
+            shares=None if self.places is None else part(self.shares_of_tokens(), 0),
             columns={name: part(column, 0) for name, column in self.columns.items()},
             weights=None if self.weights is None else part(self.weights, 0),
         )
@@ -94,26 +102,39 @@ def places_of(rows: Tensor, labels: Tensor, positions: Tensor | None = None, *, 
     return places.masked_fill((counts[documents] == 0).view(labels.shape), -1)
 
 
-def shares_of(labels: Tensor, positions: Tensor | None = None, *, ignored: int = IGNORE_INDEX) -> Tensor:
+def shares_of(
+    labels: Tensor,
+    positions: Tensor | None = None,
+    *,
+    ignored: int = IGNORE_INDEX,
+    places: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """The labels of the document of each token over its tokens, for whole rows with labels (B, S); fp64 (B, S).
 
-    So a document weighs as much in losses of routers, which are sums over its tokens, as in the main loss.
+    So a document weighs as much in losses of routers, which are sums over its tokens, as in the divisor of the main
+    loss: with `weights` (B, S) these are what its labels add. Tokens with a place of -1 in `places` (B, S) are none.
     """
-    documents, counts = _labels_of_documents(labels, positions, ignored)
+    documents, counts = _labels_of_documents(labels, positions, ignored, weights)
+    taking = torch.ones_like(documents) if places is None else (places >= 0).flatten().long()
     # bincount would wait for the device, to learn its length.
-    lengths = torch.zeros_like(counts).index_add_(0, documents, torch.ones_like(documents)).clamp_(min=1)
+    lengths = torch.zeros_like(documents).index_add_(0, documents, taking).clamp_(min=1)
     return (counts.double() / lengths)[documents].view(labels.shape)
 
 
-def _labels_of_documents(labels: Tensor, positions: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
-    """The document of each token, (B S), and the labels of each document."""
+def _labels_of_documents(
+    labels: Tensor, positions: Tensor | None, ignored: int, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The document of each token, (B S), and the labels of each document, or the sum of their `weights`."""
     begins = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
     begins[:, 0] = True
     if positions is not None:
         begins |= document_begins(positions)
     documents = begins.flatten().cumsum(0) - 1
-    counts = torch.zeros(labels.numel(), dtype=torch.int64, device=labels.device)
-    return documents, counts.index_add_(0, documents, (labels.flatten() != ignored).long())
+    counted = labels.flatten() != ignored
+    added = counted.long() if weights is None else torch.where(counted, weights.flatten().double(), 0.0)
+    counts = torch.zeros(labels.numel(), dtype=added.dtype, device=labels.device)
+    return documents, counts.index_add_(0, documents, added)
 
 
 def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:

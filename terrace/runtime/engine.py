@@ -305,7 +305,7 @@ class Engine:
             num_tokens=round(count),
             time_s=self.clock.totals(),
             quantisation_error=relative_errors(self.comm.collectives.errors.messages, rounding),
-            router_losses={name: of_routers[name] / max(1.0, count) for name in balance.losses},
+            router_losses={name: of_routers[name] / (count or 1.0) for name in balance.losses},  # weights may be small
             dropped=int(of_routers["dropped"]) if balance.capacity else None,
             loads=loads,
             outer=tuple(outer),

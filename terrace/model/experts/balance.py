@@ -2,7 +2,8 @@
 
 Losses of a router are sums over tokens that are added to the loss for its gradient alone; both are divided by the same
 number of labels. A token weighs w, the labels of its document over its tokens, so that a document weighs the
-same in all losses, and those of routers are means over routed tokens. Layers add up. With s the scores of a token
+same in all losses, and those of routers are means over routed tokens. Where labels have weights, as in learning from
+feedback, sums of weights take the place of both numbers of labels. Layers add up. With s the scores of a token
 for E experts and z their logits:
 
     sequence   alpha sum_i f_i sum_t w s_i / sum_j s_j,   f_i = E / (k S) times the choices of i   in every sequence of

@@ -14,7 +14,7 @@ from terrace.plan.dims import has_routers
 from terrace.plan.mesh import position
 from terrace.plan.tensor_traffic import row_tokens
 from terrace.program.program import Program
-from terrace.runtime.batch import Batch, shares_of
+from terrace.runtime.batch import Batch
 
 _BY_PLACE = ("gate = 'noisy'", "gate = 'expert_choice'")
 
@@ -120,7 +120,7 @@ class Passages:
                 f"{self._reason} weighs tokens by the labels of their documents, and a part of rows does not have "
                 "all of them: give Batch their shares (terrace.runtime.batch.shares_of)"
             )
-        return shares_of(batch.labels, batch.positions, ignored=self._ignored)
+        return batch.shares_of_tokens(self._ignored)
 
     def _passage(self, batch: Batch, all_take_part: bool, shares: Tensor | None) -> Passage:
         """The passage of a micro-batch on a tensor row, which routes a part of its tokens."""
