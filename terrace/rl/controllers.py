@@ -56,11 +56,12 @@ class Roles:
 
 @dataclass(kw_only=True)
 class Progress:
-    """The state of a run beside its weights: steps, prompts taken, the KL coefficient and Safe-RLHF's multiplier."""
+    """The state of a run beside its weights: steps and updates done, prompts taken, coefficients."""
 
     kl_coefficient: float
     multiplier: Multiplier | None = None
     step: int = 0
+    updates: int = 0  # of the actor: several a step
     place: int = 0
 
 
@@ -134,6 +135,8 @@ def dapo(setup: Setup) -> Iterator[Metrics]:
             rows = scored(setup, rows)
             estimated = advantages.grpo(rows.tensor("reward"), rows.tensor("groups"))
             found |= learned(setup, rows, rows.ragged("old").spread(estimated.float()))
+        else:
+            setup.progress.step += 1
         yield found
 
 
@@ -260,6 +263,7 @@ def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
         target, horizon = algorithm.kl_target, algorithm.kl_horizon
         progress.kl_coefficient = adapted(progress.kl_coefficient, kl, len(rows), target=target, horizon=horizon)
     progress.step += 1
+    progress.updates += len(updates)
     return found
 
 

@@ -15,7 +15,7 @@ Metrics = dict[str, float]
 def of_rows(rows: Rows, num_tokens: int) -> Metrics:
     """Rewards, lengths and groups of responses, and how far rollout and training are apart.
 
-    `num_tokens` is the longest response that is drawn. Without a response of a token, numbers of tokens are 0.
+    `num_tokens` is the longest response that is drawn. Groups of equal rewards are all right above 0, else all wrong.
     """
     lengths, prompts = rows.ragged("responses").lengths.double(), rows.ragged("prompts").lengths.double()
     rewards, groups = rows.tensor("reward").double(), rows.tensor("groups")
@@ -30,8 +30,8 @@ def of_rows(rows: Rows, num_tokens: int) -> Metrics:
             found[f"{name}/mean"] = float(rows.tensor(name).double().mean())
     equal = is_degenerate(rewards, groups)
     if bool((groups[1:] == groups[:-1]).any()):
-        found["group/all_right"] = _share(equal & (rewards == rewards.max()))
-        found["group/all_wrong"] = _share(equal & (rewards == rewards.min()))
+        found["group/all_right"] = _share(equal & (rewards > 0))
+        found["group/all_wrong"] = _share(equal & (rewards <= 0))
     if "old" in rows.columns:
         found |= _rollout(rows.ragged("old"), rows.ragged("rollout"))
     if "kl" in rows.columns:

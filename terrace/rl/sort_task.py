@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 
 from terrace.data.text_tokens import TextTokens
-from terrace.model.config import ModelConfig
 from terrace.rl.prompts import Prompt, Sample
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
@@ -93,32 +92,6 @@ def reward(samples: Sequence[Sample]) -> list[float]:
 def length_cost(samples: Sequence[Sample]) -> list[float]:
     """Digits of the response over the longest: a cost that works against the reward, to try a constraint on."""
     return [len(each.response) / LONGEST for each in samples]
-
-
-def sort_model() -> ModelConfig:
-    """The task's model, 0.79 million parameters: 4 layers of 128, 4 heads."""
-    return ModelConfig(
-        family="llama",
-        vocab_size=VOCAB,
-        hidden_size=128,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=32,
-        intermediate_size=344,
-        max_positions=64,
-        norm="rms",
-        norm_eps=1e-5,
-        activation="silu",
-        gated_mlp=True,
-        rope_theta=10000.0,
-        rotary_dim=32,
-        parallel_residual=False,
-        attention_bias=False,
-        mlp_bias=False,
-        tied_embeddings=False,
-        init_std=0.02,
-    )
 
 
 def _drawn(name: str, *, is_held_out: bool) -> Prompt:

@@ -2,11 +2,12 @@
 
 import torch
 
+from terrace.rl.config import resolve
 from terrace.rl.metrics import joined, of_rows, of_tokens
 from terrace.rl.prompts import Sample, rows_of
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
-from terrace.rl.sort_task import END, NUM_HELD_OUT, SortPrompts, SortTokenizer, answer, length_cost, reward, sort_model
+from terrace.rl.sort_task import END, NUM_HELD_OUT, SortPrompts, SortTokenizer, answer, length_cost, reward
 
 
 def test_a_prompt_is_a_function_of_seed_and_place() -> None:
@@ -47,7 +48,7 @@ def test_only_an_exact_answer_with_its_end_is_rewarded() -> None:
 
 
 def test_the_model_is_as_large_as_it_says() -> None:
-    config = sort_model()
+    config = resolve("sort", None, {}, {}).model
     hidden, inner = config.hidden_size, config.intermediate_size
     layer = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
     total = 2 * config.vocab_size * hidden + config.num_layers * layer + hidden

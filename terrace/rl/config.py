@@ -1,0 +1,209 @@
+"""The file of a run of `terrace rl`, checked whole before anything starts. No torch here.
+
+    layers, each over the one before: the defaults, those of `--task`, the file of --config, --model, --cluster and
+    --plan, then `--section.key value`
+
+Model, cluster and plan are what they are for `terrace train`: a name or a file. All sizes are global.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.schema import dump, load, merge, read_table
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import parse_cluster
+from terrace.model.config import ModelConfig, parse_model, to_table
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.presets import command_plan
+from terrace.plan.validate import num_micro_batches
+from terrace.rl.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
+from terrace.runtime.settings import OptimizerConfig
+from terrace.train.config import section
+from terrace.train.trackers import check_names
+
+TASKS = ("sort",)  # a TOML file each, beside this one
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    """Length and sizes of a run: a step draws `responses` to each of `prompts`, and learns `mini_batch` at a time."""
+
+    max_prompt: int  # tokens; a longer prompt is refused
+    max_response: int
+    task: str = ""  # one that ships with Terrace; empty: the prompts of a file
+    prompts_file: str = ""  # JSONL or Parquet
+    prompt_column: str = "prompt"  # its other columns go to rewards
+    held_out: int = 0  # first prompts of the file, which are never trained on and evaluated instead
+    steps: int = 40
+    prompts: int = 64
+    responses: int = 8
+    mini_batch: int = 256  # responses an update
+    epochs: int = 1  # times that a response is learned from
+    rows: int = 1  # tensor ranks of a replica that generates
+    reference: bool = True  # measure the distance from the start, at the cost of a forward pass
+    seed: int = 0
+    warmup_steps: int = 10  # in which the learning rate rises
+    critic_lr: float = 1e-3
+    start_steps: int = 0  # supervised steps of a task before
+    start_batch: int = 128
+    start_lr: float = 1e-3
+    evaluate_every: int = 10  # 0: never
+    checkpoint_every: int = 0  # 0: only at the end
+    keep_checkpoints: int = 2
+    metrics: tuple[str, ...] = ()  # where else they go: terrace.train.trackers
+    timeout_s: float = 600.0  # of a call of a role
+    reward_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(
+            ("max_prompt", "max_response", "steps", "prompts", "responses", "mini_batch", "epochs", "rows"), 1
+        )
+        least |= dict.fromkeys(("seed", "held_out", "warmup_steps", "start_steps", "evaluate_every"), 0)
+        least |= {"start_batch": 1, "checkpoint_every": 0, "keep_checkpoints": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(f"run.{name} = {getattr(self, name)} must be at least {smallest}")
+        for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"run.{name} = {getattr(self, name)} must be above 0")
+        if self.task and self.task not in TASKS:
+            raise ConfigError(f"run.task = {self.task!r} is not known{did_you_mean(self.task, TASKS)}")
+        if bool(self.task) == bool(self.prompts_file):
+            raise ConfigError(
+                f"run.task = {self.task!r} and run.prompts_file = {self.prompts_file!r}: give one of them, the prompts "
+                "of a task or those of a file"
+            )
+        if self.prompts * self.responses % self.mini_batch:
+            raise ConfigError(
+                f"run.mini_batch = {self.mini_batch} must divide the responses of a step, {self.prompts} x "
+                f"{self.responses} = {self.prompts * self.responses}"
+            )
+        check_names(self.metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKeys:
+    """A reward, or a cost: numbers that a Python function `module:function` gives to responses."""
+
+    function: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlConfig:
+    """A run, resolved."""
+
+    model: ModelConfig
+    cluster: Cluster
+    plan: Plan
+    run: RunKeys
+    reward: tuple[RewardKeys, ...]
+    cost: RewardKeys | None = None
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    weights: str = ""  # Hugging Face folder; empty: from the seed
+
+    @property
+    def sequence(self) -> int:
+        """Labels of a row: all tokens of the longest prompt and response but the first."""
+        return self.run.max_prompt + self.run.max_response - 1
+
+    def num_micros(self, batch: int) -> int:
+        """Micro-batches of a data rank for a step of `batch` rows; raises `PlanError` where they do not fit."""
+        return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), batch)
+
+
+def resolve(
+    task: str | None, path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+) -> RlConfig:
+    """The checked configuration; raises the `TerraceError` of the first mistake."""
+    return parse(resolve_table(task, path, flags, overrides))
+
+
+def resolve_table(
+    task: str | None, path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Table of a run, not checked yet."""
+    own: dict[str, Any] = {} if path is None else dict(read_table(Path(path)))
+    name = task or own.get("run", {}).get("task", "")
+    if name and name not in TASKS:
+        raise ConfigError(f"task {name!r} is not known{did_you_mean(str(name), TASKS)}")
+    table: dict[str, Any] = {}
+    if name:
+        table = merge(read_table(Path(str(resources.files(__package__) / f"{name}.toml"))), {"run": {"task": name}})
+    for key, value in own.items():
+        # A name or a file takes the place of a task's table.
+        table = table | {key: value} if key in ("cluster", "plan", "model") else merge(table, {key: value})
+    table |= {key: value for key, value in flags.items() if value is not None}
+    if isinstance(table.get("model"), str) and Path(table["model"]).is_dir():
+        table.setdefault("weights", str(Path(table["model"]).resolve()))
+    for key in ("model", "cluster", "plan"):
+        if key in table:
+            table[key] = section(key, table[key])
+    return merge(table, overrides)
+
+
+def parse(table: Mapping[str, Any]) -> RlConfig:
+    """Builds and checks a run from its whole table."""
+    known = [item.name for item in fields(RlConfig)]
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"unknown section {name!r}{did_you_mean(name, known)}")
+    if "run" not in table:
+        raise ConfigError("section [run] is missing: give --task sort, or --config FILE with one")
+    run = load(RunKeys, table["run"], "run")
+    for name in ("cluster", "plan", "model"):
+        if name not in table:
+            raise ConfigError(f"section [{name}] is missing: give --{name}")
+    cluster = parse_cluster(dict(table["cluster"]))
+    optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
+    plan = replace(command_plan(table["plan"], cluster), update=optimizer.update)
+    rewards = table.get("reward", [])
+    if not isinstance(rewards, list) or not rewards:
+        raise ConfigError('reward is missing: write [[reward]] for each, with function = "module:function"')
+    config = RlConfig(
+        model=parse_model(table["model"]),
+        cluster=cluster,
+        plan=plan,
+        run=run,
+        reward=tuple(load(RewardKeys, each, f"reward[{index}]") for index, each in enumerate(rewards)),
+        cost=load(RewardKeys, table["cost"], "cost") if "cost" in table else None,
+        algorithm=algorithm_of(table.get("algorithm", {})),
+        optimizer=optimizer,
+        weights=str(table.get("weights", "")),
+    )
+    _check(config)
+    return config
+
+
+def to_toml_table(config: RlConfig) -> dict[str, Any]:
+    """The resolved configuration; `parse` reads it back to an equal value."""
+    table = {item.name: dump(getattr(config, item.name)) for item in fields(config)}
+    table["model"] = dump(to_table(config.model))
+    return {name: value for name, value in table.items() if value is not None and value != ""}
+
+
+def _check(config: RlConfig) -> None:
+    algorithm, run = config.algorithm, config.run
+    if algorithm.kl_coefficient and not run.reference:
+        raise ConfigError(
+            f"algorithm.kl_coefficient = {algorithm.kl_coefficient} needs the reference: leave out run.reference"
+        )
+    if (config.cost is not None) != (algorithm.name == "safe-rlhf"):
+        raise ConfigError(
+            f"[cost] and algorithm.name = {algorithm.name!r}: exactly safe-rlhf has a cost, by a function"
+        )
+    if run.start_steps and not run.task:
+        raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
+    if algorithm.name not in NEEDS_CRITIC and run.critic_lr != RunKeys.critic_lr:
+        raise ConfigError(
+            f"run.critic_lr = {run.critic_lr} has no effect: algorithm.name = {algorithm.name!r} has no critic"
+        )
+    config.num_micros(run.mini_batch)
+    if run.start_steps:
+        config.num_micros(run.start_batch)

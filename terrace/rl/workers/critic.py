@@ -1,0 +1,76 @@
+"""The critic: an engine whose head has one output, the value of what comes before a token."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from terrace.checkpoint.reading import Checkpoint, resume
+from terrace.launch.world import World
+from terrace.rl.aggregation import Aggregation
+from terrace.rl.batches import WEIGHTS, values_objective_of
+from terrace.rl.calls import call
+from terrace.rl.layout import RoleLayout
+from terrace.rl.losses import value_loss
+from terrace.rl.ragged import Ragged
+from terrace.rl.rows import Rows
+from terrace.rl.workers.engine_rows import (
+    EngineSettings,
+    device_of,
+    engine_of,
+    means_of,
+    own_rows,
+    saved,
+    step_batches,
+    values,
+)
+
+_COLUMNS = ("old_values", "returns")
+
+
+class Critic:
+    """A critic of the responses of a policy; `value_clip` keeps values near those before the update."""
+
+    def __init__(self, world: World | None, *, settings: EngineSettings, value_clip: float | None = None) -> None:
+        """`settings.model` has a scalar head. Raises as the engine does."""
+        self._settings, self._sums = settings, defaultdict[str, float](float)
+
+        def loss(found: Ragged, columns: Mapping[str, Tensor]) -> Tensor:
+            old, returns, weights = (columns[name].to(found.values.dtype) for name in (*_COLUMNS, WEIGHTS))
+            self._sums["tokens"] += len(old)
+            if value_clip is not None:
+                self._sums["vf_clipfrac"] += float(((found.values.detach() - old).abs() > value_clip).sum())
+            return value_loss(found.values, old, returns, weights, clip=value_clip)
+
+        self._engine = engine_of(world, settings, values_objective_of(loss), device_of())
+
+    @classmethod
+    def layout(cls, num_ranks: int, *, settings: EngineSettings, **_: object) -> RoleLayout:
+        """Data ranks of the plan."""
+        return RoleLayout.of(settings.cluster, settings.plan)
+
+    @call(split="data", take="data")
+    def values(self, rows: Rows) -> Rows:
+        """`values` before each token of the responses."""
+        return Rows({"values": values(self._engine, rows)})
+
+    # As the actor's: a step needs equally many rows on all data ranks.
+    @call()
+    def update(self, rows: Rows, *, lr: float) -> dict[str, float]:
+        """One step on a mini-batch with `old_values` and `returns`, the mean over its tokens; the critic's metrics."""
+        self._sums.clear()
+        (step,) = step_batches(self._engine, own_rows(self._engine, rows), _COLUMNS, Aggregation("token-mean"))
+        result = self._engine.step([batch for _, batch in step], lr)
+        return {"vf_loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **means_of(self._engine, self._sums)}
+
+    @call()
+    def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> str:
+        """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`; returns its folder."""
+        return saved(self._engine, self._settings, folder, step, facts, keep)
+
+    @call()
+    def resume(self, folder: Path) -> None:
+        """Take up a checkpoint that `save` has written."""
+        resume(self._engine, Checkpoint(folder))

@@ -1,0 +1,182 @@
+"""An engine for rows of prompts and responses: made from a role's settings, fed with as many micro-batches as it takes.
+
+A step has `num_micros` micro-batches of `plan.micro_batch` rows on each data rank, whatever the number of rows: what
+is left is filled with rows without a response, in which no label counts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.writing import save
+from terrace.cluster.cluster import Cluster
+from terrace.launch.world import World
+from terrace.model.config import ModelConfig, block_specs, to_table
+from terrace.model.decoder import build_blocks
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.init import initial_value
+from terrace.plan.plan import Plan
+from terrace.rl.aggregation import Aggregation
+from terrace.rl.batches import at_valid_tokens, batch_of
+from terrace.rl.ragged import Ragged, joined, offsets_of
+from terrace.rl.rows import Rows, cat
+from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine
+from terrace.runtime.model_state import InitialValue
+from terrace.runtime.objective import Objective
+from terrace.runtime.settings import OptimizerConfig
+from terrace.train.job import device_of as run_device
+
+_EACH = Aggregation("token-mean")  # of rows that are scored: no loss is taken of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What a role's engine is made of: `num_micros` micro-batches a data rank are a step, a row has `sequence` labels.
+
+    `weights` is a Hugging Face folder or a checkpoint; empty: values from the `seed`.
+    """
+
+    model: ModelConfig
+    cluster: Cluster
+    plan: Plan
+    num_micros: int
+    sequence: int
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    weights: str = ""
+    seed: int = 0
+
+
+def engine_of(
+    world: World | None, settings: EngineSettings, objective: Objective, device: torch.device | str
+) -> Engine:
+    """The engine of a role on this rank of its world; None is a world of one rank.
+
+    Raises `PlanError`, `ProgramError` or `ModelError`, on all ranks.
+    """
+    specs = block_specs(settings.model)
+    return Engine(
+        build_blocks(settings.model),
+        names=[spec.name for spec in specs],
+        cluster=settings.cluster,
+        plan=settings.plan,
+        num_micros=settings.num_micros,
+        objective=objective,
+        rank=0 if world is None else world.rank,
+        device=device,
+        optimizer=settings.optimizer,
+        initial=_initial(settings),
+        declared=specs,
+        sequence=settings.sequence,
+        seed=settings.seed,
+    )
+
+
+def _initial(settings: EngineSettings) -> InitialValue:
+    def fresh(block: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        return initial_value(settings.model, block, name, shape, settings.seed)
+
+    folder = Path(settings.weights)
+    if not settings.weights:
+        return fresh
+    if (folder / "manifest.json").is_file():
+        read = {(block, name): value for block, name, value in Checkpoint(folder).parameters()}
+        # A critic that begins as a policy has an output of its own.
+        return lambda block, name, shape: read[block, name] if (block, name) in read else fresh(block, name, shape)
+    pretrained = Pretrained(folder, replace(settings.model, scalar_head=False))
+    return lambda block, name, shape: (
+        fresh(block, name, shape) if name == "score.weight" else pretrained.value(block, name)
+    )
+
+
+def device_of() -> torch.device:
+    """The device of this rank: its GPU if ranks talk over nccl, else the CPU."""
+    return run_device() if dist.is_initialized() else torch.device("cpu")
+
+
+def step_batches(
+    engine: Engine, rows: Rows, columns: Sequence[str], aggregation: Aggregation
+) -> list[list[tuple[Rows, Batch]]]:
+    """Micro-batches of this data rank's `rows`, by step, each beside its rows; as many steps on all ranks."""
+    program = engine.program
+    size, num_micros = program.plan.micro_batch, program.num_micros
+    num = -(-max(engine.comm.exchange(len(rows))) // (size * num_micros)) * size * num_micros
+    kept = _only(rows, columns)
+    whole = cat([kept, _fillers(kept, num - len(rows))]) if num > len(rows) else kept
+    micros = whole.split([size] * (num // size))
+    made = [
+        (part, batch_of(part, columns, aggregation, sequence=program.sequence).to(engine.device)) for part in micros
+    ]
+    return [made[first : first + num_micros] for first in range(0, num // size, num_micros)]
+
+
+def scores(engine: Engine, rows: Rows) -> Ragged:
+    """Log-probabilities of the valid tokens of this data rank's responses; no rows on stages without the head."""
+    return _numbers(engine, rows, lambda batches: [numbers.log_probs for numbers in engine.score(batches)])
+
+
+def values(engine: Engine, rows: Rows) -> Ragged:
+    """Values of a critic's engine before each valid token, else as `scores`."""
+    return _numbers(engine, rows, engine.values)
+
+
+def _numbers(engine: Engine, rows: Rows, read: Callable[[Sequence[Batch]], list[Tensor]]) -> Ragged:
+    found = list[Ragged]()
+    for step in step_batches(engine, rows, (), _EACH):
+        by_micro = read([batch for _, batch in step])
+        found += [at_valid_tokens(each.cpu(), part) for each, (part, _) in zip(by_micro, step, strict=False)]
+    if not found:
+        return Ragged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
+    return joined(found).take(torch.arange(len(rows)))
+
+
+def own_rows(engine: Engine, rows: Rows) -> Rows:
+    """This data rank's part of the `rows` of a step, as many as of any other, or fewer at the end."""
+    layout = engine.program.layout
+    size = -(-len(rows) // layout.data_degree)
+    first = min(len(rows), layout.data_place(engine.rank) * size)
+    return rows.take(range(first, min(len(rows), first + size)))
+
+
+def means_of(engine: Engine, sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over tokens of sums, which have the number of these under "tokens", over all ranks."""
+    total = defaultdict[str, float](float)
+    # Ranks with the head have the numbers of their tokens; tensor ranks with the same tokens all count.
+    for other in engine.comm.exchange(dict(sums)):
+        for name, value in other.items():
+            total[name] += value
+    tokens = max(1.0, total.pop("tokens", 0.0))
+    return {name: value / tokens for name, value in total.items()}
+
+
+def saved(
+    engine: Engine, settings: EngineSettings, folder: Path, step: int, facts: Mapping[str, Any], keep: int
+) -> str:
+    """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`; returns its folder."""
+    engine.drain()
+    # A config.json cannot say that the head has one output.
+    model = {"model": to_table(replace(settings.model, scalar_head=False)), "scalar_head": settings.model.scalar_head}
+    return str(save(engine, folder, step, {**model, **facts}, keep))
+
+
+def _only(rows: Rows, columns: Sequence[str]) -> Rows:
+    wanted = {"prompts", "responses", "emitted", *columns}
+    return Rows({name: column for name, column in rows.columns.items() if name in wanted})
+
+
+def _fillers(like: Rows, num: int) -> Rows:
+    """Rows of one token and no response, with the columns of `like`."""
+
+    def empty(column: Ragged) -> Ragged:
+        return Ragged(column.values[:0], offsets_of(torch.zeros(num, dtype=torch.int64)))
+
+    columns = {name: empty(like.ragged(name)) for name in like.columns if name != "prompts"}
+    prompts = Ragged(torch.zeros(num, dtype=torch.int64), torch.arange(num + 1))
+    return Rows({"prompts": prompts, **columns})

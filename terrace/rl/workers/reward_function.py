@@ -1,0 +1,115 @@
+"""Rewards by a Python function of the user's, `module:function`.
+
+    def reward(samples: Sequence[Sample]) -> Iterable[float]: ...
+
+It gets the responses of a call and gives a number for each, in their order. It runs in a thread with a deadline. A
+function that yields its numbers one by one has the prompt named that it stood at.
+"""
+
+import math
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from terrace.base.errors import ConfigError, TrainingError, did_you_mean
+from terrace.base.words import counted
+from terrace.data.tokenizer import Tokenizer
+from terrace.launch.world import World
+from terrace.rl.calls import call
+from terrace.rl.prompts import Sample
+from terrace.rl.rows import Rows
+
+Function = Callable[[Sequence[Sample]], Iterable[float]]
+_SHOWN = 60  # characters of a prompt in an error
+
+
+def load_function(name: str) -> Function:
+    """The function `module:function`; raises `ConfigError` where it cannot be imported."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"the reward {name!r} must be module:function, such as my_rewards:exact")
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(f"the reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        names = [each for each in vars(module) if not each.startswith("_")]
+        raise ConfigError(f"the reward {name!r}: no function of {module_name}{did_you_mean(function_name, names)}")
+    function: Function = found
+    return function
+
+
+class RewardFunction:
+    """A worker that gives `column` to rows of responses; a call ends after `deadline_s` seconds."""
+
+    def __init__(
+        self,
+        world: World | None,
+        *,
+        function: str,
+        tokenizer: Tokenizer,
+        deadline_s: float = 60.0,
+        column: str = "reward",
+    ) -> None:
+        self._name, self._function = function, load_function(function)
+        self._tokenizer, self._deadline_s, self._column = tokenizer, deadline_s, column
+
+    @call(split="data", take="data")
+    def rewards(self, rows: Rows) -> Rows:
+        """The column, fp32 (R). Raises `TrainingError` naming the prompt of a number that is missing, late or none."""
+        texts = [self._tokenizer.decode(each.tolist()) for each in rows.ragged("responses").rows()]
+        columns: list[Any] = [rows.objects(name) for name in ("prompt_texts", "finish", "data")]
+        samples = [
+            Sample(prompt, response, finish, data)
+            for prompt, response, finish, data in zip(columns[0], texts, *columns[1:], strict=True)
+        ]
+        return Rows({self._column: torch.tensor(self._numbers(samples), dtype=torch.float32)})
+
+    def _numbers(self, samples: Sequence[Sample]) -> list[float]:
+        found, failed = list[Any](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                for number in self._function(samples):
+                    found.append(number)
+            except BaseException as error:
+                failed.append(error)
+
+        # A thread that hangs cannot be ended: as a daemon it does not keep the process.
+        thread = threading.Thread(target=run, name=f"reward {self._name}", daemon=True)
+        thread.start()
+        thread.join(self._deadline_s)
+        at = min(len(found), len(samples) - 1)
+        if thread.is_alive():
+            raise TrainingError(
+                f"the reward {self._name} took longer than {self._deadline_s:g} s for "
+                f"{counted(len(samples), 'response')}; it has given {len(found)}, the next is to "
+                f"{_shown(samples[at])}: raise run.reward_timeout_s if it is slow"
+            )
+        if failed:
+            trace = "".join(traceback.format_tb(failed[0].__traceback__)[-1:]).strip()
+            raise TrainingError(
+                f"the reward {self._name} raised {type(failed[0]).__name__}: {failed[0]}, at the response to "
+                f"{_shown(samples[at])}; {trace}"
+            ) from failed[0]
+        if len(found) != len(samples):
+            raise TrainingError(
+                f"the reward {self._name} gave {counted(len(found), 'number')} for "
+                f"{counted(len(samples), 'response')}, the first to {_shown(samples[0])}: give one for each, in order"
+            )
+        for sample, number in zip(samples, found, strict=True):
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+                raise TrainingError(
+                    f"the reward {self._name} gave {number!r} for the response to {_shown(sample)}: give a finite "
+                    "number"
+                )
+        return [float(number) for number in found]
+
+
+def _shown(sample: Sample) -> str:
+    return repr(sample.prompt if len(sample.prompt) <= _SHOWN else sample.prompt[:_SHOWN] + "...")

@@ -1,0 +1,117 @@
+"""Whole runs in one process: their numbers, their checkpoints, and runs that go on with the same bits."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrace.base.errors import CheckpointError, ConfigError, PlanError
+from terrace.base.schema import merge
+from terrace.rl.config import RewardKeys, RunKeys, parse, resolve, to_toml_table
+from terrace.rl.metrics import Metrics
+from terrace.rl.run import ACTOR, Run, RunInputs
+from terrace.rl.runtime import InlineRuntime
+from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
+
+SMALL: dict[str, Any] = {
+    "cluster": {"tiers": {name: {"size": 1} for name in ("package", "node", "system")}},
+    "plan": {"mapping": {"system": {"pipeline": 1}}, "micro_batch": 16},
+    "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "run": {"rows": 1, "steps": 3, "prompts": 4, "responses": 8, "mini_batch": 16, "start_steps": 2, "start_batch": 16},
+}
+GRPO = {"algorithm": {"kl_coefficient": 0.1, "kl_target": 0.01, "kl_horizon": 500.0}}
+SAFE = {
+    "algorithm": {"name": "safe-rlhf", "cost_threshold": 0.3, "kl_coefficient": 0.01},
+    "cost": {"function": "terrace.rl.sort_task:length_cost"},
+}
+PPO = {"algorithm": {"name": "ppo"}}
+
+
+def ran(folder: Path, *overrides: Mapping[str, Any]) -> list[Metrics]:
+    table = SMALL
+    for each in overrides:
+        table = merge(table, each)
+    table["plan"]["schedule"] = None
+    config = resolve("sort", None, {}, table)
+    task = SortPrompts(config.run.seed)
+    inputs = RunInputs(
+        config=config, prompts=task, tokenizer=SortTokenizer(), stops=frozenset({END}), examples=task.examples
+    )
+    with InlineRuntime() as runtime:
+        run = Run(inputs, runtime, folder, lambda text: None)
+        first = run.resume()
+        steps = list(run.steps())
+    assert [step for step, _ in steps] == list(range(first + 1, config.run.steps + 1))
+    return [found for _, found in steps]
+
+
+def same(found: Metrics) -> Metrics:
+    """Numbers that do not depend on the time of day."""
+    return {name: value for name, value in found.items() if not name.startswith(("time/", "perf/"))}
+
+
+@pytest.mark.parametrize("given", [GRPO, SAFE, PPO], ids=["grpo", "safe-rlhf", "ppo"])
+def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path, given: Mapping[str, Any]) -> None:
+    whole = ran(tmp_path / "whole", given)
+    first = ran(tmp_path / "parts", given, {"run": {"steps": 2}})
+    rest = ran(tmp_path / "parts", given)
+    assert [same(each) for each in (*first[:1], *rest)] == [same(whole[0]), same(whole[2])]
+    names = {"reward/mean", "rollout/logprob_diff_max", "actor/pg_clipfrac", "actor/entropy", "actor/kl", "time/step"}
+    names |= {"time/generate", "time/reshard", "time/ref", "time/update", "reshard/bytes_sent", "perf/tokens_per_s"}
+    assert names <= whole[0].keys()
+    assert whole[0]["rollout/logprob_diff_max"] < 1e-4
+    assert "val/reward" in whole[2]
+    if given is GRPO:
+        assert whole[0]["actor/kl_coef"] == 0.1 != whole[2]["actor/kl_coef"]
+    else:
+        assert {"critic/vf_loss", "critic/vf_explained_var", "critic/values/mean", "time/values"} <= whole[0].keys()
+    if given is SAFE:
+        assert {"cost_critic/vf_loss", "safe/lambda", "safe/cost"} <= whole[0].keys()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    ran(tmp_path, {"run": {"steps": 1, "evaluate_every": 0}})
+    assert (tmp_path / ACTOR).is_dir()
+    with pytest.raises(CheckpointError, match=r"was written by another run .* its own algorithm, seed"):
+        ran(tmp_path, {"run": {"seed": 1}})
+    # Without checkpoints the same folder is a new run, whose supervised start is there already.
+    shutil.rmtree(tmp_path / ACTOR)
+    assert len(ran(tmp_path, {"run": {"steps": 1, "evaluate_every": 0}})) == 1
+
+
+def test_the_file_of_a_run_comes_back_as_it_was() -> None:
+    config = resolve("sort", None, {}, SAFE)
+    assert parse(to_toml_table(config)) == config
+    assert config.cluster.world_size == 8
+    assert len(RunKeys.__dataclass_fields__) + len(RewardKeys.__dataclass_fields__) < 35
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "error", "message"),
+    [
+        ("sorted", {}, ConfigError, "task 'sorted' is not known; did you mean 'sort'"),
+        (None, {}, ConfigError, r"section \[run\] is missing: give --task sort"),
+        ("sort", {"run": {"response": 4}}, ConfigError, "unknown key run.response; did you mean 'run.responses'"),
+        ("sort", {"algoritm": {}}, ConfigError, "unknown section 'algoritm'; did you mean 'algorithm'"),
+        ("sort", {"run": {"mini_batch": 100}}, ConfigError, "run.mini_batch = 100 must divide the responses of a step"),
+        ("sort", {"run": {"mini_batch": 32}}, PlanError, "batch = 32 is not a multiple of micro_batch x data ranks"),
+        ("sort", {"run": {"steps": 0}}, ConfigError, "run.steps = 0 must be at least 1"),
+        ("sort", {"run": {"prompts_file": "x.jsonl"}}, ConfigError, "give one of them"),
+        ("sort", {"run": {"critic_lr": 0.1}}, ConfigError, "run.critic_lr = 0.1 has no effect: .* no critic"),
+        ("sort", {"cost": {"function": "a:b"}}, ConfigError, "exactly safe-rlhf has a cost"),
+        ("sort", {"reward": []}, ConfigError, "reward is missing"),
+        (
+            "sort",
+            {"run": {"reference": False}, "algorithm": {"kl_coefficient": 0.1}},
+            ConfigError,
+            "needs the reference",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    task: str | None, overrides: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        resolve(task, None, {}, overrides)

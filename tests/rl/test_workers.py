@@ -1,0 +1,169 @@
+"""Actor, reference, critic: four ranks in two stages, who generate in replicas of two, find what one process finds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from terrace.base.errors import TrainingError
+from terrace.launch.start import LocalPool, World
+from terrace.rl.algorithm import algorithm_of
+from terrace.rl.calls import calls_of
+from terrace.rl.config import resolve
+from terrace.rl.host import tokens_of
+from terrace.rl.layout import RoleLayout
+from terrace.rl.prompts import rows_of
+from terrace.rl.rows import Rows, cat
+from terrace.rl.sort_task import END, SortPrompts
+from terrace.rl.workers.critic import Critic
+from terrace.rl.workers.engine_rows import EngineSettings
+from terrace.rl.workers.policy import Actor, Reference, Student
+from tests.support.parity import exact
+from tests.support.pipelines import OUTER, pipelined
+from tests.support.toys import cluster_of
+
+NUM_PROMPTS, MINI_BATCH, NUM_TOKENS = 6, 8, 5
+MODEL = replace(
+    resolve("sort", None, {}, {}).model, hidden_size=32, num_layers=2, intermediate_size=48, head_dim=8, rotary_dim=8
+)
+TOLERANCE = 1e-10
+Say = Callable[..., Any]
+
+
+def settings_of(num_ranks: int, **more: Any) -> EngineSettings:
+    cluster = cluster_of(1) if num_ranks == 1 else cluster_of(2, 2)
+    plan = exact("ddp", cluster) if num_ranks == 1 else pipelined("zero3", OUTER, "1f1b")
+    plan = replace(plan, micro_batch=MINI_BATCH if num_ranks == 1 else 2)
+    sequence, num_micros = 11 + NUM_TOKENS - 1, 1 if num_ranks == 1 else 2
+    made = EngineSettings(model=MODEL, cluster=cluster, plan=plan, num_micros=num_micros, sequence=sequence, seed=3)
+    return replace(made, **more)
+
+
+def spoken_to(world: World | None, worker: Any, layout: RoleLayout) -> Say:
+    """Calls of a worker as a controller makes them, from every rank of its world."""
+
+    def say(method: str, rows: Rows | None = None, **values: Any) -> Any:
+        call, rank = calls_of(type(worker))[method], 0 if world is None else world.rank
+        given = () if rows is None else (rows.part(*layout.bounds(call, tokens_of(rows))[rank]),)
+        result = getattr(worker, method)(*given, **values)
+        found = [result]
+        if world is not None:
+            found = [None] * world.world_size
+            dist.all_gather_object(found, result)
+        taken = [found[source] for source in layout.sources(call)]
+        return cat(taken) if isinstance(taken[0], Rows) else taken[0]
+
+    return say
+
+
+def played(world: World | None, num_ranks: int) -> dict[str, Any]:
+    """Two rounds of drawing, scoring and learning; every number that comes out."""
+    settings = settings_of(num_ranks)
+    common: dict[str, Any] = {"settings": settings, "rows": 1 if num_ranks == 1 else 2}
+    # A coefficient of the entropy, so that it is in the gradient.
+    algorithm = algorithm_of({"entropy": 0.01, "kl_coefficient": 0.1})
+    actor = Actor(world, **common, algorithm=algorithm, num_tokens=NUM_TOKENS, stops=frozenset({END}))
+    ask = spoken_to(world, actor, Actor.layout(num_ranks, **common))
+    reference = spoken_to(world, Reference(world, settings=settings), Reference.layout(num_ranks, settings=settings))
+    of_critic = replace(settings, model=replace(MODEL, scalar_head=True))
+    critic = Critic(world, settings=of_critic, value_clip=0.2)
+    judge = spoken_to(world, critic, Critic.layout(num_ranks, settings=of_critic))
+    found: dict[str, Any] = {}
+    for turn in range(2):
+        prompts = rows_of([SortPrompts().prompt(place) for place in range(NUM_PROMPTS)], first_group=0)
+        prompts = prompts | Rows({"seeds": torch.arange(NUM_PROMPTS) + 100 * turn})
+        handed = ask("hand_over")
+        assert handed["bytes_sent"] == handed["bytes_planned"]
+        assert (handed["bytes_sent"] > 0) == (num_ranks > 1)
+        rows = prompts | ask("generate", prompts)
+        assert set(rows.ragged("versions").values.tolist()) == {turn}
+        rows = rows | ask("logprobs", rows) | reference("logprobs", rows) | judge("values", rows)
+        old = rows.ragged("old")
+        torch.testing.assert_close(rows.ragged("rollout").values.double(), old.values.double(), rtol=0, atol=1e-5)
+        assert torch.equal(old.values, rows.ragged("reference").values) == (turn == 0)
+        gains = old.with_values(torch.sin(torch.arange(len(old.values), dtype=torch.float64)))
+        weight = old.with_values(torch.full_like(old.values, 0.1))
+        learn = rows | Rows({"advantages": gains, "kl_weight": weight, "returns": gains})
+        columns = ("old", "advantages", "reference", "kl_weight")
+        numbers = ask("update", learn, lr=1e-2, columns=columns)
+        wanted = learn.drop("values") | Rows({"old_values": rows.ragged("values")})
+        numbers |= {f"critic/{name}": value for name, value in judge("update", wanted, lr=1e-2).items()}
+        found |= {f"{turn}/{name}": value for name, value in numbers.items()}
+        found |= {f"{turn}/{name}": rows.ragged(name).values for name in ("responses", "old", "values")}
+    return found
+
+
+@cache
+def alone() -> dict[str, Any]:
+    return played(None, 1)
+
+
+def test_one_process_draws_scores_and_learns() -> None:
+    found = alone()
+    assert found["0/ppo_kl"] == pytest.approx(0, abs=1e-12), "the first update begins at the policy that drew"
+    assert found["0/pg_clipfrac"] == 0
+    assert found["0/entropy"] > 1
+    assert not torch.equal(found["0/responses"], found["1/responses"])
+    assert found["1/critic/vf_loss"] < found["0/critic/vf_loss"] * 2
+    assert found["1/critic/vf_clipfrac"] == 0
+
+
+def test_four_ranks_find_what_one_process_finds(pool: LocalPool) -> None:
+    by_rank = pool.run(4, played, 4, timeout_s=300.0)
+    for found in by_rank:
+        for name, value in alone().items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE, msg=name)
+            else:
+                assert found[name] == pytest.approx(value, abs=TOLERANCE), name
+
+
+def test_a_student_leaves_the_start_of_other_roles(tmp_path: Path) -> None:
+    examples, settings = SortPrompts().examples(0, MINI_BATCH), replace(settings_of(1), sequence=21)
+    student = Student(None, settings=settings)
+    losses = [student.update(examples, lr=1e-2)["loss"] for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    folder = student.finish(tmp_path, 3)
+    before, after = (
+        Reference(None, settings=replace(settings, weights=weights)).logprobs(examples).ragged("reference")
+        for weights in ("", folder)
+    )
+    assert float(before.values.mean()) == pytest.approx(-losses[0], abs=1e-9)
+    assert float(after.values.mean()) > -losses[2]
+    # A critic begins as the policy, with an output of its own.
+    of_critic = replace(settings, weights=folder, model=replace(MODEL, scalar_head=True))
+    values = Critic(None, settings=of_critic).values(examples).ragged("values")
+    assert values.lengths.tolist() == examples.ragged("responses").lengths.tolist()
+
+
+def test_a_resumed_actor_has_the_same_bits(tmp_path: Path) -> None:
+    def made() -> Actor:
+        algorithm, settings = algorithm_of({}), replace(settings_of(1), sequence=21)
+        return Actor(None, settings=settings, algorithm=algorithm, num_tokens=11, stops=frozenset({END}))
+
+    def turn(actor: Actor, number: int) -> Rows:
+        prompts = rows_of([SortPrompts().prompt(place) for place in range(MINI_BATCH)])
+        prompts = prompts | Rows({"seeds": torch.arange(MINI_BATCH) + number})
+        actor.hand_over()
+        rows = prompts | actor.generate(prompts)
+        rows = rows | actor.logprobs(rows)
+        gains = rows.ragged("old").with_values(torch.cos(torch.arange(len(rows.ragged("old").values))))
+        actor.update(rows | Rows({"advantages": gains}), lr=1e-2, columns=("old", "advantages"))
+        return rows
+
+    first = made()
+    turn(first, 0)
+    folder = Path(first.save(tmp_path, 1, {"note": 1}, 2))
+    wanted = turn(first, 1)
+    second = made()
+    second.resume(folder)
+    found = turn(second, 1)
+    for name in ("responses", "rollout", "versions", "old"):
+        assert torch.equal(found.ragged(name).values, wanted.ragged(name).values), name
+    with pytest.raises(TrainingError, match="generation has no weights: call hand_over first"):
+        second.generate(rows_of([SortPrompts().prompt(0)]) | Rows({"seeds": torch.zeros(1).long()}))
