@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import transformers
 from bench.claims import compared, judge, print_table, ratio_words, versioned
 from bench.common import bench_parser
 from bench.contest import Work, take_turns
-from terrace.train.sampling import Sampling, continue_texts
+from terrace.generation.request import Sampling
+from terrace.generation.texts import continue_texts
 from terrace.train.trained import load_trained
 
 TARGETS = {"one text": 0.8, "eight texts": 0.5}
@@ -67,15 +67,15 @@ def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
 def own(folder: Path, prompts: list[list[int]], num_tokens: int) -> Work:
     """Terrace."""
     model = load_trained(folder, tokenizer="bytes")
-    return partial(
-        continue_texts,
-        model.blocks,
-        model.config,
-        prompts,
-        num_tokens=num_tokens,
-        context=model.context,
-        sampling=Sampling(temperature=0.0),
-    )
+    greedy = Sampling(temperature=0.0)
+
+    def work() -> Any:
+        made = continue_texts(
+            model.blocks, model.config, prompts, num_tokens=num_tokens, context=model.context, sampling=greedy
+        )
+        return [list(each.tokens) for each in made]
+
+    return work
 
 
 def theirs(folder: Path, prompts: list[list[int]], num_tokens: int) -> Work:

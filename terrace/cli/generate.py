@@ -56,6 +56,21 @@ def add_parser(commands: Any) -> None:
         default=1.0,
         help="of these, draw from the likeliest that together have probability P (default: %(default)s, all)",
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        help="of these, draw from the tokens with at least P times the probability of the likeliest "
+        "(default: %(default)s, all)",
+    )
+    parser.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end a continuation before TEXT; may be given several times",
+    )
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the draws (default: %(default)s)")
     parser.set_defaults(run=run)
 
@@ -91,20 +106,30 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             )
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} must be above 0 and at most 1, which keeps all")
+    if not 0 <= options.min_p <= 1:
+        raise ConfigError(f"--min-p {options.min_p} must be at least 0, which keeps all, and at most 1")
     if not options.prompt:
         about = "what the user says" if options.chat else 'the text to continue, or "" to let the model begin'
         raise ConfigError(f"--prompt TEXT is missing: give {about}")
     # After the options are checked: importing torch takes seconds.
+    from terrace.generation.request import Sampling
     from terrace.train.generate import chat_prompt, generate_texts
-    from terrace.train.sampling import Sampling
 
     # A prompt from a shell may hold bytes that are no text.
     for prompt in options.prompt:
         check_text("--prompt", prompt)
+    for stop in options.stop:
+        check_text("--stop", stop)
     model = load_model_of(options)
-    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+    )
     asked = [chat_prompt(model, prompt) if options.chat else prompt for prompt in options.prompt]
-    texts = generate_texts(model, asked, options.tokens, sampling)
+    texts = generate_texts(model, asked, options.tokens, sampling, options.stop)
     if not options.chat:
         texts = [prompt + text for prompt, text in zip(options.prompt, texts, strict=True)]
     # A terminal gets control characters spelled out; a file gets the text as it is.

@@ -71,13 +71,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise `ConfigError` for a request that all pages together could not hold."""
-        longest = len(request.prompt) + request.num_tokens - 1  # nothing is drawn behind the last token
-        if self._window:
-            # A part of a prompt also sees the window before it, and neither begins with a page.
-            longest = min(longest, self._window + self._token_budget + self._page_tokens)
-        else:
-            longest = min(longest, self._context)
-        needed = self._pages_of(longest)
+        needed = self._most_pages(request)
         if needed > self._num_pages:
             raise ConfigError(
                 f"a prompt of {len(request.prompt)} tokens with {request.num_tokens} to draw needs {needed} pages of "
@@ -152,6 +146,16 @@ class Scheduler:
         self._waiting = []
         return found
 
+    def _most_pages(self, request: Request) -> int:
+        """The most pages that a request may hold at once."""
+        longest = len(request.prompt) + request.num_tokens - 1  # nothing is drawn behind the last token
+        if self._window:
+            # A part of a prompt also sees the window before it, and neither begins with a page.
+            longest = min(longest, self._window + self._token_budget + self._page_tokens)
+        else:
+            longest = min(longest, self._context)
+        return self._pages_of(longest)
+
     def _pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_tokens)
 
@@ -168,11 +172,11 @@ class Scheduler:
             if sibling is not None and not shared:
                 skipped.append(heapq.heappop(self._waiting))
                 continue
-            # A page more for each text that runs, or it would soon take this one's away.
-            needed = self._pages_of(len(text.tokens) - text.begin + 1) - shared // self._page_tokens
-            if self._window:
-                needed = min(needed, self._pages_of(self._window + self._token_budget + self._page_tokens))
-            if self._running and self.counts.num_free < needed + len(self._running):
+            most = self._most_pages(text.request)
+            needed = min(self._pages_of(len(text.tokens) - text.begin + 1), most) - shared // self._page_tokens
+            # A page more for each text that may grow, or it would soon take this one's away.
+            growing = sum(self._most_pages(other.request) > len(other.held) for other in self._running)
+            if self._running and self.counts.num_free < needed + growing:
                 break
             heapq.heappop(self._waiting)
             if sibling is not None:

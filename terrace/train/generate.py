@@ -9,14 +9,18 @@ from terrace.data.chat import load_encoder
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.template import load_template
 from terrace.data.tokenizer import Tokenizer
-from terrace.train.sampling import Sampling, continue_texts
+from terrace.generation.request import Completion, Sampling
+from terrace.generation.texts import continue_texts
 from terrace.train.trained import Trained, check_tokenizer, load_blocks, refuse_looking_ahead
 
 Prompt = str | Sequence[int]  # a text, or the ids of one
 
 
-def generate_texts(model: Trained, prompts: Sequence[Prompt], num_tokens: int, sampling: Sampling) -> list[str]:
-    """Continuation of every prompt by `num_tokens` sampled tokens, or fewer if the text ends.
+def generate_texts(
+    model: Trained, prompts: Sequence[Prompt], num_tokens: int, sampling: Sampling, stop_texts: Sequence[str] = ()
+) -> list[str]:
+    """Continuation of every prompt by `num_tokens` sampled tokens, or fewer if the text ends or before one of
+    `stop_texts`.
 
     A prompt's special tokens are special, and a text begins as in training. Raises `DataError` for a prompt with tokens
     outside the model's vocabulary.
@@ -31,8 +35,10 @@ def generate_texts(model: Trained, prompts: Sequence[Prompt], num_tokens: int, s
         context=model.context,
         sampling=sampling,
         stops=model.stops,
+        stop_texts=stop_texts,
+        decode=model.tokenizer.decode,
     )
-    return [model.tokenizer.decode(ids) for ids in made]
+    return [_decoded(each, model, stop_texts) for each in made]
 
 
 def generate(
@@ -91,3 +97,12 @@ def _encoded(prompt: Prompt, model: Trained) -> list[int]:
             f"the prompt has token {max(ids)}, but the model was trained with {model.config.vocab_size} only"
         )
     return ids
+
+
+def _decoded(made: Completion, model: Trained, stop_texts: Sequence[str]) -> str:
+    """The text of a completion without what stopped it."""
+    ids = list(made.tokens)
+    if ids[-1] in model.stops:
+        ids.pop()
+    text = model.tokenizer.decode(ids)
+    return text[: min((place for stop in stop_texts if (place := text.find(stop)) >= 0), default=len(text))]

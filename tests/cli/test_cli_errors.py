@@ -124,6 +124,7 @@ def test_a_bad_argument_is_one_line(here: Here, words: tuple[str, ...], said: st
         (("generate", "nowhere", "--tokens", "0"), "--tokens 0 must be at least 1"),
         (("generate", "nowhere", "--seed", str(2**70)), "below 2^63"),
         (("generate", "nowhere", "--top-p", "0"), "--top-p 0.0 must be above 0"),
+        (("generate", "nowhere", "--min-p", "1.5"), "--min-p 1.5 must be at least 0, which keeps all, and at most 1"),
         (("generate", "nowhere", "--prompt", "a", "--device", "abacus"), "--device abacus cannot be used"),
         (("generate", "nowhere", "--what", "5"), "unknown argument '--what'"),
         (("train", "--resume", "nowhere"), "nowhere is not a run folder: it has no config.toml"),

@@ -13,11 +13,10 @@ from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Request, Sampling
 from terrace.generation.sliced import sliced_blocks, sliced_config
 from terrace.launch.start import LocalPool, World
-from terrace.model.cache import KVCache, begin_rows, continue_rows
 from terrace.model.config import ModelConfig, block_specs, model_of
 from terrace.plan.holdings import generation_slices
 from terrace.runtime.reshard import HandOver
-from tests.support.generation import MODELS, VOCAB, make
+from tests.support.generation import MODELS, VOCAB, cached_logits, make
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, Case, engine_of, exact, wholes
 from tests.support.pipelines import OUTER, pipelined
@@ -49,9 +48,7 @@ def slices_of(config: ModelConfig, blocks: Sequence[nn.Module], rows: int, row: 
 
 def logits_of(config: ModelConfig, blocks: Sequence[nn.Module]) -> Tensor:
     """Logits (4, V): after two texts of different lengths, and after one more token of each."""
-    cache = KVCache(config, 2, 8, dtype=torch.float64)
-    begun = begin_rows(blocks, {0: PROMPTS[0], 1: PROMPTS[2]}, cache)
-    return torch.cat([begun, continue_rows(blocks, [8, 9], cache)])
+    return cached_logits(config, blocks, [PROMPTS[0], PROMPTS[2]])
 
 
 def compared(world: World, names: Sequence[str]) -> list[tuple[float, bool, list[float]]]:

@@ -1,21 +1,20 @@
-"""Writing text: the cache against whole passes, what a token costs, and which tokens are drawn."""
+"""Writing text: pages against whole passes, what a token costs, and what ends a text."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from terrace.base.errors import CheckpointError, ConfigError, DataError, ModelError
+from terrace.base.errors import CheckpointError, DataError, ModelError
+from terrace.generation.request import Sampling
+from terrace.generation.texts import continue_texts
 from terrace.model.arranged import PackedLinear, arrange
-from terrace.model.cache import KVCache, begin_rows, continue_rows
 from terrace.model.config import load_model, to_table
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train.generate import generate_texts
-from terrace.train.sampling import Sampling, continue_texts
 from terrace.train.trained import load_trained
 from tests.support.generation import MODELS, VOCAB, make, named
 from tests.support.toys import run_blocks
@@ -26,50 +25,6 @@ GREEDY = Sampling(temperature=0.0)
 def tokens_of(length: int, seed: int = 0) -> list[int]:
     found: list[int] = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return found
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_cached_token_has_the_logits_of_a_whole_pass(name: str) -> None:
-    """Rows of other lengths side by side, one of which begins late; under a window longer than the ring."""
-    config = MODELS[name]
-    blocks, rows = make(config), [tokens_of(20, 1), tokens_of(17, 2)]
-    cache = KVCache(config, 2, 32, dtype=torch.float64)
-    assert cache.capacity == (5 if name == "window" else 32)
-    begun = [3, 9]
-    found: list[list[Tensor]] = []
-    for logits in begin_rows(
-        blocks, {row: text[:n] for row, (text, n) in enumerate(zip(rows, begun, strict=True))}, cache
-    ):
-        found.append([logits])
-    for step in range(8):
-        now = [text[n + step] for text, n in zip(rows, begun, strict=True)]
-        for row, logits in enumerate(continue_rows(blocks, now, cache)):
-            found[row].append(logits)
-    for text, n, logits in zip(rows, begun, found, strict=True):
-        whole = run_blocks(blocks, torch.tensor([text]))[0]
-        torch.testing.assert_close(torch.stack(logits), whole[n - 1 : n + 8], atol=1e-10, rtol=0)
-    # The second text goes on in the first row, and another begins where it was.
-    cache.move(1, 0)
-    assert cache.lengths == [17, 0]
-    again = begin_rows(blocks, {1: rows[1][:4]}, cache)[0]
-    torch.testing.assert_close(again, run_blocks(blocks, torch.tensor([rows[1][:4]]))[0, -1], atol=1e-10, rtol=0)
-    (moved,) = continue_rows(blocks, [5], cache)
-    whole = run_blocks(blocks, torch.tensor([[*rows[1], 5]]))[0, -1]
-    torch.testing.assert_close(moved, whole, atol=1e-10, rtol=0)
-
-
-def test_a_cache_is_as_large_as_its_heads_and_says_when_it_is_full() -> None:
-    config = MODELS["llama"]
-    cache, blocks = KVCache(config, 3, 8), make(config)
-    assert cache.nbytes == 2 * 2 * 3 * 2 * 8 * 4 * 4  # layers, keys and values, rows, heads of keys, tokens, D, fp32
-    cache = KVCache(config, 1, 8, dtype=torch.float64)
-    begin_rows(blocks, {0: tokens_of(8)}, cache)
-    with pytest.raises(ModelError, match=r"row 0 of the cache is full \(8 tokens\)"):
-        continue_rows(blocks, [1], cache)
-    with pytest.raises(ModelError, match="row 0 of the cache holds 8 tokens"):
-        begin_rows(blocks, {0: [1]}, cache)
-    with pytest.raises(ModelError, match="40 tokens need as many positions; the model has 32"):
-        KVCache(MODELS["gpt2"], 1, 40)
 
 
 def greedy_without_a_cache(blocks: list[nn.Module], prompt: list[int], num_tokens: int, context: int) -> list[int]:
@@ -90,8 +45,8 @@ def test_greedy_text_is_the_same_with_and_without_a_cache(name: str) -> None:
     made = continue_texts(blocks, config, prompts, num_tokens=25, context=context, sampling=GREEDY)
     reach = 10**6 if name == "window" else context  # a window says itself what may be forgotten
     for prompt, text in zip(prompts, made, strict=True):
-        assert text == greedy_without_a_cache(blocks, prompt, 25, reach)
-    assert len({token for text in made for token in text}) > 6  # or there is nothing to compare
+        assert list(text.tokens) == greedy_without_a_cache(blocks, prompt, 25, reach)
+    assert len({token for text in made for token in text.tokens}) > 6  # or there is nothing to compare
 
 
 class Counted(nn.Module):
@@ -109,13 +64,13 @@ class Counted(nn.Module):
 
 
 def test_a_token_costs_one_pass_of_one_token() -> None:
-    """200 tokens beyond a prompt of 10; with a context of 40 also 19 tokens read again, once in 20 tokens."""
+    """200 tokens beyond a prompt of 10; with a context of 40 the last 20 tokens pass together, once in 21 tokens."""
     for config, context, again in ((MODELS["llama"], 300, 0), (MODELS["llama"], 40, 9), (MODELS["window"], 40, 0)):
         embedding, *others = make(config)
         counted = Counted(embedding)
         continue_texts([counted, *others], config, [tokens_of(10)], num_tokens=200, context=context, sampling=GREEDY)
         assert counted.calls[0] == 10
-        assert sorted(counted.calls[1:]) == [1] * 199 + [19] * again
+        assert sorted(counted.calls[1:]) == [1] * (199 - again) + [20] * again
 
 
 def test_a_text_that_ends_leaves_the_batch() -> None:
@@ -125,15 +80,15 @@ def test_a_text_that_ends_leaves_the_batch() -> None:
     counted, lengths = Counted(embedding), [3, 8, 1, 5]
     prompts = [tokens_of(length, seed) for seed, length in enumerate(lengths)]
     alone = [
-        continue_texts([embedding, *others], config, [prompt], num_tokens=12, context=32, sampling=GREEDY)[0]
+        continue_texts([embedding, *others], config, [prompt], num_tokens=12, context=32, sampling=GREEDY)[0].tokens
         for prompt in prompts
     ]
     stop = alone[1][4]
-    wanted = [text[: text.index(stop)] if stop in text else text for text in alone]
+    wanted = [text[: text.index(stop) + 1] if stop in text else text for text in alone]
     assert len(set(map(len, wanted))) > 1
     made = continue_texts([counted, *others], config, prompts, num_tokens=12, context=32, sampling=GREEDY, stops=[stop])
-    assert made == wanted
-    going = [sum(len(text) > step for text in wanted) for step in range(11)]
+    assert [each.tokens for each in made] == wanted
+    going = [sum(len(text) > step + 1 for text in wanted) for step in range(11)]
     assert counted.calls == [sum(lengths), *(number for number in going if number)]
 
 
@@ -176,31 +131,13 @@ def test_texts_do_not_depend_on_those_beside_them_and_end_where_they_are_told_to
     texts = continue_texts(blocks, config, prompts, num_tokens=20, context=32, sampling=drawn)
     for row, text in enumerate(texts):
         alone = replace(drawn, seed=3 + row)
-        assert [text] == continue_texts(blocks, config, [prompts[row]], num_tokens=20, context=32, sampling=alone)
-    stop = texts[1][7]
-    assert stop not in texts[1][:7] + texts[0] + texts[2]
+        (again,) = continue_texts(blocks, config, [prompts[row]], num_tokens=20, context=32, sampling=alone)
+        assert again.tokens == text.tokens
+    first, second, last = (each.tokens for each in texts)
+    stop = second[7]
+    assert stop not in second[:7] + first + last
     stopped = continue_texts(blocks, config, prompts, num_tokens=20, context=32, sampling=drawn, stops=[stop])
-    assert stopped == [texts[0], texts[1][:7], texts[2]]
-
-
-def test_what_is_drawn() -> None:
-    logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
-    generator = torch.Generator().manual_seed(0)
-
-    def shares(**options: Any) -> list[float]:
-        draws = [Sampling(**options).draw(logits, generator) for _ in range(2000)]
-        return [draws.count(token) / 2000 for token in range(4)]
-
-    assert shares(temperature=0.0) == [0, 1, 0, 0]
-    assert shares(temperature=1.0, top_k=0) == pytest.approx([0.1, 0.5, 0.25, 0.15], abs=0.04)
-    assert shares(temperature=1.0, top_k=2) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
-    assert shares(temperature=1.0, top_k=0, top_p=0.6) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
-    assert shares(temperature=1.0, top_k=0, top_p=0.5) == [0, 1, 0, 0]
-    hot = shares(temperature=2.0, top_k=0)
-    assert hot == pytest.approx([p**0.5 / 1.91 for p in (0.1, 0.5, 0.25, 0.15)], abs=0.04)
-    for options, said in (({"top_p": 0.0}, "top_p = 0.0"), ({"top_k": -1}, "top_k = -1"), ({"seed": -1}, "seed")):
-        with pytest.raises(ConfigError, match=said):
-            Sampling(**options)
+    assert [each.tokens for each in stopped] == [first, second[:8], last]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral", "glm4_moe"])
@@ -218,7 +155,7 @@ def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: 
     wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     model = load_trained(folder, dtype="fp64", tokenizer="bytes")
     made = continue_texts(model.blocks, model.config, [ids], num_tokens=12, context=model.context, sampling=GREEDY)
-    assert made[0] == wanted[0, len(ids) :].tolist()
+    assert list(made[0].tokens) == wanted[0, len(ids) :].tolist()
     # Texts of mixed length, which transformers pads on the left; in fp32 their matrices are packed.
     texts = [ids, ids[:1], ids[2:8], ids + ids]
     longest = max(map(len, texts))
@@ -230,10 +167,23 @@ def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: 
     for dtype in ("fp64", "fp32"):
         model = load_trained(folder, dtype=dtype, tokenizer="bytes")
         mixed = continue_texts(model.blocks, model.config, texts, num_tokens=12, context=model.context, sampling=GREEDY)
-        assert mixed == wanted[:, longest:].tolist()
-    assert generate_texts(model, [prompt, ""], 3, GREEDY)[0] == model.tokenizer.decode(made[0][:3])
+        assert [list(each.tokens) for each in mixed] == wanted[:, longest:].tolist()
+    tokens = made[0].tokens
+    assert generate_texts(model, [prompt, ""], 3, GREEDY)[0] == model.tokenizer.decode(tokens[:3])
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json: .* or --tokenizer bytes if"):
         load_trained(folder)
+
+
+def test_a_stop_text_is_where_the_printed_text_ends(tmp_path: Path) -> None:
+    config = MODELS["llama"]
+    held = named(make(config))
+    write_pretrained(tmp_path, config, lambda block, key: held[block, key].detach(), "fp64")
+    model = load_trained(tmp_path, dtype="fp64", tokenizer="bytes")
+    whole, other = generate_texts(model, ["A", "Bc"], 30, GREEDY)
+    stop = whole[9:12]
+    assert len(stop) == 3
+    assert generate_texts(model, ["A"], 30, GREEDY, ["not there", stop]) == [whole[: whole.index(stop)]]
+    assert generate_texts(model, ["A", "Bc"], 30, GREEDY, ["not there"]) == [whole, other]
 
 
 def test_dropout_is_for_training_alone(tmp_path: Path) -> None:

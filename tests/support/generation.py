@@ -1,11 +1,14 @@
 """Tiny models with values, for generation and evaluation."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from terrace.generation.engine import GenerationEngine
+from terrace.generation.request import Request, Sampling
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
@@ -47,3 +50,26 @@ def named(blocks: list[nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
     names = ["embedding", *(f"layers.{index}" for index in range(len(blocks) - 2)), "head"]
     pairs = zip(names, blocks, strict=True)
     return {(name, key): value for name, block in pairs for key, value in block.named_parameters()}
+
+
+class Recorded(nn.Module):
+    """A head that keeps the logits (B, V) of every pass."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+        self.logits: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x)
+        self.logits.append(out[0])
+        return out
+
+
+def cached_logits(config: ModelConfig, blocks: Sequence[nn.Module], texts: Sequence[Sequence[int]]) -> Tensor:
+    """Logits (2 texts, V): after every text, and after the likeliest next token of each."""
+    head = Recorded(blocks[-1])
+    engine = GenerationEngine([*blocks[:-1], head], config, context=32, num_pages=64, page_tokens=4)
+    greedy = Sampling(temperature=0.0)
+    engine.run([Request(prompt=tuple(text), num_tokens=2, sampling=greedy) for text in texts])
+    return torch.cat(head.logits)

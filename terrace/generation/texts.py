@@ -1,0 +1,65 @@
+"""Continues a few texts at once, with memory for all of them."""
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from terrace.generation.engine import GenerationEngine
+from terrace.generation.request import Completion, Request, Sampling
+from terrace.generation.text import Decode
+from terrace.model.arranged import arrange
+from terrace.model.config import ModelConfig
+
+_PASS_TOKENS = 2048  # at once: no faster with more, and masks of parts of longer prompts grow with it
+_WINDOW_PAGE = 64  # a text under a window gives back as it goes; a guess
+
+
+def continue_texts(
+    blocks: Sequence[nn.Module],
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    context: int,
+    sampling: Sampling,
+    stops: Collection[int] = (),
+    stop_texts: Collection[str] = (),
+    decode: Decode | None = None,
+) -> list[Completion]:
+    """Up to `num_tokens` further tokens of every prompt; text i draws from the sampling's seed + i.
+
+    A text that `stops` or `stop_texts` end has the token that ended it. Frozen matrices of the blocks are rearranged in
+    memory (terrace.model.arranged). Raises `ConfigError` for an empty prompt and for what no request can ask.
+    """
+    requests = [
+        Request(
+            prompt=tuple(prompt),
+            num_tokens=num_tokens,
+            seed=text,
+            sampling=sampling,
+            stop_tokens=frozenset(stops),
+            stop_texts=tuple(stop_texts),
+        )
+        for text, prompt in enumerate(prompts)
+    ]
+    if not requests:
+        return []
+    arrange(blocks, len(requests))
+    longest = max(len(request.prompt) for request in requests) + num_tokens
+    budget = max(_PASS_TOKENS, len(requests))
+    if 0 < config.sliding_window <= context and not config.learned_positions:
+        page_tokens = min(_WINDOW_PAGE, longest)
+        pages = -(-min(longest, config.sliding_window + budget + page_tokens) // page_tokens)
+    else:
+        # A page holds a whole text, which is then never gathered.
+        page_tokens, pages = min(longest, context), 1
+    engine = GenerationEngine(
+        blocks,
+        config,
+        context=context,
+        num_pages=pages * len(requests),
+        page_tokens=page_tokens,
+        token_budget=budget,
+        decode=decode,
+    )
+    return engine.run(requests)
