@@ -1,18 +1,20 @@
 """Hands the parameters of an engine over to replicas for generation, between two steps.
 
-    for one block of every stage, and then the next, from the outermost tier inward:
+    for one block of every stage, and then the next, from the outermost tier inward, each tier on a lane of its own:
         what goes to a peer -> one buffer -> sent and received all at once -> into the slices
 
-A rank sends from its part of the flat buffers, and from its slices what came over an outer tier. It has the messages of
-one round and tier at a time. The moves are those of `terrace.plan.transition`; values travel as they are, in the dtype
-of the working copies (message class `reshard`). No program has them: they are declared here.
+The instructions are a program's (terrace.program.hand_over), which is verified before the first hand-over; its bytes
+are declared to the engine. A rank sends from its part of the flat buffers, and from its slices what came over an outer
+tier; it has the messages of one instruction a lane at a time. Values travel in the dtype of the working copies (message
+class `reshard`), of which they are a copy, or of the masters, rounded as a refresh rounds them.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,13 +23,19 @@ from torch import Tensor
 from terrace.base.boxes import Box, numel, overlap, sizes, within
 from terrace.base.errors import PlanError
 from terrace.comm.collectives import DTYPES
+from terrace.comm.lane import Ticket, make_lane
 from terrace.plan.handover import Move
 from terrace.plan.holdings import flat_boxes
 from terrace.plan.layout import island_ranks
 from terrace.plan.slices import rank_slices
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
+from terrace.program.hand_over import hand_over_program
+from terrace.program.program import Program
+from terrace.program.verify_hand_over import verify_hand_over
 from terrace.runtime.engine import Engine
+from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.gap_messages import behind
 
 Slices = dict[str, Tensor]  # parameter -> this rank's slice of it
 _Key = tuple[int, torch.dtype]  # a peer, and what its message is made of
@@ -39,14 +47,27 @@ class HandOver:
     `replica` has the ranks of this rank's replica in the order of their slices, `group` is theirs, None of one rank.
     """
 
-    def __init__(self, engine: Engine, rows: int, timeout: timedelta = timedelta(minutes=10)) -> None:
-        """Plan it, to replicas of `rows` tensor ranks; raises `PlanError` where blocks or ranks cannot have them."""
+    def __init__(
+        self,
+        engine: Engine,
+        rows: int,
+        timeout: timedelta = timedelta(minutes=10),
+        source: Literal["params", "optimizer"] = "params",
+    ) -> None:
+        """Plan it, to replicas of `rows` tensor ranks.
+
+        `source` are the working copies, or the masters of the optimizer, which are there before a refresh under way has
+        arrived, and of which a rank may have fewer. Raises `PlanError` where blocks or ranks cannot have such replicas,
+        and for masters whose refresh rounds what others see.
+        """
         program, self._engine, self._rank = engine.program, engine, engine.rank
+        if source == "optimizer":
+            _check_exact(program)
         held: list[set[int]] = [set() for _ in range(program.stage.num_stages)]
         for stage, blocks in engine.comm.exchange([program.stage.index, list(program.stage.held)]):
             held[stage].update(blocks)
         specs = engine.state.specs
-        self.transition = Transition.of(program.cluster, program.plan, specs, program.flats, held, rows)
+        self.transition = Transition.of(program.cluster, program.plan, specs, program.flats, held, rows, source)
         # Elsewhere parameters are others; a replica inside an island has all it needs there.
         # All replicas, so that every rank raises.
         for replica in self.transition.replicas:
@@ -56,17 +77,11 @@ class HandOver:
                     f"replicas of {rows} tensor rows reach over islands of {len(island)} ranks, whose parameters "
                     "differ: use a number of rows that divides these"
                 )
-        self._tiers = [tier.name for tier in program.cluster.tiers]
-        alike = self.transition.alike
-        moves_of = {first: self.transition.moves(first, self._rank) for first in dict.fromkeys(alike)}
-        self._moves = [moves_of[first] for first in alike]
-        self.sent_bytes = Counter[tuple[MessageClass, str]]()  # of this rank in a hand-over
-        for block, moves in enumerate(self._moves):
-            for move in moves:
-                num_bytes = self.transition.num_bytes(block, move) if move.source == self._rank else 0
-                self.sent_bytes[MessageClass.RESHARD, self._tiers[move.tier]] += num_bytes
+        self.program, self._source = hand_over_program(program.cluster, self.transition, self._rank), source
+        verify_hand_over(self.program)
         # Groups of its own, since the world's may have no timeout.
-        self._group = dist.new_group(timeout=timeout) if program.cluster.world_size > 1 else None
+        tiers = sorted({each.tier for each in self.program.instructions})
+        self._groups = {tier: dist.new_group(timeout=timeout) for tier in tiers}
         (self.replica,) = (replica for replica in self.transition.replicas if self._rank in replica)
         self.group: dist.ProcessGroup | None = None
         if rows > 1:
@@ -74,19 +89,32 @@ class HandOver:
                 list(self.replica), timeout=timeout, use_local_synchronization=True, sort_ranks=False
             )
 
+    @property
+    def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
+        """Bytes that this rank sends in a hand-over, by message class and tier."""
+        return self.program.sent_bytes
+
     def run(self) -> list[Slices]:
         """This rank's slices of every block's parameters, as they are after the last step."""
-        self._engine.drain()
+        if self._source == "params":
+            self._engine.drain()
         self._engine.runner.declared_bytes.update(self.sent_bytes)
-        found: list[Slices] = [{} for _ in self._moves]
-        for blocks in self.transition.rounds:
-            parts = {block: self._parts(block) for block in blocks}
-            for tier in reversed(range(len(self._tiers))):
-                moves = [(parts[block], move) for block in blocks for move in self._moves[block] if move.tier == tier]
-                self._exchange(self._tiers[tier], moves)
-            for block in blocks:
-                found[block] = parts[block].slices
-        return found
+        parts = [self._parts(block) for block in range(len(self.transition.alike))]
+        lanes = {tier: make_lane(self._engine.comm.device) for tier in self._groups}
+        tickets = dict[tuple[int, ...], Ticket]()  # of the newest instruction of blocks
+        try:
+            for position, (blocks, tier) in enumerate(self.program.instructions):
+                moves = [(parts[block], move) for block, move in self.program.moves[position]]
+                work = partial(self._exchange, self.program.names[tier], moves, self._groups[tier])
+                tickets[blocks] = lanes[tier].submit(behind(tickets.get(blocks), work))
+            for ticket in tickets.values():
+                ticket.wait()
+        finally:
+            # After a failure a lane may wait for a rank that is gone.
+            failed = any(lane.failed for lane in lanes.values())
+            for lane in lanes.values():
+                lane.close(wait=not failed)
+        return [own.slices for own in parts]
 
     def _parts(self, block: int) -> "_Parts":
         """Boxes of a block that this rank holds, and its slices, filled where it holds them."""
@@ -99,10 +127,10 @@ class HandOver:
         }
         own = list[tuple[str, Box, Tensor]]()
         for flat in state.flats.get(block, ()):
-            start = flat.part(flat.layout.params).start
-            for part in flat_boxes(flat.spec.params, start, start + flat.shard.numel(), slices_of):
+            start, held = self._held(flat)
+            for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
                 first = part.start - start
-                values = flat.shard[first : first + numel(part.padded)].view(sizes(part.padded))
+                values = held[first : first + numel(part.padded)].view(sizes(part.padded))
                 own.append((part.param.name, part.whole, values[within(part.real, part.padded)]))
         for name, box, values in own:
             common = overlap(box, boxes[name]) if name in boxes else None
@@ -110,7 +138,14 @@ class HandOver:
                 slices[name][within(common, boxes[name])] = values[within(common, box)]
         return _Parts(dtypes=dtypes, own=own, boxes=boxes, slices=slices)
 
-    def _exchange(self, tier: str, moves: Sequence["_PartMove"]) -> None:
+    def _held(self, flat: FlatParam) -> tuple[int, Tensor]:
+        """The values of a flat buffer that this rank sends from, and where they begin in it."""
+        if self._source == "params" or flat.optimizer is None:
+            return flat.part(flat.layout.params).start, flat.shard
+        master = flat.optimizer.master
+        return flat.part(flat.layout.optimizer).start, master.to(flat.shard.dtype)
+
+    def _exchange(self, tier: str, moves: Sequence["_PartMove"], group: dist.ProcessGroup) -> None:
         """Send and receive `moves`, all over one tier: one message to each peer, or one a dtype."""
         sends, receives = defaultdict[_Key, list[_PartMove]](list), defaultdict[_Key, list[_PartMove]](list)
         for parts, move in moves:
@@ -127,8 +162,8 @@ class HandOver:
         }
         begin_s = 0.0 if pacer is None else pacer.begin()
         # All at once: one after the other, two ranks could each wait for the other's receive.
-        operations = [dist.P2POp(dist.irecv, values, peer, self._group) for (peer, _), values in coming.items()]
-        operations += [dist.P2POp(dist.isend, values, peer, self._group) for (peer, _), values in leaving.items()]
+        operations = [dist.P2POp(dist.irecv, values, peer, group) for (peer, _), values in coming.items()]
+        operations += [dist.P2POp(dist.isend, values, peer, group) for (peer, _), values in leaving.items()]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         if leaving:
@@ -140,6 +175,16 @@ class HandOver:
             pieces = torch.split(values, [numel(move.box) for _, move in receives[key]])
             for (parts, move), piece in zip(receives[key], pieces, strict=True):
                 parts.place(move)[...] = piece.view(sizes(move.box))
+
+
+def _check_exact(program: Program) -> None:
+    for tier in program.cluster.tiers:
+        wire = program.plan.wire_format(MessageClass.REFRESH, tier.name)
+        if wire.name != program.plan.compute:
+            raise PlanError(
+                f"refreshes travel as {wire.name} over {tier.name} and parameters are {program.plan.compute}, so ranks "
+                'train with other values than their masters: hand over from "params", or leave the format out'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""Seconds and bytes of a hand-over to generation, predicted from its moves.
+"""Seconds and bytes of a hand-over to generation, from the programs of all ranks (terrace.program.hand_over).
 
-Rounds of blocks follow each other, and in a round tiers, the outermost first, as the runtime sends them
-(terrace.runtime.reshard). On a tier all messages of a rank start together, so it takes one latency, and the bytes of
-the rank that sends or receives the most: links carry both directions at once. All ranks are taken to begin a tier
-together.
+An instruction starts on a rank when its lane is free, the instruction of the same blocks on the tier outside is done,
+and the ranks that it exchanges with are as far. All its messages start together, so it takes one latency, and the bytes
+that the rank sends or receives, whichever are more: links carry both directions at once. It is done when it is done on
+the ranks that it exchanges with, too.
 """
 
 from collections import Counter
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.transition import Transition
+from terrace.program.hand_over import hand_over_programs
 from terrace.simulate.links import exchange_tiers
 
 
@@ -25,34 +26,26 @@ class HandOverCost:
 
 def predict_hand_over(cluster: Cluster, transition: Transition) -> HandOverCost:
     """The cost of a hand-over among the ranks of `cluster`, for which it was made."""
-    sent, received, seconds = Counter[int](), Counter[int](), 0.0
-    of_blocks = {first: _ends(transition, first) for first in dict.fromkeys(transition.alike)}
-    rounds = Counter(tuple(transition.alike[block] for block in blocks) for blocks in transition.rounds)
-    for blocks, times in rounds.items():
-        for tier in range(len(transition.tiers)):
-            leaving, coming = (
-                sum((of_blocks[block][tier][side] for block in blocks), Counter[int]()) for side in range(2)
-            )
-            if not leaving:
-                continue
-            slowest = max(*leaving.values(), *coming.values())
-            seconds += times * sum(exchange_tiers(cluster, transition.tiers, [(tier, slowest)]).values())
-            sent[tier] += times * leaving.total()
-            for rank, num_bytes in coming.items():
-                received[rank] += times * num_bytes
+    programs = hand_over_programs(cluster, transition)
+    sent, received = Counter[str](), [0] * len(programs)
+    free: dict[tuple[int, int], float] = {}  # rank, lane -> seconds
+    done: dict[tuple[int, tuple[int, ...]], float] = {}  # rank, blocks -> seconds
+    for position, instruction in enumerate(programs[0].instructions):
+        blocks, tier = instruction
+        ends = {program.rank: program.ends(position) for program in programs if program.moves[position]}
+        ready = {rank: max(free.get((rank, tier), 0.0), done.get((rank, blocks), 0.0)) for rank in ends}
+        after = dict[int, float]()
+        for rank, (leaving, coming) in ends.items():
+            leaves, comes = sum(leaving.values()), sum(coming.values())
+            start_s = max(ready[each] for each in (rank, *leaving, *coming))
+            seconds = exchange_tiers(cluster, transition.tiers, [(tier, max(leaves, comes))])
+            after[rank] = start_s + sum(seconds.values())
+            sent[cluster.tiers[tier].name] += leaves
+            received[rank] += comes
+        for rank, both in ends.items():
+            free[rank, tier] = done[rank, blocks] = max(after[each] for each in (rank, *both[0], *both[1]))
     return HandOverCost(
-        seconds=seconds,
-        sent_bytes={tier.name: sent[index] for index, tier in enumerate(cluster.tiers)},
-        received_bytes=max(received.values(), default=0),
+        seconds=max(done.values(), default=0.0),
+        sent_bytes={tier.name: sent[tier.name] for tier in cluster.tiers},
+        received_bytes=max(received),
     )
-
-
-def _ends(transition: Transition, block: int) -> list[tuple[Counter[int], Counter[int]]]:
-    """Bytes of a block by source and by target, for each tier."""
-    found = [(Counter[int](), Counter[int]()) for _ in transition.tiers]
-    for move in transition.moves(block):
-        leaving, coming = found[move.tier]
-        num_bytes = transition.num_bytes(block, move)
-        leaving[move.source] += num_bytes
-        coming[move.target] += num_bytes
-    return found

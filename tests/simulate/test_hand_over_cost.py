@@ -33,9 +33,10 @@ def test_a_tier_takes_its_latency_and_the_bytes_of_a_rank() -> None:
     """Two blocks of 48 elements in shards of a quarter, to whole replicas, over a slow tier and a fast one."""
     cluster, blocks = links(2, 2), [mlp(8)] * 2
     cost = predict_hand_over(cluster, transition_of(cluster, plan_of("node"), blocks, rows=1))
-    # The slow tier brings every rank a quarter, and the fast one half.
-    launches_s = 2 * cluster.device.kernels.launch_s
-    assert cost.seconds == pytest.approx(2 * (2 * LATENCY_S + 48 / SLOW + 96 / FAST + launches_s))
+    # The slow tier brings every rank a quarter, and the fast one half, of the first block while the slow one has the
+    # second.
+    slow_s, fast_s = (LATENCY_S + each + cluster.device.kernels.launch_s for each in (48 / SLOW, 96 / FAST))
+    assert cost.seconds == pytest.approx(2 * slow_s + fast_s)
     assert cost.sent_bytes == {"package": 2 * 4 * 96, "node": 2 * 4 * 48}
     assert cost.received_bytes == 2 * (48 + 96)
 
@@ -46,10 +47,25 @@ def test_stages_send_their_blocks_at_the_same_time() -> None:
     plan = plan_of("device", node={"pipeline": 2})
     transition = transition_of(cluster, plan, [mlp(8)] * 4, 1)
     assert transition.rounds == ((0, 1), (2, 3))
-    launches_s = 2 * cluster.device.kernels.launch_s
     # Each rank sends half of its block to the other stage, and half of the other's block beside it.
-    wanted = 2 * (2 * LATENCY_S + 96 / SLOW + 96 / FAST + launches_s)
-    assert predict_hand_over(cluster, transition).seconds == pytest.approx(wanted)
+    slow_s, fast_s = (LATENCY_S + each + cluster.device.kernels.launch_s for each in (96 / SLOW, 96 / FAST))
+    assert predict_hand_over(cluster, transition).seconds == pytest.approx(2 * slow_s + fast_s)
+
+
+def test_a_rank_waits_for_those_that_it_exchanges_with() -> None:
+    """One of three ranks has all of a block, of which the others need half each: one message, then the next block."""
+    cluster, block = links(3), mlp(6)
+    parts = {param.name: [tuple((0, size) for size in param.shape)] for param in block.params}
+    half = {name: [((0, 3), box[0][1])] if name == "mlp.up" else [(box[0][0], (0, 3))] for name, box in parts.items()}
+    plain = transition_of(cluster, plan_of("device"), [block] * 2, 1)
+    transition = replace(
+        plain, holds={0: [parts, {}, {}]}, slices={0: [{}, half, half]}, replicas=((0, 1, 2),), rounds=((0,), (1,))
+    )
+    cost = predict_hand_over(cluster, transition)
+    # Both halves leave the first rank one after the other, so the link of a receiver is half idle.
+    both_s = LATENCY_S + 2 * 72 / FAST + cluster.device.kernels.launch_s
+    assert cost.seconds == pytest.approx(2 * both_s)
+    assert (cost.received_bytes, cost.sent_bytes) == (2 * 72, {"package": 2 * 144})
 
 
 def test_slices_that_ranks_have_cost_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -40,11 +41,11 @@ CASES = {
 
 
 def handed_over(
-    world: World, cluster: Cluster, case: Case, rows: int
+    world: World, cluster: Cluster, case: Case, rows: int, source: Literal["params", "optimizer"] = "params"
 ) -> tuple[list[str], Counter[str], dict[str, int]]:
     """Parameters that are not the slice of the trained ones; bytes of hand-overs that this rank sent, that all send."""
     engine = engine_of(world, cluster, case)
-    hand_over = HandOver(engine, rows)
+    hand_over = HandOver(engine, rows, source=source)
     for step in range(NUM_STEPS):
         engine.step(case.batches(engine, case, step), ADAMW.lr)
         found = hand_over.run()
@@ -102,10 +103,25 @@ def test_slices_have_the_bits_of_the_trained_model(pool: LocalPool, name: str, r
     assert (sum(total.values()) == 0) == ((name, rows) == ("rows on both tiers", 4))
 
 
-def refused(world: World, cluster: Cluster, case: Case, rows: int) -> str:
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("three levels, halves", 2), *nightly(("zero3", 1), ("stages of shards", 2), ("a frozen table", 2))],
+)
+def test_masters_have_the_bits_of_the_working_copies(pool: LocalPool, name: str, rows: int) -> None:
+    """Of which ranks hold less here: halves are summed as fp32, and their masters are fp64."""
+    sizes, case = CASES[name]
+    cluster = cluster_of(*sizes)
+    outcomes = pool.run(cluster.world_size, handed_over, cluster, case, rows, "optimizer", timeout_s=120.0)
+    assert not any(wrong for wrong, *_ in outcomes)
+    assert sum((sent for _, sent, _ in outcomes), Counter[str]()) == Counter(outcomes[0][2])
+
+
+def refused(
+    world: World, cluster: Cluster, case: Case, rows: int, source: Literal["params", "optimizer"] = "params"
+) -> str:
     engine = engine_of(world, cluster, case)
     try:
-        HandOver(engine, rows)
+        HandOver(engine, rows, source=source)
     except PlanError as error:
         return str(error)
     finally:
@@ -132,3 +148,10 @@ def test_rows_that_nobody_can_have_are_refused(pool: LocalPool, case: Case, rows
     cluster = cluster_of(*SIZES)
     found = pool.run(cluster.world_size, refused, cluster, case, rows, timeout_s=120.0)
     assert all(said in each for each in found), found
+
+
+def test_masters_that_a_refresh_rounds_are_refused(pool: LocalPool) -> None:
+    plan = replace(exact("zero2", cluster_of(*SIZES)), wire={"refresh": {"node": "fp32"}})
+    case = Case(plan, model=WIDE)
+    found = pool.run(4, refused, cluster_of(*SIZES), case, 2, "optimizer", timeout_s=120.0)
+    assert all("refreshes travel as fp32 over node and parameters are fp64" in each for each in found), found
