@@ -1,0 +1,307 @@
+"""The fastest placement of roles on a cluster: HybridFlow's algorithm 1 (Sheng et al. 2409.19256, section 6).
+
+1. Every partition of the roles into pools (`partitions`).
+2. For each pool the least devices that have the memory for its roles' states.
+3. Every way to share the devices among the pools, with at least so many each (`allocations`).
+4. For each pool the plans of its roles (`Choices`), found once for a role and a number of devices. Of their
+   combinations that fit together only those stay that no other beats in generation, scores and training at once.
+5. The iteration is the sum over stages of the slowest pool.
+
+Before any plan is searched, pools have bounds on their seconds: an allocation whose bounds add up to more than the
+`count` best partitions so far is left. So these partitions, each with its best allocation and plans, are found exactly
+among the plans of step 4; tests/planner/test_roles_search.py compares them with pricing everything.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.planner.roles.choices import Choices, undominated
+from terrace.planner.roles.costs import Cost, Costs, tensors_bytes
+from terrace.planner.roles.dataflow import Dataflow, Role, names_of
+from terrace.planner.roles.generation import Generation, rows_of
+from terrace.planner.roles.placement import (
+    IterationReport,
+    PlacedRole,
+    Pool,
+    RolePlacement,
+    price,
+)
+from terrace.planner.roles.pools import allocations, first_ranks, partitions, pool_cluster, pool_sizes
+from terrace.planner.roles.reshard import between_pools
+
+Seconds = tuple[float, float, float]  # of generation, scores and training
+Roles = tuple[int, ...]  # indexes of the roles of a pool, ascending
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Together:
+    """Plans of roles that share a pool: seconds of scores and training, bytes held and working, in role order."""
+
+    costs: tuple[Cost | None, ...] = ()
+    prepare_s: float = 0.0
+    train_s: float = 0.0
+    held_bytes: int = 0
+    working_bytes: int = 0
+
+    def joined(self, cost: Cost | None) -> "_Together":
+        if cost is None:
+            return replace(self, costs=(*self.costs, None))
+        return _Together(
+            costs=(*self.costs, cost),
+            prepare_s=self.prepare_s + cost.score_s,
+            train_s=self.train_s + cost.train_s,
+            held_bytes=self.held_bytes + cost.held_bytes,
+            working_bytes=max(self.working_bytes, cost.working_bytes),
+        )
+
+    @property
+    def ways(self) -> tuple[float, float, int, int]:
+        return self.prepare_s, self.train_s, self.held_bytes, self.working_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Option:
+    """A pool with its plans: seconds by stage; those of generation hold the hand-over inside the pool."""
+
+    pool: Pool
+    generate_s: float
+    prepare_s: float
+    train_s: float
+
+    @property
+    def seconds(self) -> Seconds:
+        return self.generate_s, self.prepare_s, self.train_s
+
+    @cached_property
+    def rows(self) -> int:
+        """Tensor ranks of a replica; 0 where nothing is generated."""
+        return sum(role.rows for role in self.pool.roles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A placement and its price."""
+
+    placement: RolePlacement
+    report: IterationReport
+
+    @property
+    def seconds(self) -> float:
+        return self.report.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPlacements:
+    """The best placement of each of the best partitions, the fastest first, and how many allocations were opened."""
+
+    best: tuple[Placed, ...]
+    num_opened: int
+
+
+class Places:
+    """The options of pools of one dataflow on one cluster."""
+
+    def __init__(self, dataflow: Dataflow, cluster: Cluster) -> None:
+        self.dataflow, self.cluster = dataflow, cluster
+        self.costs = Costs(dataflow)
+        self.choices = Choices(self.costs)
+        self._options: dict[tuple[Roles, int], tuple[Option, ...]] = {}
+        self._least_seconds: dict[tuple[Roles, int], Seconds] = {}
+        self._together: dict[tuple[Roles, int], list[_Together]] = {}
+
+    def least(self, roles: Roles) -> int | None:
+        """The least devices of a pool that have the memory for the states of its roles; None where none has."""
+        states = sum(self.choices.least_bytes(self.dataflow.roles[index]) for index in roles)
+        sizes = pool_sizes(self.cluster)
+        return next((size for size in sizes if states <= size * tensors_bytes(self.cluster)), None)
+
+    def least_seconds(self, roles: Roles, size: int) -> Seconds:
+        """Seconds of generation, scores and training that no pool of `size` devices with these roles goes below."""
+        key = roles, size
+        if key not in self._least_seconds:
+            here, members = pool_cluster(self.cluster, size), [self.dataflow.roles[index] for index in roles]
+            each = [self.choices.least_seconds(role, here) for role in members]
+            states = sum(self.choices.least_bytes(role) for role in members)
+            generate_s = 0.0
+            if any(role.generates for role in members):
+                room = tensors_bytes(here) - states / size
+                fitting = [found.seconds for found, _ in self._all_generations(here, room)]
+                generate_s = min(fitting, default=math.inf)
+            self._least_seconds[key] = generate_s, sum(score for score, _ in each), sum(train for _, train in each)
+        return self._least_seconds[key]
+
+    def options(self, roles: Roles, size: int) -> tuple[Option, ...]:
+        """Pools of `size` devices with the roles, none of them worse in all stages than another."""
+        key = roles, size
+        if key not in self._options:
+            self._options[key] = tuple(undominated(self._all_options(roles, size), _ways))
+        return self._options[key]
+
+    def _all_options(self, roles: Roles, size: int) -> Iterator[Option]:
+        flow, here = self.dataflow, pool_cluster(self.cluster, size)
+        room = tensors_bytes(here)
+        members = [flow.roles[index] for index in roles]
+        generates = any(role.generates for role in members)
+        # The hand-over depends on the plan of the source, so that its plans are kept apart.
+        apart = tuple(index for index in roles if generates and flow.roles[index] is flow.source)
+        for first, rest in product(self._combined(apart, size), self._combined(_without(roles, apart), size)):
+            both = [*zip(apart, first.costs, strict=True), *zip(_without(roles, apart), rest.costs, strict=True)]
+            held, working = first.held_bytes + rest.held_bytes, max(first.working_bytes, rest.working_bytes)
+            if held + working > room:
+                continue
+            known = dict(both)
+            ways = self._generations(here, first.costs, room - held) if generates else [(0, 0.0)]
+            for rows, generate_s in ways:
+                placed = tuple(_placed(flow.roles[index], known.get(index), rows) for index in roles)
+                yield Option(
+                    pool=Pool(devices=size, roles=placed),
+                    generate_s=generate_s,
+                    prepare_s=first.prepare_s + rest.prepare_s,
+                    train_s=first.train_s + rest.train_s,
+                )
+
+    def _generations(self, here: Cluster, source: Sequence[Cost | None], room: float) -> list[tuple[int, float]]:
+        """Rows of replicas that fit in `room`, and their seconds; with a source in the pool, the fastest alone."""
+        fitting = sorted((each.seconds, rows) for each, rows in self._all_generations(here, room))
+        if not source:
+            return [(rows, seconds) for seconds, rows in fitting]
+        best = list[tuple[int, float]]()
+        for seconds, rows in fitting:
+            # A hand-over takes no less than nothing.
+            if best and seconds >= best[0][1]:
+                break
+            assert source[0] is not None
+            seconds += self.costs.hand_over(here, source[0].plan, rows).seconds
+            if not best or seconds < best[0][1]:
+                best = [(rows, seconds)]
+        return best
+
+    def _all_generations(self, here: Cluster, room: float) -> list[tuple[Generation, int]]:
+        ways = rows_of(here, self.dataflow.generator.model)
+        found = [(self.costs.generation(here, rows, room), rows) for rows in ways]
+        return [(each, rows) for each, rows in found if each.working_bytes <= room]
+
+    def _combined(self, roles: Roles, size: int) -> list[_Together]:
+        key = roles, size
+        if key not in self._together:
+            self._together[key] = self._joined(roles, size) if roles else [_Together()]
+        return self._together[key]
+
+    def _joined(self, roles: Roles, size: int) -> list[_Together]:
+        role, here = self.dataflow.roles[roles[-1]], pool_cluster(self.cluster, size)
+        before = self._combined(roles[:-1], size)
+        room = tensors_bytes(here)
+        choices = self.choices.of(role, here) if role.trains or role.scores else (None,)
+        found = [each.joined(cost) for each in before for cost in choices]
+        fitting = [each for each in found if each.held_bytes + each.working_bytes <= room]
+        return undominated(fitting, lambda each: each.ways)
+
+
+def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacements:
+    """The `count` best partitions of the roles, each with its best placement; the fastest first.
+
+    Raises `PlanError` where none has room.
+    """
+    places = Places(dataflow, cluster)
+    found, num_opened = list[_Best](), 0
+    for sets in partitions(len(dataflow.roles)):
+        least = [places.least(roles) for roles in sets]
+        if None in least or sum(filter(None, least)) > cluster.world_size:
+            continue
+        limit_s = found[count - 1][0] if len(found) >= count else math.inf
+        best: _Best = limit_s, []
+        for bound_s, sizes in sorted(_bounded(places, sets, list(filter(None, least)), limit_s)):
+            if bound_s >= best[0]:
+                break
+            num_opened += 1
+            best = _best(places, sets, sizes, best)
+        if best[1]:
+            # Of equals the one of fewer pools comes first.
+            found = sorted([*found, best], key=lambda each: each[0])
+    if not found:
+        raise PlanError(_no_room(places))
+    placements = [RolePlacement(pools=tuple(option.pool for option in options)) for _, options in found[:count]]
+    priced = [Placed(placement=each, report=price(dataflow, each, cluster, places.costs)) for each in placements]
+    return FoundPlacements(best=tuple(priced), num_opened=num_opened)
+
+
+_Best = tuple[float, list[Option]]
+
+
+def _bounded(
+    places: Places, sets: Sequence[Roles], least: Sequence[int], limit_s: float
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Allocations that may take less than `limit_s`, with their bounds."""
+    for sizes in allocations(places.cluster, least):
+        pools = [places.least_seconds(roles, size) for roles, size in zip(sets, sizes, strict=True)]
+        bound_s = sum(max(each) for each in zip(*pools, strict=True))
+        if bound_s < limit_s:
+            yield bound_s, sizes
+
+
+def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], best: _Best) -> _Best:
+    """The better of `best` and the fastest options of the pools; pools are added one by one while that may be."""
+    found, bounds = best, [places.least_seconds(*each) for each in zip(sets, sizes, strict=True)]
+
+    def extend(chosen: list[Option], slowest: Sequence[float]) -> None:
+        nonlocal found
+        least = bounds[len(chosen) :]
+        if sum(max(each) for each in zip(slowest, *least, strict=True)) >= found[0]:
+            return
+        if not least:
+            seconds = sum(slowest) + _between(places, sets, chosen)
+            if seconds < found[0]:
+                found = seconds, chosen
+            return
+        for option in places.options(sets[len(chosen)], sizes[len(chosen)]):
+            extend([*chosen, option], tuple(map(max, slowest, option.seconds)))
+
+    extend([], (0.0, 0.0, 0.0))
+    return found
+
+
+def _between(places: Places, sets: Sequence[Roles], chosen: Sequence[Option]) -> float:
+    """Seconds of the hand-over between pools; inside a pool its options have it."""
+    flow, names = places.dataflow, [{role.name for role in option.pool.roles} for option in chosen]
+    source, target = (
+        next(index for index, own in enumerate(names) if role.name in own) for role in (flow.source, flow.generator)
+    )
+    if source == target:
+        return 0.0
+    sizes = tuple(option.pool.devices for option in chosen)
+    firsts = first_ranks(places.cluster, sizes)
+    assert firsts is not None, "allocations lie side by side"
+    spans = [(firsts[index], sizes[index]) for index in (source, target)]
+    return between_pools(places.cluster, spans[0], spans[1], chosen[target].rows, flow).seconds
+
+
+def _no_room(places: Places) -> str:
+    flow, cluster = places.dataflow, places.cluster
+    for index, role in enumerate(flow.roles):
+        if not places.options((index,), cluster.world_size):
+            return (
+                f"role {role.name!r} has no room on the {cluster.world_size} devices of cluster {cluster.name!r}, even "
+                "alone: use more devices, shorter responses or a smaller model"
+            )
+    return (
+        f"the roles {names_of(flow.roles)} have no room on the {cluster.world_size} devices of cluster "
+        f"{cluster.name!r} together: use more devices, shorter responses or smaller models"
+    )
+
+
+def _placed(role: Role, cost: Cost | None, rows: int) -> PlacedRole:
+    return PlacedRole(name=role.name, plan=None if cost is None else cost.plan, rows=rows if role.generates else 0)
+
+
+def _without(roles: Roles, apart: Roles) -> Roles:
+    return tuple(index for index in roles if index not in apart)
+
+
+def _ways(option: Option) -> tuple[float, ...]:
+    # Only replicas of equal rows compare: a hand-over between pools, which is not counted here, depends on them.
+    return *option.seconds, option.rows, -option.rows

@@ -1,0 +1,123 @@
+"""The search for placements against the price of every one, and what it finds."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.planner.roles.choices import Choices
+from terrace.planner.roles.costs import Costs
+from terrace.planner.roles.dataflow import Dataflow, Role, ppo
+from terrace.planner.roles.generation import rows_of
+from terrace.planner.roles.placement import PlacedRole, Pool, RolePlacement, price
+from terrace.planner.roles.pools import first_ranks, partitions, pool_cluster, pool_sizes
+from terrace.planner.roles.search import find
+from tests.support.dataflows import llama, nodes, ppo_flow, small
+from tests.support.nightly import nightly
+
+
+def cluster_of(inner: int, outer: int, memory_bytes: float) -> Cluster:
+    whole = nodes(outer)
+    device = replace(whole.device, memory_bytes=memory_bytes)
+    return replace(whole, device=device, tiers=(replace(whole.tiers[0], size=inner), whole.tiers[1]))
+
+
+def random_case(seed: int) -> tuple[Dataflow, Cluster]:
+    """Three or four roles of two sizes on up to six devices, whose memory is scarce or not."""
+    of = random.Random(seed)
+    models = [llama(256, 4, 4, 768), llama(512, 6, 8, 1408)]
+    actor, critic, reward = (of.choice(models) for _ in range(3))
+    found = list(ppo(actor, of.choice([critic, None]), reward, standalone=of.random() < 0.3))
+    del found[4:]
+    flow = Dataflow(
+        roles=tuple(found),
+        prompts=of.choice([12, 24]),
+        samples=of.choice([1, 4]),
+        prompt_tokens=of.choice([128, 512]),
+        response_tokens=of.choice([128, 1024]),
+        updates=of.choice([1, 2]),
+    )
+    return flow, cluster_of(2, of.choice([1, 2, 3]), of.choice([3.2e9, 4e9, 40e9]))
+
+
+def every_placement(flow: Dataflow, cluster: Cluster, choices: Choices) -> Iterator[RolePlacement]:
+    """Labels instead of partitions, products instead of allocations: no code of the search."""
+    count, seen = len(flow.roles), set[tuple[int, ...]]()
+    for labels in product(range(count), repeat=count):
+        named = tuple(list(dict.fromkeys(labels)).index(label) for label in labels)
+        if named in seen:
+            continue
+        seen.add(named)
+        for sizes in product(pool_sizes(cluster), repeat=max(named) + 1):
+            if sum(sizes) != cluster.world_size or first_ranks(cluster, sizes) is None:
+                continue
+            ways = [
+                placed_ways(choices, role, pool_cluster(cluster, sizes[at]))
+                for role, at in zip(flow.roles, named, strict=True)
+            ]
+            for each in product(*ways):
+                members = [
+                    [role for role, at in zip(each, named, strict=True) if at == pool] for pool in range(len(sizes))
+                ]
+                yield RolePlacement(
+                    pools=tuple(Pool(devices=size, roles=tuple(own)) for size, own in zip(sizes, members, strict=True))
+                )
+
+
+def placed_ways(choices: Choices, role: Role, here: Cluster) -> list[PlacedRole]:
+    plans = [cost.plan for cost in choices.of(role, here)] if role.trains or role.scores else [None]
+    rows = rows_of(here, role.model) if role.generates else [0]
+    return [PlacedRole(name=role.name, plan=plan, rows=each) for plan, each in product(plans, rows)]
+
+
+@pytest.mark.parametrize("seed", [1, 2, *nightly(0, *range(3, 16))])
+def test_the_search_finds_what_pricing_everything_finds(seed: int) -> None:
+    flow, cluster = random_case(seed)
+    costs = Costs(flow)
+    choices, least_s = Choices(costs), float("inf")
+    for placement in every_placement(flow, cluster, choices):
+        report = price(flow, placement, cluster, costs)
+        least_s = min(least_s, report.seconds if report.fits else least_s)
+    if least_s == float("inf"):
+        with pytest.raises(PlanError, match="no room"):
+            find(flow, cluster)
+        return
+    found = find(flow, cluster)
+    assert found.best[0].report.fits
+    assert found.best[0].seconds == pytest.approx(least_s, rel=1e-9)
+    seconds = [each.seconds for each in found.best]
+    assert seconds == sorted(seconds)
+
+
+def test_partitions_are_all_ways_to_group() -> None:
+    assert [len(list(partitions(count))) for count in range(1, 6)] == [1, 2, 5, 15, 52]  # Bell's numbers
+
+
+def test_five_roles_on_128_devices_take_seconds() -> None:
+    model = llama()
+    flow = Dataflow(
+        roles=ppo(model, model, model, model)[:5],
+        prompts=1024,
+        prompt_tokens=1024,
+        response_tokens=1024,
+        updates=8,
+    )
+    start = time.process_time()
+    found = find(flow, nodes(16))
+    # 10 s on an idle core; other work on the machine stretches the time of the processor, too.
+    assert time.process_time() - start < 25
+    assert found.best[0].report.fits
+    assert {role.name for role in found.best[0].report.roles} == {role.name for role in flow.roles}
+
+
+def test_what_has_no_room_is_one_line() -> None:
+    with pytest.raises(PlanError, match=r"role 'actor' has no room on the 8 devices .* even alone"):
+        find(ppo_flow(llama(8192, 80, 64, 28672)), nodes(1))
+    tight = cluster_of(1, 2, 5e9)
+    with pytest.raises(PlanError, match="have no room on the 2 devices"):
+        find(ppo_flow(small()), tight)
