@@ -21,20 +21,22 @@ logits' cost in layers, and is monotone in it: a bound on schedules is the least
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate
-from terrace.planner.chains import Chains, Choice
+from terrace.planner.chains import Chains, Choices
+from terrace.planner.delays import Delay
 from terrace.planner.estimate import Estimator
-from terrace.planner.parts import BlockWorks, parts_of
+from terrace.planner.parts import BlockWorks, Part, parts_of
 from terrace.planner.pipelines import Pipeline, build_pipeline
 from terrace.planner.space import Group, OpenMesh
 from terrace.planner.spans import Span, Spans
-from terrace.planner.stages import SERIAL, held
+from terrace.planner.stages import SERIAL, has_halves, held, placement_of, traits
 from terrace.planner.task import Placement
 from terrace.planner.works import Works
-from terrace.program.schedules.registry import takes_unit
+
+Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
 
 
 def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
@@ -52,6 +54,8 @@ class Bounds:
         self.chains = Chains(estimator, self.works)
         self.spans_of = Spans(self.split)
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
+        self._parts: dict[tuple[tuple[int, ...], bool, int], tuple[Part, ...]] = {}
+        self._delays: dict[tuple[object, ...], Delay] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
 
     def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
@@ -141,10 +145,18 @@ class Bounds:
         works, edge_s, stages, micros = self._least(group, exact)
         return self.spans_of.each(works, 0.0, edge_s, stages, micros, schedules)
 
-    def group_excess_s(self, group: Group, choices: Iterable[Choice], *, exact: bool = False) -> float:
-        """`Chains.least_s` of everything in a group, whose members share their states among the same ranks."""
+    def group_scheduled_s(
+        self, group: Group, spans: Sequence[Span], choices: Choices, *, exact: bool = False
+    ) -> list[float]:
+        """`Chains.scheduled_s` of everything in a group, whose members share their states among the same ranks."""
         works, *_ = self._least(group, exact)
-        return self.chains.least_s(group.member, works.each, group.num_micros, choices)
+        return self.chains.scheduled_s(group.member, works.each, group.recompute, group.num_micros, spans, choices)
+
+    def root_scheduled_s(self, root: PartialCandidate, spans: Sequence[Span], choices: Choices) -> list[float]:
+        """`Chains.scheduled_s` of a root."""
+        shape, micro_batch, recompute, micros = root.shape, root.micro_batch, root.recompute, root.num_micros
+        works = self.works.of(shape, micro_batch, recompute, micros > 1)
+        return self.chains.scheduled_s(shape, works.each, recompute, micros, spans, choices)
 
     def _least(self, group: Group, exact: bool) -> tuple[BlockWorks, float, int, int]:
         shape, micro_batch, recompute, micros, _ = group
@@ -210,17 +222,50 @@ class Bounds:
 
     def placed_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in seconds for a core with a placement and a unit."""
-        return self.least_s(core, self.chains.excess_s(core, placement, unit))
+        found = self.delayed(core, [(self.chains.excess_s(core, placement, unit), placement, unit)])
+        return self.least_s(core, found[0][0])
+
+    def delayed(self, core: PartialCandidate, excesses: list[Excess]) -> list[Excess]:
+        """Excesses of a core with what its experts wait for on their lanes (terrace.planner.delays), ascending."""
+        shape, schedule = core.shape, core.schedule
+        mesh, delays = shape.mesh, self.chains.delays
+        if shape.divides or mesh.experts is None or schedule in ("", SERIAL) or not (delays.tells or not shape.is_open):
+            return excesses
+        counts = () if shape.is_open else self._counts(core)
+        trait, of_stages = traits()[schedule], not core.recompute
+        stages = mesh.total("tensor"), mesh.total("pipeline"), core.chunks, trait.split, trait.folded, of_stages
+        found = []
+        for excess_s, placement, unit in excesses:
+            prices = delays.prices(mesh, placement)
+            key = (prices, stages, counts)
+            delay = self._delays.get(key)
+            if delay is None:
+                if counts:
+                    delay = delays.of(mesh, schedule, prices, self._parts_of(core, counts), of_stages=of_stages)
+                else:
+                    delay = delays.at_least(mesh, schedule, core.chunks, prices, of_stages=of_stages)
+                self._delays[key] = delay
+            found.append((delay.added_s(excess_s, core.num_micros), placement, unit))
+        return sorted(found)
+
+    def _counts(self, core: PartialCandidate) -> tuple[int, ...]:
+        mesh, numbers = core.shape.mesh, (core.micro_batch, core.recompute, core.num_micros > 1)
+        works = self.works.of(core.shape, *numbers, halves=has_halves(core.schedule, mesh)).each
+        return self.split.counts(works, mesh.total("pipeline") * core.chunks)
+
+    def _parts_of(self, core: PartialCandidate, counts: tuple[int, ...]) -> tuple[Part, ...]:
+        stages, schedule = core.shape.mesh.total("pipeline"), core.schedule
+        key = (counts, traits()[schedule].folded, stages)
+        found = self._parts.get(key)
+        if found is None:
+            placement = placement_of(schedule, stages, core.chunks)
+            found = self._parts[key] = parts_of(self.split.contents(counts), placement)
+        return found
 
     @staticmethod
     def least_s(core: PartialCandidate, excess_s: float) -> float:
         """Lower bound in seconds for a step at least `excess_s` longer than its computing."""
         return (core.span_s + excess_s) * SLACK
-
-    @staticmethod
-    def chained_s(span: Span, excess_s: float) -> float:
-        """Bound in seconds with a schedule and the least excess; schedules that pass units have chains of their own."""
-        return span.span_s if takes_unit(span.schedule) else max(span.span_s, span.chained_s + excess_s)
 
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound in bytes on the memory of a core with a placement and a unit."""

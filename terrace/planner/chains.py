@@ -11,21 +11,44 @@ many passes or more. So the sum of the two never falls: with the least seconds o
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.planner.candidate import PartialCandidate
+from terrace.planner.delays import Delay, Delays, LanePrices
 from terrace.planner.messages import MessagePrices, Messages
 from terrace.planner.parts import Runs, Work, work_of_runs
 from terrace.planner.space import OpenMesh
+from terrace.planner.spans import Span
+from terrace.planner.stages import has_halves, traits
 from terrace.planner.task import Placement
 from terrace.planner.works import Works
+from terrace.program.schedules.registry import takes_unit
 
 if TYPE_CHECKING:
     from terrace.planner.estimate import Estimator
 
-Choice = tuple[Placement, int]  # a placement, and the longest unit with it
+Choices = tuple[tuple[Placement, int], ...]  # placements, and the longest unit with each
 _Ends = tuple[float, float, float, float]
+
+
+class _Offers(NamedTuple):
+    """Of the placements worth a try: ends (`Chains._ends_of`) and, where experts wait behind states, prices and least
+    delays by schedule.
+    """
+
+    ends: list[_Ends]
+    prices: list[LanePrices]
+    delays: dict[tuple[bool, bool, int, int], list[Delay]]
+
+
+class _Terms(NamedTuple):
+    """Seconds of a chain without the computing: the ends of each run, of CLIP, and of the busiest lane in a step."""
+
+    runs: list[_Ends]
+    control_s: float
+    busiest_s: float
 
 
 class Chains:
@@ -35,7 +58,10 @@ class Chains:
         self.estimator, self.works, self.split = estimator, works, estimator.split
         self.num_inner = len(estimator.task.inner)
         self.message_prices = MessagePrices(estimator)
+        self.delays = Delays(estimator, self.message_prices)
         self._ends: dict[tuple[object, ...], _Ends] = {}
+        self._terms: dict[tuple[object, ...], _Terms] = {}
+        self._offers: dict[tuple[object, ...], _Offers] = {}
 
     def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core."""
@@ -46,31 +72,97 @@ class Chains:
             return 0.0
         # An excess must not be overestimated for any form, so the form with the most computing counts: all of it hides
         # messages.
-        works = self.works.most(core.shape, core.micro_batch, core.recompute, core.num_micros > 1)
+        numbers, halves = (
+            (core.micro_batch, core.recompute, core.num_micros > 1),
+            has_halves(core.schedule, core.shape.mesh),
+        )
+        works = self.works.most(core.shape, *numbers, halves=halves)
         return self._chain_s(core.shape, core.heavy, works, core.num_micros, placement, unit)
 
-    def least_s(self, shape: OpenMesh, works: Sequence[Work], num_micros: int, choices: Iterable[Choice]) -> float:
-        """The same with the best of `choices`, whatever the schedule and split, to be added to `Span.chained_s`.
+    def scheduled_s(
+        self,
+        shape: OpenMesh,
+        works: Sequence[Work],
+        recompute: int,
+        num_micros: int,
+        spans: Sequence[Span],
+        choices: Choices,
+    ) -> list[float]:
+        """Lower bound in seconds with the schedule of each span, and the best of `choices`, whatever the split.
 
         `works` may be the least of several shapes and forms. Of one that may divide its experts, these send nothing.
         """
-        stages = shape.mesh.total("pipeline")
+        stages, alike = shape.mesh.total("pipeline"), self.split.alike
+        if not choices or (stages > 1 and alike is None):
+            return [_scheduled_s(span, 0.0, 0.0) for span in spans]
         if stages == 1:
             whole = self.works.whole
-            found = [self._chain_s(shape, whole, works, num_micros, *choice) for choice in choices]
-            return max(0.0, min(found, default=0.0))
-        alike = self.split.alike
-        if alike is None:
-            return 0.0
+            least_s = max(0.0, min([self._chain_s(shape, whole, works, num_micros, *choice) for choice in choices]))
+            return [_scheduled_s(span, 0.0, least_s) for span in spans]
         # Some stage has the mean of the layers or more. Its chain is no shorter than one of as many layers, but for the
         # passes of look-ups before them.
         most = -(-self.num_inner // stages)
+        assert alike is not None, "checked above"
         forwards_s, backwards_s = (most - 1) * works[alike][0], (most - 1) * works[alike][1]
-        found = []
-        for placement, _ in choices:
-            ready_s, last_ready_s, done_s, last_done_s = self._ends_of(shape, most, placement)
-            found.append(max(ready_s, last_ready_s - forwards_s) + max(done_s, last_done_s - backwards_s))
-        return max(0.0, min(found, default=0.0) - sum(work_of_runs(works, self.split.before)[:2]))
+        hidden_s = sum(work_of_runs(works, self.split.before)[:2])
+        offers = self._offers_of(shape, most, choices)
+        excesses_s = []
+        for ready_s, last_ready_s, done_s, last_done_s in offers.ends:
+            chain_s = max(ready_s, last_ready_s - forwards_s) + max(done_s, last_done_s - backwards_s)
+            excesses_s.append(max(0.0, chain_s - hidden_s))
+        if not offers.prices:
+            least_s = min(excesses_s)
+            return [_scheduled_s(span, 0.0, least_s) for span in spans]
+        # One placement may have the shorter messages, another the shorter waits of experts for them.
+        found, known = list[float](), dict[tuple[bool, bool, int], list[tuple[float, float]]]()
+        for span in spans:
+            trait = traits()[span.schedule]
+            key = trait.split, trait.folded, span.chunks
+            if key not in known:
+                delays = self._least_delays(shape, recompute, span, offers)
+                known[key] = [
+                    (delay.added_s(0.0, num_micros), delay.added_s(excess_s, num_micros))
+                    for excess_s, delay in zip(excesses_s, delays, strict=True)
+                ]
+            found.append(min([_scheduled_s(span, more_s, excess_s) for more_s, excess_s in known[key]]))
+        return found
+
+    def _offers_of(self, shape: OpenMesh, most: int, choices: Choices) -> "_Offers":
+        # Of placements that are no shorter in any respect than another, nothing is gained.
+        mesh = shape.mesh
+        numels = mesh.total("tensor"), self._numels(shape)
+        key = (mesh.state, mesh.stack_state, numels, mesh.experts, shape.divides, most, choices)
+        found = self._offers.get(key)
+        if found is None:
+            waits = mesh.experts is not None and not shape.divides and self.delays.tells
+            every = {
+                (self._ends_of(shape, most, place), self.delays.prices(mesh, place) if waits else ())
+                for place, _ in choices
+            }
+            seconds = {each: (*each[0], *chain.from_iterable(each[1])) for each in every}
+            best = [
+                one
+                for one, own in seconds.items()
+                if not any(
+                    all(less <= more for less, more in zip(other, own, strict=True))
+                    for each, other in seconds.items()
+                    if each is not one
+                )
+            ]
+            prices = [prices for _, prices in best if isinstance(prices, LanePrices)]
+            found = self._offers[key] = _Offers([ends for ends, _ in best], prices, {})
+        return found
+
+    def _least_delays(self, shape: OpenMesh, recompute: int, span: Span, offers: "_Offers") -> list[Delay]:
+        mesh, schedule, chunks = shape.mesh, span.schedule, span.chunks
+        key = traits()[schedule].split, traits()[schedule].folded, chunks, recompute
+        found = offers.delays.get(key)
+        if found is None:
+            at_least = self.delays.at_least
+            found = offers.delays[key] = [
+                at_least(mesh, schedule, chunks, prices, of_stages=not recompute) for prices in offers.prices
+            ]
+        return found
 
     def _ends_of(self, shape: OpenMesh, most: int, placement: Placement) -> _Ends:
         """Of a stage of `most` layers: seconds until the first and the last of them has its parameters, from the last
@@ -109,33 +201,47 @@ class Chains:
         placement: Placement,
         unit: int,
     ) -> float:
-        # The chain is longest at the first or the last block of some run of equal blocks, so only these are tried.
-        numels, messages = self._numels(shape), self._messages(shape, placement)
-        held = sum(numels[kind] * count for kind, count in runs)
-        update_s = self.estimator.update_s(shape.mesh.state, placement, held)
-        # The first block's backward is the last of the step; its synchronisation ends the chain.
-        first_s = messages.sync[runs[0][0]]
-        starts_s = ends_s = 0.0
-        refreshed_s = forward_s = reduced_s = synced_s = backward_s = 0.0  # of the blocks before
-        for kind, count in runs:
-            work, more = works[kind], count - 1
-            refresh_s, gather_s, reduce_s, sync_s = [each[kind] for each in messages[:4]]
+        terms = self._terms_of(shape, runs, placement, num_micros // unit)
+        starts_s = ends_s = forward_s = backward_s = 0.0  # of the blocks before
+        for (kind, count), (ready_s, last_ready_s, done_s, last_done_s) in zip(runs, terms.runs, strict=True):
+            forwards_s, backwards_s = unit * works[kind][0], unit * works[kind][1]
             # Start of the chain: the first block of this kind, then the last, less the forwards that overlap.
-            ready_s = max(update_s, refreshed_s + refresh_s) + gather_s - forward_s
-            last_s = max(update_s, refreshed_s + count * refresh_s) + gather_s - forward_s
-            starts_s = max(starts_s, ready_s, last_s - more * unit * work[0])
+            starts_s = max(starts_s, ready_s - forward_s, last_ready_s - forward_s - (count - 1) * forwards_s)
             # End of the chain: from the last backward of this kind down to CLIP, less the backwards that overlap.
-            synced = reduce_s + synced_s
-            reduced = reduced_s + first_s
-            done_s = max(synced + sync_s, reduced + reduce_s) - backward_s
-            last_s = max(synced + count * sync_s, reduced + count * reduce_s) - backward_s
-            ends_s = max(ends_s, done_s, last_s - more * unit * work[1])
-            refreshed_s, forward_s = refreshed_s + count * refresh_s, forward_s + count * unit * work[0]
-            reduced_s, synced_s = reduced_s + count * reduce_s, synced_s + count * sync_s
-            backward_s += count * unit * work[1]
-        compute_s = num_micros * sum([count * (works[kind][0] + works[kind][1]) for kind, count in runs])
-        busiest_s = max(_lanes_s(runs, messages, num_micros // unit).values())
-        return max(starts_s + ends_s + messages.control[0], busiest_s - compute_s)
+            ends_s = max(ends_s, done_s - backward_s, last_done_s - backward_s - (count - 1) * backwards_s)
+            forward_s, backward_s = forward_s + count * forwards_s, backward_s + count * backwards_s
+        compute_s = num_micros // unit * (forward_s + backward_s)
+        return max(starts_s + ends_s + terms.control_s, terms.busiest_s - compute_s)
+
+    def _terms_of(self, shape: OpenMesh, runs: Runs, placement: Placement, num_units: int) -> "_Terms":
+        # The chain is longest at the first or the last block of some run of equal blocks, so only these are tried.
+        mesh, numels = shape.mesh, self._numels(shape)
+        key = (mesh.state, mesh.stack_state, numels, mesh.expert_degrees, shape.divides, runs, placement, num_units)
+        found = self._terms.get(key)
+        if found is None:
+            messages = self._messages(shape, placement)
+            held = sum(numels[kind] * count for kind, count in runs)
+            update_s = self.estimator.update_s(mesh.state, placement, held)
+            # The first block's backward is the last of the step; its synchronisation ends the chain.
+            first_s = messages.sync[runs[0][0]]
+            refreshed_s = reduced_s = synced_s = 0.0  # of the blocks before
+            each = []
+            for kind, count in runs:
+                refresh_s, gather_s, reduce_s, sync_s = [message[kind] for message in messages[:4]]
+                synced, reduced = reduce_s + synced_s, reduced_s + first_s
+                each.append(
+                    (
+                        max(update_s, refreshed_s + refresh_s) + gather_s,
+                        max(update_s, refreshed_s + count * refresh_s) + gather_s,
+                        max(synced + sync_s, reduced + reduce_s),
+                        max(synced + count * sync_s, reduced + count * reduce_s),
+                    )
+                )
+                refreshed_s += count * refresh_s
+                reduced_s, synced_s = reduced_s + count * reduce_s, synced_s + count * sync_s
+            busiest_s = max(_lanes_s(runs, messages, num_units).values())
+            found = self._terms[key] = _Terms(each, messages.control[0], busiest_s)
+        return found
 
     def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
         """The same where units pass whole chunks, with every chunk as small as the smallest.
@@ -173,6 +279,13 @@ class Chains:
         own[0] += before_s
         own[-1] += after_s
         return max(once_s, max(lanes.values()) - core.num_micros * min(own))
+
+
+def _scheduled_s(span: Span, more_s: float, excess_s: float) -> float:
+    # Schedules that pass units have chains of their own.
+    if takes_unit(span.schedule):
+        return span.span_s + more_s
+    return max(span.span_s + more_s, span.chained_s + excess_s)
 
 
 def _lanes_s(runs: Runs, messages: Messages, units: int) -> dict[int, float]:

@@ -100,9 +100,9 @@ class Estimator:
             )
         return found
 
-    def block(self, kind: int, mesh: Mesh, micro_batch: int) -> Seconds:
-        """Seconds of a block on one micro-batch."""
-        return self._block(kind, mesh.inside, micro_batch, self.accumulates(mesh, micro_batch))
+    def block(self, kind: int, mesh: Mesh, micro_batch: int, *, halves: bool = False) -> Seconds:
+        """Seconds of a block on one micro-batch; `halves` as in `least_block`."""
+        return self._block(kind, mesh.inside, micro_batch, self.accumulates(mesh, micro_batch), halves=halves)
 
     def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
         """Whether a step adds up the gradients of several micro-batches."""
@@ -117,15 +117,17 @@ class Estimator:
         *,
         context: bool = True,
         exact: bool = True,
+        halves: bool = False,
     ) -> Seconds:
         """Lower bound on the seconds of a block over `forms` of a mesh's context ranks.
 
         Without `context` it leaves out the messages of context ranks. If not `exact`, experts count as in
-        `Experts.at_least`, which takes a fraction of the time of playing their chunks.
+        `Experts.at_least`, which takes a fraction of the time of playing their chunks. With `halves` gradients of
+        weights are a pass of their own, and hide no message of experts; a backward takes no less.
         """
         if not self.specs[kind].attends:
-            return self._block(kind, forms[0], micro_batch, accumulate, exact=exact)
-        each = [self._block(kind, form, micro_batch, accumulate, context, exact) for form in forms]
+            return self._block(kind, forms[0], micro_batch, accumulate, exact=exact, halves=halves)
+        each = [self._block(kind, form, micro_batch, accumulate, context, exact, halves) for form in forms]
         # No form is best in all four; the minima may come from different forms.
         return each[0] if len(each) == 1 else Seconds(*map(min, zip(*each, strict=True)))
 
@@ -143,16 +145,20 @@ class Estimator:
         accumulate: bool,
         context: bool = True,
         exact: bool = True,
+        halves: bool = False,
     ) -> Seconds:
-        key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context, exact)
+        halves = halves and mesh.experts is not None and self.specs[kind].has_stacks
+        key: tuple[object, ...] = (kind, mesh, micro_batch, accumulate, context, exact, halves)
         if not self.specs[kind].attends:  # it sees tokens only, whatever the context ranks
             key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._summed(kind, mesh, micro_batch, accumulate, context, exact)
+            found = self._blocks[key] = self._summed(kind, mesh, micro_batch, accumulate, context, exact, halves)
         return found
 
-    def _summed(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool, exact: bool) -> Seconds:
+    def _summed(
+        self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool, context: bool, exact: bool, halves: bool
+    ) -> Seconds:
         work, mixes = self.work(mesh, micro_batch), mesh.experts is not None and self.specs[kind].has_stacks
         put_off_s = 0.0
         if mixes and not exact:
@@ -164,7 +170,7 @@ class Estimator:
         else:
             own = self._compute(kind, mesh, micro_batch, accumulate)
             passes = self._tensor(kind, mesh, micro_batch, accumulate)
-            waits = self.experts.waits(kind, mesh, work, accumulate) if mixes else NOTHING
+            waits = self.experts.waits(kind, mesh, work, accumulate, halves) if mixes else NOTHING
         in_context = self.inner.context(kind, mesh, work) if context else NOTHING
         forward_s, backward_s, again_s = map(sum, zip(passes, in_context, waits, strict=True))
         return Seconds(

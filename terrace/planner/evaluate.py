@@ -35,7 +35,7 @@ from terrace.planner.parts import Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stage_specs import data_cluster, whole_blocks
-from terrace.planner.stages import SERIAL, pipeline
+from terrace.planner.stages import SERIAL, has_halves, pipeline
 from terrace.planner.task import Candidate, Task, Wire, num_micros
 from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
@@ -159,13 +159,22 @@ class Evaluator:
         tail_s = max(total - units * stage.unit_s for total, stage in zip(totals, played, strict=True))
         slowest = max(range(len(lines)), key=totals.__getitem__)
         time_s = dict(lines[slowest])
+        step_s = stretch * pipeline.span_s + tail_s + self._delay_s(candidate, pipeline)
         # The bubble is the rest of the step, so that the categories of the busiest stage sum to it.
-        time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
+        time_s[BUBBLE] = max(0.0, step_s - totals[slowest])
         # Of like stages only the fullest is priced: the others cannot need more.
         memories = [
             self.estimator.memory_bytes(candidate, part, waiting, micros) for part, waiting in pipeline.neediest
         ]
         return self._estimate(candidate, time_s, max(memories, key=lambda memory: sum(memory.values())))
+
+    def _delay_s(self, candidate: Candidate, pipeline: Pipeline) -> float:
+        mesh, micros = candidate.mesh, num_micros(self.task, candidate)
+        if mesh.experts is None:
+            return 0.0
+        delays = self.bounds.chains.delays
+        prices = delays.prices(mesh, candidate.placement)
+        return delays.of(mesh, candidate.schedule, prices, pipeline.parts).added_s(0.0, micros)
 
     def lines(self, candidate: Candidate) -> list[dict[str, float]]:
         """Seconds by category of each stage's step on its own."""
@@ -195,8 +204,9 @@ class Evaluator:
         # the rest.
         lengths = (units,) if candidate.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
         whole_chunks = takes_unit(candidate.schedule)
-        # The data-parallel program depends on the schedule only through its chunks.
-        key = (part if whole_chunks else part.runs, whole_chunks, candidate._replace(schedule="", chunks=1), lengths)
+        # The data-parallel program depends on the schedule only through its chunks and its halves of backwards.
+        how = whole_chunks, has_halves(candidate.schedule, candidate.mesh)
+        key = (part if whole_chunks else part.runs, *how, candidate._replace(schedule="", chunks=1), lengths)
         if key not in self._played:
             self._played[key] = self._play(part, candidate, lengths)
         return self._played[key]
@@ -234,7 +244,8 @@ class Evaluator:
             return self._chunks_program(part, candidate, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
         program = build(data_cluster(task.cluster, mesh.state), plan, blocks, micros)
-        seconds = [estimator.block(kind, candidate.mesh, candidate.micro_batch) for kind in part.kinds]
+        numbers, halves = (candidate.mesh, candidate.micro_batch), has_halves(candidate.schedule, candidate.mesh)
+        seconds = [estimator.block(kind, *numbers, halves=halves) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.backward_s for block in seconds),

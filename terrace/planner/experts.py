@@ -62,13 +62,16 @@ class Experts:
         pieces = self.chunks(mesh, work, accumulate).pieces
         return self._of(kind, mesh.expert_degrees, work, accumulate, layer.traffic, pieces)[1]
 
-    def waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> Seconds:
-        """Seconds that a forward, a backward and a recomputation wait for messages that meet no others."""
+    def waits(self, kind: int, mesh: Mesh, work: Work, accumulate: bool, halves: bool) -> Seconds:
+        """Seconds that a forward, a backward and a recomputation wait for messages that meet no others.
+
+        With `halves` a backward leaves the gradients of weights to a pass of its own.
+        """
         layer = self._layer(kind, mesh, work, accumulate)
         if layer is None:
             return _NOTHING
         numbers = self.chunks(mesh, work, accumulate)
-        forward_s, backward_s = layer.waits_s(numbers)
+        forward_s, backward_s = layer.waits_s(numbers, halves=halves)
         return forward_s, backward_s, forward_s - layer.tables_s(numbers)
 
     def at_least(self, kind: int, mesh: Mesh, work: Work, accumulate: bool) -> tuple[Seconds, Seconds]:

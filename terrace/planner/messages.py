@@ -53,13 +53,18 @@ class JoinedPrice:
 
     def __init__(self, own: Price, stacks: Price, has_stacks: Sequence[bool]) -> None:
         self._own, self._stacks, self._has_stacks = own, stacks, has_stacks
+        self._seconds: dict[int, float] = {}
 
     @cached_property
     def lane(self) -> int:
         return max(self._own.lane, self._stacks.lane)
 
     def __getitem__(self, kind: int) -> float:
-        return self._own[kind] + (self._stacks[kind] if self._has_stacks[kind] else 0.0)
+        found = self._seconds.get(kind)
+        if found is None:
+            more_s = self._stacks[kind] if self._has_stacks[kind] else 0.0
+            found = self._seconds[kind] = self._own[kind] + more_s
+        return found
 
 
 class Messages(NamedTuple):

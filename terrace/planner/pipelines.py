@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Pass
 from terrace.planner.parts import Part, Work, parts_of, work_of_runs
-from terrace.planner.stages import Trait, pipeline
+from terrace.planner.stages import Trait, has_halves, pipeline
 from terrace.program.schedules.counts import Waiting
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.seconds import TaskSeconds
@@ -127,9 +127,9 @@ def build_pipeline(
 ) -> Pipeline:
     """The pipeline of a mesh and a schedule; raises `PlanError` for numbers the schedule cannot run."""
     orders, waiting = pipeline(schedule, mesh.total("pipeline"), chunks, num_micros, unit)
-    accumulate = estimator.accumulates(mesh, micro_batch)
+    accumulate, halves = estimator.accumulates(mesh, micro_batch), has_halves(schedule, mesh)
     alone = [
-        block_work(estimator, kind, (mesh.inside,), micro_batch, recompute, accumulate)
+        block_work(estimator, kind, (mesh.inside,), micro_batch, recompute, accumulate, halves=halves)
         for kind in range(len(estimator.specs))
     ]
     split = estimator.split
@@ -157,12 +157,13 @@ def block_work(
     *,
     context: bool = True,
     exact: bool = True,
+    halves: bool = False,
 ) -> Work:
     """Seconds of a block on a micro-batch, the minimum over `forms`; look-ups and logits are not recomputed.
 
-    `context` and `exact` as in `Estimator.least_block`.
+    `context`, `exact` and `halves` as in `Estimator.least_block`.
     """
-    block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context, exact=exact)
+    block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context, exact=exact, halves=halves)
     # `recompute` in a plan does not name look-ups and logits.
     again_s = block.again_s if recompute and not estimator.specs[kind].at_an_end else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s

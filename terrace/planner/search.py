@@ -36,9 +36,9 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
-from terrace.planner.bound import Bounds
+from terrace.planner.bound import Bounds, Excess
 from terrace.planner.candidate import SLACK, PartialCandidate
-from terrace.planner.chains import Choice
+from terrace.planner.chains import Choices
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate, Window, ranked, window
@@ -56,7 +56,7 @@ from terrace.planner.space import (
     units,
 )
 from terrace.planner.spans import Span
-from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
+from terrace.planner.stages import ONLY_PINNED, SERIAL, has_halves, traits
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 
@@ -95,8 +95,6 @@ class Level(IntEnum):
 # Bound, level, tie break, group or candidate, placement, unit; then the entries that follow this one in ascending
 # order. Each enters the heap when the one before it leaves, since most of a search's entries are never reached.
 Entry = tuple[float, Level, tuple[object, ...], Group | PartialCandidate, Placement, int, "Iterator[Entry]"]
-Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
-
 _NOWHERE = Placement(DEVICE, DEVICE, DEVICE)  # of an entry without placement
 _NONE: Iterator[Entry] = iter(())  # follow an entry that is alone
 
@@ -110,6 +108,8 @@ class Search:
         self._num_roots = self._num_opened = self._num_played = 0
         self._spans: dict[tuple[object, ...], list[Span]] = {}  # of groups on level `SCHEDULED`
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
+        self._delayed: dict[tuple[object, ...], list[Excess]] = {}
+        self._known_choices: dict[tuple[tuple[int, ...], bool | int], Choices] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
         """The `count` best candidates after at most `limit` evaluations."""
@@ -221,13 +221,17 @@ class Search:
 
     def _chained_s(self, group: Group, spans: list[Span], *, exact: bool = False) -> float:
         choices = self._choices(group.member.mesh, group.num_micros)
-        excess_s = self.bounds.group_excess_s(group, choices, exact=exact)
-        return min([self.bounds.chained_s(each, excess_s) for each in spans]) * SLACK
+        return min(self.bounds.group_scheduled_s(group, spans, choices, exact=exact)) * SLACK
 
-    def _choices(self, mesh: Mesh, num_micros: int) -> list[Choice]:
+    def _choices(self, mesh: Mesh, num_micros: int) -> Choices:
         pipelined = mesh.total("pipeline") > 1
-        found = ((each, units(self.space, num_micros, each, pipelined)) for each in placements(self.space, mesh))
-        return [(placement, each[-1]) for placement, each in found if each]
+        # In a pipeline no unit depends on the number of micro-batches.
+        key = mesh.state, pipelined or num_micros
+        found = self._known_choices.get(key)
+        if found is None:
+            each = ((place, units(self.space, num_micros, place, pipelined)) for place in placements(self.space, mesh))
+            found = self._known_choices[key] = tuple([(place, longest[-1]) for place, longest in each if longest])
+        return found
 
     def _members(self, group: Group) -> Iterator[PartialCandidate]:
         for shape, micro_batch in group.members:
@@ -238,9 +242,8 @@ class Search:
 
     def _cores(self, bound_s: float, root: PartialCandidate) -> Iterator[Entry]:
         spans = self.bounds.spans(root, self._schedules_of(root.sizes.num_stages))
-        works = self.bounds.works.of(root.shape, root.micro_batch, root.recompute, root.num_micros > 1)
-        excess_s = self.bounds.chains.least_s(root.shape, works.each, root.num_micros, self._fitting(root))
-        found = iter(sorted((max(bound_s, self.bounds.chained_s(span, excess_s) * SLACK), span) for span in spans))
+        each_s = self.bounds.root_scheduled_s(root, spans, self._fitting(root))
+        found = iter(sorted((max(bound_s, own_s * SLACK), span) for own_s, span in zip(each_s, spans, strict=True)))
 
         def following() -> Iterator[Entry]:
             for core_s, span in found:
@@ -282,7 +285,9 @@ class Search:
 
     def _placed(self, core: PartialCandidate) -> list[Excess]:
         # `excess_s` reads only these of a core, so cores of one root with equal busiest stages share the list.
-        key = (core.shape, core.micro_batch, core.recompute, core.heavy, core.unit, core.chunks if core.unit else 0)
+        halves = has_halves(core.schedule, core.shape.mesh)
+        numbers = (core.unit, core.chunks if core.unit else 0, halves)
+        key = (core.shape, core.micro_batch, core.recompute, core.heavy, *numbers)
         found = self._excesses.get(key)
         if found is None:
             root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
@@ -292,10 +297,14 @@ class Search:
                 for unit in units_of(self.space, core, placement)
                 if self._fits(root, placement, unit)
             )
-        return found
+        further = (*key, core.schedule, core.chunks)
+        if further not in self._delayed:
+            self._delayed[further] = self.bounds.delayed(core, found)
+        return self._delayed[further]
 
-    def _fitting(self, root: PartialCandidate) -> list[Choice]:
-        return [each for each in self._choices(root.shape.mesh, root.num_micros) if self._fits(root, each[0], 1)]
+    def _fitting(self, root: PartialCandidate) -> Choices:
+        choices = self._choices(root.shape.mesh, root.num_micros)
+        return tuple([each for each in choices if self._fits(root, each[0], 1)])
 
     def _fits_somewhere(self, root: PartialCandidate, places: Sequence[Placement]) -> bool:
         return any(self._fits(root, placement, 1) for placement in places)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
+from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Pass
 from terrace.program.schedules.counts import Waiting, most_waiting
 from terrace.program.schedules.orders import Orders, Placement, looped, v_shaped
@@ -114,6 +115,19 @@ def traits() -> dict[str, Trait]:
             chunks_taken = all_chunks[1:] if len(all_chunks) > 1 else all_chunks
             found[name] = Trait(chunks_taken, split, is_looped, is_folded)
     return found
+
+
+def has_halves(schedule: str, mesh: Mesh) -> bool:
+    """Whether the backward of a stage that is priced alone is two passes under a schedule.
+
+    Under tensor rows it is a program with its messages of experts, of whole backwards.
+    """
+    return schedule not in ("", SERIAL) and traits()[schedule].split and mesh.total("tensor") == 1
+
+
+def placement_of(schedule: str, num_stages: int, num_chunks: int) -> Placement:
+    """The virtual stages of every stage under a schedule."""
+    return v_shaped(num_stages) if traits()[schedule].folded else looped(num_stages, num_chunks)
 
 
 @lru_cache(maxsize=256)

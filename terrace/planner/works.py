@@ -33,21 +33,23 @@ class Works:
         accumulate: bool,
         context: bool = True,
         exact: bool = True,
+        halves: bool = False,
     ) -> BlockWorks:
-        """Least seconds of the blocks; `context` and `exact` as in `Estimator.least_block`.
+        """Least seconds of the blocks; `context`, `exact` and `halves` as in `Estimator.least_block`.
 
         `accumulate`: a step adds up the gradients of several micro-batches.
         """
-        key = (shape.mesh.inside, shape.is_open, shape.divides, micro_batch, recompute, accumulate, context, exact)
+        numbers, how = (micro_batch, recompute, accumulate), (context, exact, halves)
+        key = (shape.mesh.inside, shape.is_open, shape.divides, *numbers, *how)
         found = self._block_works.get(key)
         if found is None:
-            numbers = micro_batch, recompute, accumulate
             if context and shape.is_open and self.estimator.computes_by_tokens:
                 each = self._with_messages(shape, *numbers)
             else:
                 forms, kinds = self.forms(shape), range(len(self.specs))
                 each = [
-                    block_work(self.estimator, kind, forms, *numbers, context=context, exact=exact) for kind in kinds
+                    block_work(self.estimator, kind, forms, *numbers, context=context, exact=exact, halves=halves)
+                    for kind in kinds
                 ]
                 if shape.divides:
                     each = self._with_least_experts(each, forms[0], *numbers)
@@ -104,11 +106,13 @@ class Works:
             )
         return found
 
-    def most(self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool) -> list[Work]:
+    def most(
+        self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool, *, halves: bool = False
+    ) -> list[Work]:
         """Most seconds of each kind of block: all that may hide messages."""
-        works = self.of(shape, micro_batch, recompute, accumulate).each
         if not shape.is_open:
-            return works
+            return self.of(shape, micro_batch, recompute, accumulate, halves=halves).each
+        works = self.of(shape, micro_batch, recompute, accumulate).each
         key = (shape.mesh.inside, micro_batch, recompute, accumulate)
         found = self._most_layer.get(key)
         if found is None:

@@ -25,7 +25,7 @@ from terrace.plan.plan import EXPERT_CHUNKS
 from terrace.plan.validate import MOST_CHUNKS
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.experts import expert_steps, most_ahead
-from terrace.program.block_program.steps import Compute, ComputeKind, Gap
+from terrace.program.block_program.steps import Compute, ComputeKind, Gap, Steps, input_half
 from terrace.simulate.event import Doing
 from terrace.simulate.experts import ExpertSeconds, ordered, played_s
 from terrace.simulate.inside import InBlockPrices
@@ -77,7 +77,7 @@ class Layer:
         self._cluster, self.traffic, self._seconds_of = cluster, traffic, seconds_of
         self._orders: Orders = {} if orders is None else orders
         self._own: dict[int, ExpertSeconds] = {}
-        self._passes: dict[tuple[bool, int, int, int], tuple[float, float]] = {}
+        self._passes: dict[tuple[bool, bool, int, int, int], tuple[float, float]] = {}
         self._prices: dict[int, InBlockPrices] = {}
         self._sent: dict[tuple[ExpertMessage, int], float] = {}
         self._penalties = [tier_penalty(cluster, tier) for tier in range(len(cluster.tiers))]
@@ -97,10 +97,12 @@ class Layer:
         forward_s, backward_s = (self._pass(back, numbers)[0] for back in (False, True))
         return forward_s, backward_s
 
-    def waits_s(self, numbers: Numbers) -> tuple[float, float]:
-        """Seconds that a forward and a backward wait for messages; penalties do not count."""
-        forward_s, backward_s = (self._pass(back, numbers)[1] for back in (False, True))
-        return forward_s, backward_s
+    def waits_s(self, numbers: Numbers, *, halves: bool = False) -> tuple[float, float]:
+        """Seconds that a forward and a backward wait for messages; penalties do not count.
+
+        With `halves`, gradients of weights are another pass and fill no waits.
+        """
+        return self._pass(False, numbers)[1], self._pass(True, numbers, halves)[1]
 
     def tables_s(self, numbers: Numbers) -> float:
         """Seconds of the tables of a forward, which come first and are waited for; a recomputed forward has none."""
@@ -130,13 +132,13 @@ class Layer:
             rows_s[backward] = max(lanes_s)
         return self.tables_s(whole), rows_s[False], rows_s[True]
 
-    def _pass(self, backward: bool, numbers: Numbers) -> tuple[float, float]:
+    def _pass(self, backward: bool, numbers: Numbers, halves: bool = False) -> tuple[float, float]:
         number, pieces = numbers[backward], numbers.pieces
         ahead = most_ahead(numbers.ahead, number)
-        key = (backward, number, pieces, ahead)
+        key = (backward, halves, number, pieces, ahead)
         found = self._passes.get(key)
         if found is None:
-            items, order = self._order(backward, number, pieces, ahead)
+            items, order = self._order(backward, number, pieces, ahead, halves)
             own = self._seconds(pieces)._replace(chunks=number)
             each_s = [
                 own.of(item) if isinstance(item, Compute) else self._message_s(item, number, pieces) for item in items
@@ -153,14 +155,15 @@ class Layer:
             found = self._passes[key] = total_s + slowed_s, waited_s
         return found
 
-    def _order(self, backward: bool, number: int, pieces: int, ahead: int) -> _Order:
+    def _order(self, backward: bool, number: int, pieces: int, ahead: int, halves: bool = False) -> _Order:
         traffic = self.traffic
         degrees = tuple(degree > 1 for line in (traffic.expert, traffic.rows) for degree in line)
-        key = (degrees, traffic.shares, backward, number, pieces, ahead)
+        key = (degrees, traffic.shares, backward, halves, number, pieces, ahead)
         found = self._orders.get(key)
         if found is None:
             chunks = (pieces, number) if backward else (number, pieces)
-            found = self._orders[key] = _order_of(replace(traffic, chunks=chunks, ahead=ahead), backward)
+            steps = expert_steps(replace(traffic, chunks=chunks, ahead=ahead))[backward]
+            found = self._orders[key] = _order_of(input_half(steps) if halves else steps)
         return found
 
     def _seconds(self, pieces: int) -> ExpertSeconds:
@@ -181,11 +184,11 @@ class Layer:
         return found
 
 
-def _order_of(traffic: ExpertTraffic, backward: bool) -> _Order:
+def _order_of(steps: Steps) -> _Order:
     # Parts of a kind take as long as the first, but for weight gradients (`ExpertSeconds.of`).
     numbers: dict[_Item, int] = {}
     order = []
-    for does, item, other in ordered(expert_steps(traffic)[backward]):
+    for does, item, other in ordered(steps):
         if isinstance(item, Gap):
             continue
         alike: _Item

@@ -124,8 +124,8 @@ def test_a_group_is_bounded_by_the_least_of_its_divisions(name: str) -> None:
         least = works.of(group.shape, *numbers, context=False, exact=False)
         schedule = schedules(space, group.shape.mesh.total("pipeline"))
         spans = bounds.group_spans(group, schedule)
-        choices = [(each, 1) for each in placements(space, group.member.mesh)]
-        excess_s = bounds.group_excess_s(group, choices)
+        choices = tuple((each, 1) for each in placements(space, group.member.mesh))
+        spans_s = bounds.group_scheduled_s(group, spans, choices)
         for each in divided:
             early, late = (works.of(each.shape, *numbers, context=False, exact=exact) for exact in (False, True))
             for pair in ((least, early), (early, late)):
@@ -137,10 +137,11 @@ def test_a_group_is_bounded_by_the_least_of_its_divisions(name: str) -> None:
             assert early.whole_s >= 0.5 * late.whole_s
             waits += early.whole_s > 1.01 * least.whole_s
             assert bounds.group_s(group) <= bounds.group_s(each) * (1 + 1e-12)
-            own_s = bounds.group_excess_s(each, choices)
-            for before, after in zip(spans, bounds.group_spans(each, schedule), strict=True):
+            own = bounds.group_spans(each, schedule)
+            own_s = bounds.group_scheduled_s(each, own, choices)
+            for before, before_s, after, after_s in zip(spans, spans_s, own, own_s, strict=True):
                 assert before.span_s <= after.span_s * (1 + 1e-12)
-                assert bounds.chained_s(before, excess_s) <= bounds.chained_s(after, own_s) * (1 + 1e-12)
+                assert before_s <= after_s * (1 + 1e-12)
     assert waits > 0
 
 
@@ -174,12 +175,11 @@ def test_bounds_of_groups_never_exceed_the_evaluation(data: st.DataObject) -> No
     for each, exact in [(group, False), *((_divided_as(space, group, mesh), exact) for exact in (False, True))]:
         span = bounds.group_spans(each, names, exact=exact)[number]
         assert max(bounds.group_s(each), span.span_s * SLACK) <= step_s
-        excess_s = bounds.group_excess_s(each, [(placement, unit)], exact=exact)
-        assert bounds.chained_s(span, excess_s) * SLACK <= step_s
+        (scheduled_s,) = bounds.group_scheduled_s(each, [span], ((placement, unit),), exact=exact)
+        assert scheduled_s * SLACK <= step_s
     # The same of the open shape, with the messages of its cheapest form.
     open_root = bounds.root(shape, micro_batch, group.recompute)
-    works = bounds.works.of(shape, micro_batch, group.recompute, group.num_micros > 1)
     open_span = bounds.spans(open_root, names)[number]
-    open_excess_s = bounds.chains.least_s(OpenMesh(mesh), works.each, group.num_micros, [(placement, unit)])
-    assert bounds.chained_s(open_span, open_excess_s) * SLACK <= step_s
+    (open_s,) = bounds.root_scheduled_s(open_root, [open_span], ((placement, unit),))
+    assert open_s * SLACK <= step_s
     assert group_s <= open_root.bound_s * (1 + 1e-9)

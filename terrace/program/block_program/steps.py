@@ -121,7 +121,7 @@ class BlockProgram:
         # Half a backward leaves the gradients of experts' weights to the other half. Other weight gradients inside a
         # block are computed while its messages travel, so the first half has all their steps.
         if op is Op.BACKWARD_INPUT and self.experts[0]:
-            backward = tuple(each for each in backward if not _weighs(each))
+            backward = input_half(backward)
         if not self.recomputed:
             return backward
         # Choices and routes of the first forward are kept, so the second begins with rows.
@@ -136,6 +136,11 @@ def moves_rows(step: BlockStep) -> bool:
     """Whether a second forward has this step: all but the messages of choices and routes."""
     send = step.send if isinstance(step, Await) else step
     return not (isinstance(send, Send) and send.messages[0].message_class in _TOLD)
+
+
+def input_half(backward: Steps) -> Steps:
+    """The steps of a backward that are in its first half: all but the gradients of experts' weights."""
+    return tuple(step for step in backward if not _weighs(step))
 
 
 def _weighs(step: BlockStep) -> bool:

@@ -1,0 +1,172 @@
+"""Seconds for which messages of experts in a pipeline wait behind messages of states on their lanes.
+
+A stage that is priced alone (terrace.planner.evaluate) waits for its experts as if their lanes were free. In a step
+they are not, at two moments that no other stage's computing hides:
+
+- the backwards of the last micro-batch. Gradients of a block leave after its last backward, and the next dispatch on
+  the same lane, that of the block before it, waits for REDUCE and SYNC. With V virtual stages of L layers this adds up
+  over the L - V pairs of neighbours on virtual stages, which the micro-batch passes all, or over the blocks of one
+  stage, whose next pass begins with a dispatch too, if these are more. Halves of a backward send gradients behind their
+  last dispatch: nothing waits. Where gradients are reduced after every micro-batch, REDUCE delays the next dispatch of
+  a stage in every backward;
+- the first forward of the first stage. The table of its first mixture waits for the REFRESH of all blocks of the stage,
+  which are issued before, and not for its own block's alone. Later stages get their first input later.
+
+Under tensor rows a stage is priced with its messages of experts on their lanes: the delays of one stage are in it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from terrace.plan.mesh import EXPERT_AXES, Mesh
+from terrace.planner.estimate import Estimator
+from terrace.planner.messages import MessagePrices
+from terrace.planner.parts import Part, Runs, kinds_of
+from terrace.planner.stages import traits
+from terrace.planner.task import Placement
+
+Kinds = tuple[tuple[int, int], ...]  # kinds of blocks, and how many of each
+
+
+class Neighbours(NamedTuple):
+    """Blocks behind a mixture, whose gradients its last dispatch waits for, on all virtual stages and on each stage;
+    and all blocks of the first stage.
+    """
+
+    on_way: Kinds
+    on_stages: tuple[Kinds, ...]
+    first: Kinds
+
+
+class LanePrices(NamedTuple):
+    """Seconds by kind of block on lanes of experts, else 0: of REFRESH, of the last gradients, of other REDUCEs."""
+
+    refresh_s: tuple[float, ...]
+    last_s: tuple[float, ...]
+    reduce_s: tuple[float, ...]
+
+
+class Delay(NamedTuple):
+    """Seconds by which a step is longer: once, and in every pass but the last.
+
+    `hides`: waits in every pass may be behind reductions that an excess counts already.
+    """
+
+    once_s: float
+    each_s: float
+    hides: bool
+
+    def added_s(self, excess_s: float, num_micros: int) -> float:
+        """An excess (terrace.planner.chains) with the delay."""
+        each_s = (num_micros - 1) * self.each_s
+        return self.once_s + (max(excess_s, each_s) if self.hides else excess_s + each_s)
+
+
+class Delays:
+    """The delays of one task's candidates. Blocks are told by their kind."""
+
+    def __init__(self, estimator: Estimator, prices: MessagePrices) -> None:
+        self._optimizer_s = estimator.task.cluster.device.kernels.optimizer_s
+        self._prices, self._split = prices, estimator.split
+        self._has_experts = [spec.has_stacks for spec in estimator.specs]
+        self._neighbours: dict[tuple[Part, ...], Neighbours] = {}
+        self._least: dict[tuple[int, int, bool], Neighbours] = {}
+        self._priced: dict[tuple[Mesh, Placement], LanePrices] = {}
+
+    def of(
+        self, mesh: Mesh, schedule: str, prices: LanePrices, parts: tuple[Part, ...], *, of_stages: bool = False
+    ) -> Delay:
+        """The delay of a step whose stages hold `parts`; `of_stages`: with that of one stage, where its price has it.
+
+        A mesh divides experts, and `prices` are its own.
+        """
+        return self._of(mesh, schedule, prices, self._found(parts), of_stages)
+
+    def at_least(self, mesh: Mesh, schedule: str, chunks: int, prices: LanePrices, *, of_stages: bool = False) -> Delay:
+        """A lower bound on `of` for any split of blocks; only where it `tells`."""
+        key = mesh.total("pipeline"), chunks, traits()[schedule].folded
+        found = self._least.get(key)
+        if found is None:
+            found = self._least[key] = self._least_of(*key)
+        return self._of(mesh, schedule, prices, found, of_stages)
+
+    @property
+    def tells(self) -> bool:
+        """Whether something is known before the split: not where the blocks between look-ups and logits differ."""
+        return self._split.alike is not None and self._has_experts[self._split.alike]
+
+    def prices(self, mesh: Mesh, placement: Placement) -> LanePrices:
+        """Prices of the messages that experts may wait for, on a mesh that divides experts."""
+        found = self._priced.get((mesh, placement))
+        if found is None:
+            messages, lanes = self._prices.of_shape(mesh, placement), _lanes(mesh)
+            refresh, reduce, sync = (
+                [each[kind] for kind in range(len(self._has_experts))]
+                for each in (messages.refresh, messages.reduce, messages.sync)
+            )
+            waits = [messages.refresh.lane in lanes, messages.reduce.lane in lanes, messages.sync.lane in lanes]
+            # Up to the last message on one of the lanes.
+            last = [
+                (one + other) if other and waits[2] else one * waits[1] for one, other in zip(reduce, sync, strict=True)
+            ]
+            found = self._priced[mesh, placement] = LanePrices(
+                tuple([each * waits[0] for each in refresh]), tuple(last), tuple([each * waits[1] for each in reduce])
+            )
+        return found
+
+    def _of(self, mesh: Mesh, schedule: str, prices: LanePrices, found: Neighbours, of_stages: bool) -> Delay:
+        tensor, halves = mesh.total("tensor") > 1, traits()[schedule].split
+        stage_s = max([_sum(kinds, prices.last_s) for kinds in found.on_stages])
+        back_s = 0.0 if halves else _sum(found.on_way, prices.last_s)
+        if tensor and not of_stages:
+            return Delay(max(0.0, back_s - stage_s), 0.0, False)
+        # The optimizer's constant is spent on the last block, while those before are refreshed.
+        first_s = max(0.0, _sum(found.first, prices.refresh_s) - self._optimizer_s)
+        # Under tensor rows a stage alone has no halves.
+        if halves and not tensor:
+            return Delay(first_s, 0.0, False)
+        each_s = max([_sum(kinds, prices.reduce_s) for kinds in found.on_stages])
+        return Delay(first_s + max(back_s, stage_s), each_s, tensor)
+
+    def _least_of(self, stages: int, chunks: int, folded: bool) -> Neighbours:
+        split, num_layers = self._split, len(self._split.inner)
+        alike, num_virtual = split.alike, stages * chunks
+        assert alike is not None, "only equal layers are told by their number"
+        # The micro-batch meets every pair of neighbours that a virtual stage has; some stage has the mean or more.
+        on_way = ((alike, num_layers - num_virtual), *((kind, 1) for kind, _ in split.after[:1]))
+        on_stage = ((alike, -(-num_layers // stages) - 1),)
+        # Only the last virtual stage may have fewer layers than the mean, and the first stage has it in a V.
+        mean = num_layers // num_virtual
+        first = (*split.before, (alike, 1 + (chunks - 1) * mean), *split.after) if folded else ()
+        return Neighbours(on_way, (on_stage,), first or (*split.before, (alike, chunks * mean)))
+
+    def _found(self, parts: tuple[Part, ...]) -> Neighbours:
+        found = self._neighbours.get(parts)
+        if found is None:
+            on_way = Counter[int]()
+            for part in parts:
+                for runs in part.chunks:
+                    on_way.update(self._behind(runs))
+            on_stages = {tuple(sorted(Counter(self._behind(part.runs)).items())) for part in parts}
+            first = Counter(parts[0].kinds)
+            found = Neighbours(tuple(on_way.items()), tuple(on_stages), tuple(first.items()))
+            self._neighbours[parts] = found
+        return found
+
+    def _behind(self, runs: Runs) -> list[int]:
+        return [behind for kind, behind in pairwise(kinds_of(runs)) if self._has_experts[kind]]
+
+
+def _sum(kinds: Kinds, each_s: Sequence[float]) -> float:
+    total_s = 0.0
+    for kind, times in kinds:
+        total_s += times * each_s[kind]
+    return total_s
+
+
+def _lanes(mesh: Mesh) -> frozenset[int]:
+    assert mesh.experts is not None, "checked by the caller"
+    degrees = [mesh.experts.group(axis) for axis in EXPERT_AXES]
+    return frozenset(tier for line in degrees for tier, degree in enumerate(line) if degree > 1)
