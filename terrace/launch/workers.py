@@ -89,7 +89,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         try:
             send(_run(job, port, send))
         except BaseException as error:
-            send(_failure(job, error))
+            send(failure(job.number, job.rank, error))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -123,14 +123,15 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
     return Report(job.number, job.rank, "done", pickle.dumps(function(world, *arguments)))
 
 
-def _failure(job: PoolJob, error: BaseException) -> Report:
+def failure(number: int, rank: int, error: BaseException) -> Report:
+    """What a rank reports of an error in its part of a call."""
     message, trace = str(error), "".join(traceback.format_exception(error))
     if isinstance(error, HangError):
-        return Report(job.number, job.rank, "hang", message=message)
+        return Report(number, rank, "hang", message=message)
     if isinstance(error, TerraceError):
-        return Report(job.number, job.rank, "terrace", pickle.dumps(type(error)), message, trace)
+        return Report(number, rank, "terrace", pickle.dumps(type(error)), message, trace)
     kind: Any = "communication" if is_communication_error(error, waiting=False) else "other"
-    return Report(job.number, job.rank, kind, message=f"{type(error).__name__}: {message}", trace=trace)
+    return Report(number, rank, kind, message=f"{type(error).__name__}: {message}", trace=trace)
 
 
 def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[PoolJob | str]") -> None:

@@ -25,6 +25,7 @@ PACKAGES = {
     "transformers": ("transformers", "comparing models with Hugging Face's"),
     "jinja2": ("jinja2", "chat templates"),
     "pyarrow": ("pyarrow", "Parquet files"),
+    "ray": ("'terrace[ray]'", "roles on several machines"),
     "tensorboard": ("tensorboard", 'train.metrics = ["tensorboard"]'),
     "wandb": ("wandb", 'train.metrics = ["wandb"]'),
     "trackio": ("trackio", 'train.metrics = ["trackio"]'),

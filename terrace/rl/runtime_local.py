@@ -14,9 +14,9 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.launch.fork_server import start_fork_server
-from terrace.launch.postmortem import in_words
 from terrace.rl.host import Answer, Part, Task
 from terrace.rl.memory import Segment, SharedMemory
+from terrace.rl.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
 from terrace.rl.processes import GRACE_S, Processes
 from terrace.rl.runtime import Handle, Pool, Runtime
 from terrace.rl.serve import PROTOCOL
@@ -26,25 +26,12 @@ _STACKS_S = 0.3  # for a process to write its stacks
 _VERDICT_S = GRACE_S + 10.0  # for the pool to end its processes, and to say why
 
 
-@dataclass
-class _Sent:
-    """A call under way, kept with the rows that it was given until all ranks have answered."""
+@dataclass(eq=False)
+class _Rank(Pending):
+    """A process: its link, and rows that it may drop."""
 
-    name: str
-    handle: Handle
-    given: Sequence[Handle]
-
-
-@dataclass
-class _Rank:
-    """A process: calls that it has not answered, the first of them since `since_s`, and rows that it may drop."""
-
-    pool: int
-    rank: int
     link: "Connection[Any, Any]"
-    calls: deque[_Sent] = field(default_factory=deque)
     dropped: deque[Segment] = field(default_factory=deque)
-    since_s: float = 0.0
 
 
 class LocalRuntime(Runtime):
@@ -57,11 +44,9 @@ class LocalRuntime(Runtime):
     """
 
     def __init__(self, *, timeout_s: float = 1800.0) -> None:
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s = {timeout_s:g}: a call needs more than 0 seconds")
+        self._timeout_s = checked(timeout_s)
         super().__init__(SharedMemory())
         start_fork_server()
-        self._timeout_s = timeout_s
         self._processes: list[Processes] = []
         self._ranks: dict[Any, _Rank] = {}  # by link
         self._of_pid: dict[int, _Rank] = {}
@@ -79,18 +64,17 @@ class LocalRuntime(Runtime):
             raise
         self._processes.append(processes)
         for rank, link in enumerate(processes.links):
-            self._ranks[link] = _Rank(pool.index, rank, link)
+            self._ranks[link] = _Rank(pool=pool.index, rank=rank, link=link)
 
     def send(self, pool: Pool, tasks: Sequence[Task], handle: Handle, given: Sequence[Handle]) -> None:
         """Send each rank its task; raises as `collect` does."""
         self.collect(0.0)
-        sent = _Sent(tasks[0].name, handle, given)
+        sent = Sent(tasks[0].name, handle, given)
         for task, link in zip(tasks, self._processes[pool.index].links, strict=True):
             to = self._ranks[link]
             dropped = [to.dropped.popleft() for _ in range(len(to.dropped))]
             message = pickle.dumps((dropped, task), PROTOCOL)
-            to.since_s = to.since_s if to.calls else time.monotonic()
-            to.calls.append(sent)
+            to.add(sent)
             try:
                 link.send_bytes(message)
             except OSError:
@@ -102,7 +86,7 @@ class LocalRuntime(Runtime):
         busy = [each for each in self._ranks.values() if each.calls]
         if not busy:
             return
-        limit_s = min(each.since_s for each in busy) + self._timeout_s - time.monotonic()
+        limit_s = seconds_left(busy, self._timeout_s)
         patience_s = max(0.0, limit_s if timeout_s is None else min(timeout_s, limit_s))
         ready = wait([each.link for each in busy], patience_s)
         for link in ready:
@@ -120,8 +104,7 @@ class LocalRuntime(Runtime):
         assert isinstance(answer, Answer)
         if answer.part is not None:
             self._of_pid[answer.part.place.pid] = rank
-        rank.calls.popleft().handle.take_answer(rank.rank, answer)
-        rank.since_s = time.monotonic()
+        rank.take(answer)
         return True
 
     def forget(self, part: Part) -> None:
@@ -172,30 +155,22 @@ class LocalRuntime(Runtime):
             raise error
         self._error = error
         if isinstance(error, HangError):  # other errors come from a call and have its name
-            self._error = HangError(f"{error}; {self._doing(pool, of_pool)}")
+            roles = self.pools[pool].roles if pool < len(self.pools) else ()
+            self._error = HangError(f"{error}; {in_progress(roles, of_pool)}")
         raise self._error from (None if self._error is error else error)
 
     def _fail_late(self) -> None:
-        now_s = time.monotonic()
-        late = [each for each in self._ranks.values() if each.calls and now_s - each.since_s >= self._timeout_s]
+        late, words = overdue(self._ranks.values(), self._timeout_s)
         if not late:
             return
-        first = late[0]
-        ranks = [each.rank for each in late if each.pool == first.pool]
         with self._first_failure:
-            self._failure = self._failure or (first.pool, HangError())
+            self._failure = self._failure or (late[0].pool, HangError())
         # The stacks of the late ranks tell where they wait.
-        self._processes[first.pool].signal(ranks, signal.SIGUSR1)
+        self._processes[late[0].pool].signal([each.rank for each in late], signal.SIGUSR1)
         time.sleep(_STACKS_S)
         self._end()
-        who = f"{first.calls[0].name}: {in_words(ranks)}"
-        self._error = HangError(f"{who} did not answer within {self._timeout_s:g} s; stacks are on stderr")
+        self._error = HangError(f"{words}; stacks are on stderr")
         raise self._error
-
-    def _doing(self, pool: int, of_pool: Sequence[_Rank]) -> str:
-        names = dict.fromkeys(rank.calls[0].name for rank in of_pool if rank.calls)
-        hosted = f"the pool of {', '.join(self.pools[pool].roles)}" if pool < len(self.pools) else "a new pool"
-        return f"{hosted} was running {' and '.join(names)}" if names else f"{hosted} was idle"
 
     def _end(self) -> None:
         for processes in self._processes:

@@ -41,7 +41,7 @@ def serve(world: World, address: str, secret: bytes) -> None:
             try:
                 answer = host.run(task)
             except Exception as error:
-                raise _named(error, task) from error
+                raise named(error, task) from error
             link.send_bytes(pickle.dumps(answer, PROTOCOL))
 
 
@@ -53,7 +53,8 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[bytes | None
         inbox.put(None)
 
 
-def _named(error: Exception, task: Task) -> Exception:
+def named(error: Exception, task: Task) -> Exception:
+    """The error of a call, with role and method, from what its worker raised."""
     # The error of a rank whose peer failed is told from that peer's own by its words.
     if is_communication_error(error, waiting=False):
         return error

@@ -95,6 +95,7 @@ def test_rows_that_nobody_refers_to_are_dropped(roles: dict[str, Group]) -> None
     before = (actor.num_files(), len(os.listdir("/proc/self/fd")))
     for _ in range(5):
         roles["critic"].score(rows, actor.generate.remote(rows))
+    roles["critic"].pid()  # rows stay until all ranks have answered, this one's too
     assert (actor.num_files(), len(os.listdir("/proc/self/fd"))) == before
     held = actor.generate.remote(rows)
     assert len(held) == 3
