@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed, variant in ((seed, variant) for seed in options.seeds for variant in options.variants):
             sizes = (options.steps, options.sequence, NUM_RANKS, options.hidden, options.layers)
             job = Job(variant, seed, *sizes, options.lr, text)
-            found.append(held.result(job, partial(first_of, pool, job)))
+            found.append(held.result(job, plan_of(variant, local_cluster(TIERS)), partial(first_of, pool, job)))
     met = show(found)
     print(f"compressed within {100 * TARGET:.1f} % of lossless for every seed: {'met' if met else 'MISSED'}")
     return 0 if met or not options.check else 1

@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 sizes = (options.steps, options.sequence, options.batch, options.hidden, options.layers)
                 job = Job(variant, seed, *sizes, options.lr, text, options.bias)
-                found[variant] = held.result(job, partial(first_of, pool, job))
+                found[variant] = held.result(job, (job.plan, job.config), partial(first_of, pool, job))
             rows += [[str(seed), name, f"{one.loss:.4f}", *_cells(one)] for name, one in found.items()]
             claims += claims_of(seed, found)
             runs.append(found)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from bench.keys import key_of
 from terrace.data.batches import Batches
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import load_tokenizer
@@ -79,23 +80,29 @@ Found = TypeVar("Found", bound=Any)  # a dataclass with `variant`, `seed`, `sett
 class Held(Generic[Found]):
     """Results of runs, one a line of a file if there is one; a run that the file has is not repeated.
 
-    A run is known by variant, seed and setting: a plan that is changed under the same name needs another file.
+    A run is known by a digest of its job, its text and its plans (bench.keys): one that is changed under the same name
+    is another run.
     """
 
     def __init__(self, path: Path | None, of: type[Found]) -> None:
-        self._path, self._known = path, list[Found]()
-        if path is not None and path.exists():
-            self._known = [of(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        self._path, self._known = path, dict[str, Found]()
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        for record in map(json.loads, lines):
+            # A line without a key does not say what was run.
+            if key := record.pop("key", ""):
+                self._known[key] = of(**record)
 
-    def result(self, job: Job, run: Callable[[], Found]) -> Found:
-        """The result of a job, from the file or from `run`, whose result is appended to it."""
-        wanted = (job.variant, job.seed, job.setting)
-        known = [one for one in self._known if (one.variant, one.seed, one.setting) == wanted]
-        found = known[0] if known else run()
+    def result(self, job: Job, plans: object, run: Callable[[], Found]) -> Found:
+        """The result of a job, from the file or from `run`, whose result is appended to it; `plans` are what it trains
+        under, with all else that the job does not say.
+        """
+        key = key_of(job.variant, job.seed, job.setting, job.tokens.digest, plans)
+        is_known = key in self._known
+        found = self._known[key] if is_known else run()
         print(f"seed {job.seed} {job.variant}: {found.loss:.4f} in {found.seconds:.0f} s", flush=True)
-        if self._path is not None and not known:
+        if self._path is not None and not is_known:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(found)) + "\n")
+                file.write(json.dumps({"key": key, **asdict(found)}) + "\n")
         return found
 
 

@@ -13,7 +13,6 @@ with feedback at most 0.5 %, five fragments with a delay of 4 steps 1 %, a delay
 activations in int8 and their gradients in int4 with feedback at most 0.5 % above the synchronous run.
 """
 
-import hashlib
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ import torch
 
 from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.common import decoder, engine_of
+from bench.keys import key_of
 from bench.learning import CALL_S, Held, parser_of, steps, tokens
 from bench.learning import Job as LearningJob
 from bench.loops import MAIN, NUM_RANKS, SLOW, VARIANTS, Variant
@@ -67,8 +67,14 @@ class Job(LearningJob):
     @property
     def folder(self) -> Path:
         """Where the synchronous run of this seed has its checkpoint."""
-        key = hashlib.sha256(f"{self.setting} {self.tokens.digest}".encode()).hexdigest()
-        return self.starts / f"{key[:12]}-{self.seed}"
+        key = key_of(self.setting, self.tokens.digest, MAIN["synchronous"].plan(self.batch))
+        return self.starts / f"{key}-{self.seed}"
+
+    @property
+    def plans(self) -> object:
+        """The plan of the run on its tiers, and that of the synchronous run that it begins at."""
+        variant = VARIANTS[self.variant]
+        return variant.plan(self.batch), variant.tiers, MAIN["synchronous"].plan(self.batch), HOLDOUT, NUM_HELD_BATCHES
 
 
 @dataclass(frozen=True)
@@ -227,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 sizes = (options.steps, options.sequence, options.batch, options.hidden, options.layers)
                 job = Job(variant, seed, *sizes, options.lr, text, options.start, options.starts.resolve())
-                found[-1][variant] = held.result(job, partial(found_of, pool, job))
+                found[-1][variant] = held.result(job, job.plans, partial(found_of, pool, job))
     show(found)
     return judge(claims_of(found), options)
 

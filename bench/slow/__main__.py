@@ -2,7 +2,8 @@
 
 On the slow link steps are timed; their loss depends on no link, so it is learned on the fast one, where the same steps
 are timed as well. Every finished launch is appended to the results file as one line of JSON, and a second call runs the
-missing ones. The rehearsal cluster needs root, for network namespaces.
+missing ones; a line of other plans or settings counts for nothing. The rehearsal cluster needs root, for network
+namespaces.
 """
 
 import argparse
@@ -12,14 +13,16 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.claims import judge, options_for_claims
+from bench.keys import key_of
 from bench.lab.launch import is_root
 from bench.lab.launches import machine, run
 from bench.lab.links import PRESET, overrides
-from bench.slow.contestants import CONTESTANTS, FREE, RATES, SLOW, Entry, contestant
+from bench.slow.contestants import CONTESTANTS, FREE, JOB, RATES, SLOW, Entry, contestant
 from bench.slow.page import claims, page, read, summarise
 from terrace.base.files import write_atomic
 
@@ -50,10 +53,16 @@ def launches(names: Sequence[str], rounds: int) -> list[Launch]:
     return found
 
 
-def is_done(launch: Launch, records: Sequence[Mapping[str, Any]]) -> bool:
+def key(launch: Launch, options: argparse.Namespace) -> str:
+    """What a line of the results file is known by: contestant, job, links and length of a launch."""
     number, links, entry = launch
-    wanted = (number, links, entry.name)
-    return any((each["round"], each["links"], each["contestant"]) == wanted for each in records)
+    return key_of(number, links, RATES[links], JOB, replace(entry, label=""), num_spans(launch, options))
+
+
+def of_settings(records: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> list[Mapping[str, Any]]:
+    """The records of launches with these settings, of all contestants."""
+    wanted = {key(launch, options) for launch in launches([each.name for each in CONTESTANTS], options.rounds)}
+    return [each for each in records if each.get("key") in wanted]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -85,19 +94,19 @@ def main() -> int:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     for launch in launches(options.only, options.rounds):
         number, links, entry = launch
-        if is_done(launch, read(options.results)):
+        if any(each.get("key") == key(launch, options) for each in read(options.results)):
             continue
         begin_s, load = time.monotonic(), os.getloadavg()[0]
         error, found = entry.absence(), list[dict[str, Any]]()
         if not error:
             found, error = run(command(entry, links, num_spans(launch, options)), TIMEOUT_S)
         record = found[0] if found else {"contestant": entry.name, "error": error or "no result"}
-        line = {**machine(), "links": links, "round": number, "load": load, **record}
+        line = {"key": key(launch, options), **machine(), "links": links, "round": number, "load": load, **record}
         with options.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         words = f"{min(record['steps_s']):.2f} s a step" if found else record["error"]
         print(f"{links}, round {number + 1}, {entry.name}: {words} ({time.monotonic() - begin_s:.0f} s)", flush=True)
-    records = read(options.results)
+    records = of_settings(read(options.results), options)
     write_atomic(options.page, page(records))
     print(f"{options.page}: {len(records)} launches")
     return judge(claims(summarise(records)), options)

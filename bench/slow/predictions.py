@@ -4,8 +4,8 @@
 
 probes the rehearsal cluster `lab`, with its outermost link as slow as in `bench.slow`, and runs each plan on it with
 the probed cluster file, whose step `terrace train` predicts before it starts. Every finished run is appended to the
-results file as one line of JSON; a second call makes what is missing, and writes the page. Needs root, for network
-namespaces.
+results file as one line of JSON; a second call makes what is missing, also of settings that have changed, and writes
+the page. Needs root, for network namespaces.
 """
 
 import argparse
@@ -16,10 +16,12 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.claims import Claim, judge, measured, options_for_claims
+from bench.keys import key_of
 from bench.lab.launch import is_root
 from bench.lab.launches import machine
 from bench.lab.links import PRESET, overrides
@@ -71,6 +73,12 @@ def train(folder: Path, setting: Setting) -> dict[str, Any]:
     return found
 
 
+def key_of_run(folder: Path, setting: Setting) -> str:
+    """What a line of the results file is known by: the setting, its model, and the probe that predicts it."""
+    cluster = (folder / "cluster.toml").read_text(encoding="utf-8")
+    return key_of(replace(setting, label=""), {**MODEL, **SIZES}, JOB.sequence, LINKS, cluster)
+
+
 def run(options: argparse.Namespace) -> None:
     """Probe and run what the results lack."""
     folder = options.folder.absolute()
@@ -80,12 +88,12 @@ def run(options: argparse.Namespace) -> None:
         probe(folder, options.seconds)
         print(f"probed ({time.monotonic() - begin_s:.0f} s)", flush=True)
     for setting in SETTINGS:
-        done = {each["setting"] for each in read(options.results)}
-        if setting.name not in options.settings or setting.name in done:
+        key = key_of_run(folder, setting)
+        if setting.name not in options.settings or key in {each.get("key") for each in read(options.results)}:
             continue
         begin_s, load = time.monotonic(), os.getloadavg()[0]
         report = train(folder, setting)
-        line = {**machine(), "setting": setting.name, "load": load}
+        line = {"key": key, **machine(), "setting": setting.name, "load": load}
         line |= {side: report[side] for side in ("predicted", "measured")}
         with options.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -183,7 +191,8 @@ def main() -> int:
             options.results.rename(options.results.with_suffix(".old.jsonl"))
     options.results.parent.mkdir(parents=True, exist_ok=True)
     run(options)
-    records = read(options.results)
+    wanted = {key_of_run(options.folder, setting) for setting in SETTINGS}
+    records = [each for each in read(options.results) if each.get("key") in wanted]
     write_atomic(options.page, page(records))
     print(f"{options.page}: {len(records)} runs")
     wrong = [f"{each['setting']}: other bytes than predicted" for each in records if not has_equal_bytes(each)]

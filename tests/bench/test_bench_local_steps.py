@@ -34,7 +34,7 @@ def test_every_variant_is_a_plan_for_the_model(name: str) -> None:
     validate(variant.cluster, variant.plan(4), block_specs(decoder(160, 3)))
 
 
-def test_all_begin_at_one_checkpoint_and_are_not_run_twice(pool: LocalPool, job: Job, tmp_path: Path) -> None:
+def test_all_begin_at_one_checkpoint(pool: LocalPool, job: Job, tmp_path: Path) -> None:
     """The synchronous run from its checkpoint is the run that never stopped; two stages are no other run."""
     found = {name: found_of(pool, replace(job, variant=name)) for name in ("synchronous", "every-20", "stages")}
     (folder,) = (tmp_path / "starts").iterdir()
@@ -47,12 +47,29 @@ def test_all_begin_at_one_checkpoint_and_are_not_run_twice(pool: LocalPool, job:
     assert abs(found["every-20"].loss - straight.loss) > 1e-4, "islands went on apart"
     # Four islands send in an exchange what a synchronous step sends, and they made two in 40 steps.
     assert found["every-20"].sent_bytes == pytest.approx(found["synchronous"].sent_bytes / 20, rel=0.05)
-    held = Held(tmp_path / "found.jsonl", Found)
-    held.result(job, lambda: found["synchronous"])
-    assert (
-        Held(tmp_path / "found.jsonl", Found).result(job, lambda: pytest.fail("it is run again"))
-        == found["synchronous"]
-    )
+
+
+def test_a_result_is_held_for_its_plan_alone(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls = tmp_path / "found.jsonl", list[str]()
+    path.write_text('{"variant": "synchronous", "seed": 0}\n', encoding="utf-8")  # before lines had keys
+
+    def result() -> Found:
+        def run() -> Found:
+            calls.append("run")
+            return Found("every-20", 0, job.setting, float(len(calls)), 0.0, 0.0, 0.0, [])
+
+        own = replace(job, variant="every-20")
+        return Held(path, Found).result(own, own.plans, run)
+
+    assert [result().loss, result().loss] == [1.0, 1.0]
+    folder = job.folder
+    monkeypatch.setitem(VARIANTS, "every-20", replace(VARIANTS["every-20"], label="the same plan"))
+    assert result().loss == 1.0
+    monkeypatch.setitem(VARIANTS, "every-20", VARIANTS["every-10"])
+    assert [result().loss, result().loss] == [2.0, 2.0]
+    monkeypatch.setitem(MAIN, "synchronous", replace(MAIN["synchronous"], table={"preset": "zero1"}))
+    assert result().loss == 3.0, "it begins at another run"
+    assert job.folder != folder
 
 
 def test_the_claims_are_means_over_seeds_of_rises() -> None:

@@ -1,6 +1,6 @@
 """The slow link: its runner, its page, and rivals that train as the reference of an outer loop."""
 
-import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from bench.lab.contest import Text, model_of
 from bench.lab.job import ADAMW, Job
 from bench.lab.launch import Place
 from bench.slow import __main__ as runner
-from bench.slow.contestants import CONTESTANTS, DELAY, EVERY, FREE, PLAN, SLOW, Entry, contestant
+from bench.slow.contestants import CONTESTANTS, DELAY, EVERY, FREE, JOB, PLAN, SLOW, Entry, contestant
 from bench.slow.page import claims, page, read, summarise
 from bench.slow.rank import run
 from terrace.launch.start import LocalPool, World
@@ -206,13 +206,20 @@ def test_launches_flip_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = ["slow", "--only", "post-local-sgd", "ddp-bf16", "--rounds", "1", "--spans", "3", "--steps", "80"]
     words += ["--results", str(path), "--page", str(tmp_path / "slow.md")]
     monkeypatch.setattr("sys.argv", words)
-    path.write_text(json.dumps(record("post-local-sgd", SLOW, 0.2)) + "\n", encoding="utf-8")
     assert runner.main() == 0
-    assert wanted == ["ddp-bf16", "post-local-sgd", "ddp-bf16"]
-    assert [each.get("error", "") for each in read(path)] == ["", "exit 1: no", "", "exit 1: no"]
+    assert wanted == ["post-local-sgd", "ddp-bf16"] * 2
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([lines[0], *lines[2:]]) + "\n", encoding="utf-8")
     assert runner.main() == 0
-    assert len(wanted) == 3, "a second call runs what is missing alone"
+    assert wanted[4:] == ["ddp-bf16"], "a second call runs what is missing alone"
+    assert [each.get("error", "") for each in read(path)] == ["", "", "exit 1: no", "exit 1: no"]
     assert "PostLocalSGD" in (tmp_path / "slow.md").read_text(encoding="utf-8")
+    # Lines of another job are no lines of this one, and not on its page.
+    monkeypatch.setattr(runner, "JOB", replace(JOB, hidden=64))
+    monkeypatch.setattr("sys.argv", [*words, "--only", "ddp-bf16"])
+    assert runner.main() == 0
+    assert wanted[5:] == ["ddp-bf16"] * 2
+    assert "PostLocalSGD" not in (tmp_path / "slow.md").read_text(encoding="utf-8")
     monkeypatch.setattr(runner, "is_root", lambda: False)
     assert runner.main() == 1
 

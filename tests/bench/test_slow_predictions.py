@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,18 @@ def test_a_second_call_makes_what_is_missing(tmp_path: Path, monkeypatch: pytest
         assert predictions.main() == 0
         assert calls == made
     assert [each["setting"] for each in read(tmp_path / "found.jsonl")] == ["topk", "co2"]
+    # Another plan under the same name, or another probe, is another run; the page has the newest alone.
+    co2 = next(each for each in SETTINGS if each.name == "co2")
+    changed = [replace(co2, plan=co2.plan.replace("bf16", "int8")) if each is co2 else each for each in SETTINGS]
+    monkeypatch.setattr(predictions, "SETTINGS", changed)
+    calls.clear()
+    monkeypatch.setattr("sys.argv", ["predictions", "--settings", "topk", "co2", *paths])
+    assert predictions.main() == 0
+    assert calls == ["train"]
+    assert (tmp_path / "page.md").read_text(encoding="utf-8").count("| equal |") == 2
+    (tmp_path / "runs" / "cluster.toml").write_text("# probed again")
+    assert predictions.main() == 0
+    assert calls == ["train"] * 3
     calls.clear()
     monkeypatch.setattr("sys.argv", ["predictions", "--settings", "topk", "--fresh", *paths])
     assert predictions.main() == 0
