@@ -333,6 +333,7 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every parameter is up to date."""
+        self.state.recover()
         self.runner.drain()
 
     def check_bytes(self) -> None:
@@ -386,6 +387,7 @@ class Engine:
         self.drain()
 
     def _settle(self) -> None:
+        self.state.recover()
         # The first step, too, computes with rounded parameters, as it does when resumed from its own checkpoint.
         if not self._is_refreshed:
             self.refresh()

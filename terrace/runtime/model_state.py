@@ -53,6 +53,7 @@ class ModelState:
         held, meter = program.stage.held, meter or Meter()
         values = values or [dict(block.named_parameters()) for block in blocks]
         self.modules = {index: blocks[index] for index in held}
+        self.lent: Callable[[], None] | None = None  # brings back working copies that a hand-over has lent
         pages = Pages(program.state_bytes["gathered"] + program.state_bytes["grads_full"])
         self.flats: dict[int, tuple[FlatParam, ...]] = {}
         replacements: dict[int, nn.Parameter] = {}
@@ -103,6 +104,12 @@ class ModelState:
         for flats in self.flats.values():
             yield from flats
 
+    def recover(self) -> None:
+        """Have the memory of working copies back that a hand-over has lent (terrace.runtime.reshard)."""
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            lent()
+
     def trainable(self, block: int) -> list[FlatParam]:
         """The flat parameters of a block that an optimizer updates."""
         return [flat for flat in self.flats[block] if flat.spec.trainable]
@@ -114,6 +121,7 @@ class ModelState:
 
     def gather(self, collectives: Collectives) -> None:
         """Materialise the full parameters of every block that is not resident anyway, until each is freed."""
+        self.recover()
         for index, flats in self.flats.items():
             for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
                 flats[transfer.flat].gather(collectives, transfer, False)

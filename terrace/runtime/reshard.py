@@ -10,7 +10,7 @@ class `reshard`), of which they are a copy, or of the masters, rounded as a refr
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -38,6 +38,10 @@ from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.gap_messages import behind
 
 Slices = dict[str, Tensor]  # parameter -> this rank's slice of it
+_Own = tuple[str, Box, Tensor]  # parameter, a box of it, its values in a flat buffer
+_Loan = tuple[
+    Tensor, list[tuple[Tensor, Tensor]]
+]  # a flat buffer without memory, its boxes with their values elsewhere
 _Key = tuple[int, torch.dtype]  # a peer, and what its message is made of
 
 
@@ -94,12 +98,23 @@ class HandOver:
         """Bytes that this rank sends in a hand-over, by message class and tier."""
         return self.program.sent_bytes
 
-    def run(self) -> list[Slices]:
-        """This rank's slices of every block's parameters, as they are after the last step."""
+    def run(self, *, lend: bool = False) -> list[Slices]:
+        """This rank's slices of every block's parameters, as they are after the last step.
+
+        With `lend`, a flat buffer whose parameters all lie in these slices gives up its memory; the engine takes it
+        back, with the values, when it is next used. On tensor x pipeline ranks a rank thus has its slices alone, M/g,
+        and never more than one block's own part beside those it has made. Slices must keep their values till then.
+        """
+        self._engine.state.recover()
         if self._source == "params":
             self._engine.drain()
         self._engine.runner.declared_bytes.update(self.sent_bytes)
-        parts = [self._parts(block) for block in range(len(self.transition.alike))]
+        parts, loans = list[_Parts](), list[_Loan]()
+        for block in range(len(self.transition.alike)):
+            parts.append(self._parts(block))
+            loans += self._lend(block, parts[-1]) if lend else ()
+        if loans:
+            self._engine.state.lent = partial(_take_back, loans)
         lanes = {tier: make_lane(self._engine.comm.device) for tier in self._groups}
         tickets = dict[tuple[int, ...], Ticket]()  # of the newest instruction of blocks
         try:
@@ -118,25 +133,41 @@ class HandOver:
 
     def _parts(self, block: int) -> "_Parts":
         """Boxes of a block that this rank holds, and its slices, filled where it holds them."""
-        state, slices_of = self._engine.state, partial(rank_slices, mesh=self._engine.program.mesh, rank=self._rank)
+        state = self._engine.state
         dtypes = {name: DTYPES[dtype] for name, dtype in self.transition.dtypes[self.transition.alike[block]].items()}
         boxes = {name: own[0] for name, own in self.transition.needs(block)[self._rank].items()}
         slices = {
             name: torch.empty(sizes(box), dtype=dtypes[name], device=self._engine.comm.device)
             for name, box in boxes.items()
         }
-        own = list[tuple[str, Box, Tensor]]()
+        own = list[_Own]()
         for flat in state.flats.get(block, ()):
-            start, held = self._held(flat)
-            for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
-                first = part.start - start
-                values = held[first : first + numel(part.padded)].view(sizes(part.padded))
-                own.append((part.param.name, part.whole, values[within(part.real, part.padded)]))
+            own += self._boxes(flat, *self._held(flat))
         for name, box, values in own:
             common = overlap(box, boxes[name]) if name in boxes else None
             if common is not None:
                 slices[name][within(common, boxes[name])] = values[within(common, box)]
         return _Parts(dtypes=dtypes, own=own, boxes=boxes, slices=slices)
+
+    def _boxes(self, flat: FlatParam, start: int, held: Tensor) -> list["_Own"]:
+        """Boxes of parameters in `held`, the elements of a flat buffer from `start` on."""
+        slices_of, found = partial(rank_slices, mesh=self._engine.program.mesh, rank=self._rank), list[_Own]()
+        for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
+            first = part.start - start
+            values = held[first : first + numel(part.padded)].view(sizes(part.padded))
+            found.append((part.param.name, part.whole, values[within(part.real, part.padded)]))
+        return found
+
+    def _lend(self, block: int, parts: "_Parts") -> Iterator["_Loan"]:
+        """Take the memory of working copies that the slices have; what is sent of them is read there."""
+        for flat in self._engine.state.flats.get(block, ()):
+            own = self._boxes(flat, flat.part(flat.layout.params).start, flat.shard)
+            if all(name in parts.boxes and overlap(box, parts.boxes[name]) == box for name, box, _ in own):
+                flat.shard.untyped_storage().resize_(0)
+                yield (
+                    flat.shard,
+                    [(values, parts.slices[name][within(box, parts.boxes[name])]) for name, box, values in own],
+                )
 
     def _held(self, flat: FlatParam) -> tuple[int, Tensor]:
         """The values of a flat buffer that this rank sends from, and where they begin in it."""
@@ -177,6 +208,14 @@ class HandOver:
                 parts.place(move)[...] = piece.view(sizes(move.box))
 
 
+def _take_back(loans: Sequence[_Loan]) -> None:
+    for buffer, boxes in loans:
+        buffer.untyped_storage().resize_(buffer.nbytes)
+        buffer.zero_()  # padding
+        for values, elsewhere in boxes:
+            values.copy_(elsewhere)
+
+
 def _check_exact(program: Program) -> None:
     for tier in program.cluster.tiers:
         wire = program.plan.wire_format(MessageClass.REFRESH, tier.name)
@@ -192,7 +231,7 @@ class _Parts:
     """A rank's part of a block: (parameter, box, values) in its flat buffers, and by parameter its slice."""
 
     dtypes: dict[str, torch.dtype]
-    own: list[tuple[str, Box, Tensor]]
+    own: list[_Own]
     boxes: dict[str, Box]
     slices: Slices
 

@@ -106,11 +106,10 @@ def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Mo
         num_micros=case.num_micros,
         rank=world.rank,
         optimizer=case.optimizer,
-        declared=model.declared,
         sequence=case.rows.sequence,
         compiled=case.compiled,
         balance=case.balance,
-        **{"objective": model.objective, **more},
+        **{"objective": model.objective, "declared": model.declared, **more},
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,11 +10,15 @@ import torch
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model.config import block_specs
+from terrace.model.decoder import token_loss
 from terrace.plan.handover import crossing
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.runtime.reshard import HandOver
+from tests.support.generation import MODELS as LLAMAS
+from tests.support.generation import make
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, Case, engine_of, exact, wholes
 from tests.support.pipelines import ALONE, OUTER, pipelined
@@ -114,6 +118,77 @@ def test_masters_have_the_bits_of_the_working_copies(pool: LocalPool, name: str,
     outcomes = pool.run(cluster.world_size, handed_over, cluster, case, rows, "optimizer", timeout_s=120.0)
     assert not any(wrong for wrong, *_ in outcomes)
     assert sum((sent for _, sent, _ in outcomes), Counter[str]()) == Counter(outcomes[0][2])
+
+
+TENSOR_PIPELINE = {
+    "4 rows": ({"package": {"tensor": 2}, "node": {"tensor": 2}}, ""),
+    "2 rows, 2 stages": ({"package": {"tensor": 2}, "node": {"pipeline": 2}}, "1f1b"),
+}
+
+
+# Sizes that four ranks divide: padding is in no slice.
+EVEN = replace(LLAMAS["llama"], vocab_size=16, num_kv_heads=4, intermediate_size=16)
+
+
+def lent(world: World, cluster: Cluster, case: Case, rows: int) -> tuple[list[int], list[int], int, int, bool]:
+    """Bytes of parameters while slices are made, block by block: those there are, the blocks' own; then at the end, and
+    those of the slices; whether training goes on as without a hand-over."""
+    engines = [
+        engine_of(world, cluster, case, make(EVEN), declared=block_specs(EVEN), objective=token_loss) for _ in range(2)
+    ]
+    engine, hand_over, plain = engines[0], HandOver(engines[0], rows), engines[1]
+    slices_bytes, there, own = 0, list[int](), list[int]()
+
+    def held_bytes() -> int:
+        return sum(flat.shard.untyped_storage().nbytes() for flat in engine.state)
+
+    split = hand_over._parts
+
+    def watched(block: int) -> Any:
+        nonlocal slices_bytes
+        parts = split(block)
+        slices_bytes += sum(value.untyped_storage().nbytes() for value in parts.slices.values())
+        there.append(slices_bytes + held_bytes())
+        own.append(sum(flat.shard.nbytes for flat in engine.state.flats.get(block, ())))
+        return parts
+
+    hand_over._parts = watched  # type: ignore[method-assign]
+    for step in range(NUM_STEPS):
+        for each in engines:
+            each.step(case.batches(each, case, step), ADAMW.lr)
+        if step == 0:
+            hand_over.run(lend=True)
+            at_end = slices_bytes + held_bytes()
+    same = [torch.equal(one.shard, other.shard) for one, other in zip(engine.state, plain.state, strict=True)]
+    for each in engines:
+        each.check_bytes()
+        each.close()
+    return there, own, at_end, slices_bytes, all(same)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("2 rows, 2 stages", 2), *nightly(*(("2 rows, 2 stages", 1), ("4 rows", 2), ("4 rows", 4)))]
+)
+def test_a_rank_that_lends_has_its_slices_alone(pool: LocalPool, name: str, rows: int) -> None:
+    """HybridFlow's peak of parameters on tensor x pipeline ranks, M / g, in bytes of memory that is there."""
+    mapping, schedule = TENSOR_PIPELINE[name]
+    plan = exact("ddp", cluster_of(*SIZES), mapping=mapping, **({"schedule": schedule} if schedule else {}))
+    case = Case(plan, num_micros=2)
+    for there, own, at_end, slices_bytes, same in pool.run(4, lent, cluster_of(*SIZES), case, rows, timeout_s=120.0):
+        assert at_end == slices_bytes
+        assert same
+        for block, num_bytes in enumerate(there):
+            # Slices of this block and those before, working copies of this one and those behind.
+            assert num_bytes <= slices_bytes + max(own)
+            assert block or num_bytes >= sum(own)
+        assert there[-1] == slices_bytes + own[-1]
+
+
+def test_what_a_slice_does_not_hold_is_not_lent(pool: LocalPool) -> None:
+    case = Case(exact("zero3", cluster_of(*SIZES)))
+    for _, own, at_end, slices_bytes, same in pool.run(4, lent, cluster_of(*SIZES), case, 2, timeout_s=120.0):
+        assert slices_bytes < at_end <= slices_bytes + sum(own)
+        assert same
 
 
 def refused(
