@@ -17,6 +17,8 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
+from terrace.rl.algorithm import Algorithm
+from terrace.rl.config import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
 from tests.support.tiny_runs import environment, terrace
@@ -58,6 +60,7 @@ def _keys(*tables: type) -> list[str]:
         ("slow-networks.md", _keys(Outer)),
         ("lora.md", _keys(LoraConfig)),
         ("experts.md", _keys(BalanceConfig)),
+        ("rl.md", _keys(RunKeys, RewardKeys, Algorithm)),
         ("training.md", _keys(DataConfig, TrainConfig, OptimizerConfig)),
     ],
 )

@@ -25,6 +25,7 @@ _HELP = {
     "simulate": "play a step without running it: where its time goes, its memory, its program",
     "explain": "the same as terrace simulate --view program",
     "train": "train a model",
+    "rl": "train a model by feedback on what it writes",
     "report": "write a run as one HTML page",
     "replay": "repeat a step of a run, block by block",
     "generate": "continue a text with a trained model",

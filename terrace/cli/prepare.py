@@ -101,7 +101,7 @@ def prepare(
     _check_disk(resume or folder or _RUNS, config)
     carried = source_files(config, tokenizer) if resume is None else {}
     is_new = there is None
-    chosen = resume or _new_folder(folder, going_on)
+    chosen = resume or new_folder(folder, going_on)
     # A file of an earlier start is replaced by rank 0, once the ranks are ready and it holds the folder.
     earlier = _earlier(chosen)
     try:
@@ -260,7 +260,8 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         )
 
 
-def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
+def new_folder(folder: Path | None, going_on: bool = False) -> Path:
+    """Make a run folder, by default one of the time of day; raises `ConfigError` for one that cannot be had."""
     # An empty config.toml claims the folder at once, so that no two runs take the same one. A run that is going on also
     # takes the folder of a run that ended before its first checkpoint.
     if going_on and folder is not None and (folder / "config.toml").is_file():

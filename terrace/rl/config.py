@@ -1,4 +1,4 @@
-"""The file of a run of `terrace rl`, checked whole before anything starts. No torch here.
+"""The file of a run of `terrace rl`, checked whole before anything starts.
 
     layers, each over the one before: the defaults, those of `--task`, the file of --config, --model, --cluster and
     --plan, then `--section.key value`
@@ -129,7 +129,7 @@ def resolve_table(
     task: str | None, path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Table of a run, not checked yet."""
-    own: dict[str, Any] = {} if path is None else dict(read_table(Path(path)))
+    own: dict[str, Any] = {} if path is None else _with_paths(dict(read_table(Path(path))), Path(path).parent)
     name = task or own.get("run", {}).get("task", "")
     if name and name not in TASKS:
         raise ConfigError(f"task {name!r} is not known{did_you_mean(str(name), TASKS)}")
@@ -146,6 +146,17 @@ def resolve_table(
         if key in table:
             table[key] = section(key, table[key])
     return merge(table, overrides)
+
+
+def _with_paths(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Names of files are relative to the file that has them."""
+    for key in ("model", "cluster", "plan"):
+        if isinstance(table.get(key), str) and (folder / table[key]).exists():
+            table[key] = str((folder / table[key]).absolute())
+    run = table.get("run")
+    if isinstance(run, Mapping) and isinstance(run.get("prompts_file"), str) and run["prompts_file"]:
+        table["run"] = {**run, "prompts_file": str((folder / run["prompts_file"]).absolute())}
+    return table
 
 
 def parse(table: Mapping[str, Any]) -> RlConfig:

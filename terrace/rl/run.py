@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
-from terrace.base.errors import CheckpointError
+from terrace.base.errors import CheckpointError, ModelError, PlanError
 from terrace.base.schema import dump
+from terrace.base.words import counted
 from terrace.checkpoint.layout import folder_of, latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.data.tokenizer import Tokenizer
+from terrace.generation.sliced import sliced_config
+from terrace.plan.context import is_context_parallel
+from terrace.plan.mesh import Mesh
 from terrace.rl.config import RlConfig
 from terrace.rl.controllers import CONTROLLERS, Progress, Roles, Setup, Sizes
 from terrace.rl.lagrange import Multiplier
@@ -30,6 +34,7 @@ from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import EngineSettings
 from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_function import RewardFunction
+from terrace.runtime.settings import OptimizerConfig
 
 ACTOR, START = "actor", "start"  # folders of checkpoints in a run folder
 _PHASES = {
@@ -55,6 +60,37 @@ class RunInputs:
     tokenizer: Tokenizer
     stops: frozenset[int]
     examples: Examples | None = None
+
+
+def check_roles(config: RlConfig) -> None:
+    """Raise `PlanError` or `ModelError` for a plan or a model that no role can have; starts nothing."""
+    mesh, longest = Mesh.of(config.cluster, config.plan), config.run.max_prompt + config.run.max_response
+    if is_context_parallel(mesh, config.plan):
+        raise PlanError("responses need whole rows: leave out the context axis and balance")
+    if config.plan.outer is not None:
+        raise PlanError("islands would generate with parameters that differ: leave out plan.outer")
+    if config.model.learned_positions and longest > config.model.max_positions:
+        raise ModelError(
+            f"run.max_prompt + run.max_response = {longest} tokens, and the model has learned "
+            f"{config.model.max_positions} positions: lower one of them"
+        )
+    sliced_config(config.model, config.run.rows)
+    settings = engine_settings(config, config.weights, config.run.mini_batch, config.optimizer)
+    Actor.layout(config.cluster.world_size, settings=settings, rows=config.run.rows)
+
+
+def engine_settings(config: RlConfig, weights: str, batch: int, optimizer: OptimizerConfig) -> EngineSettings:
+    """The engine of a role that steps on `batch` rows; raises `PlanError` where these do not fit."""
+    return EngineSettings(
+        model=config.model,
+        cluster=config.cluster,
+        plan=config.plan,
+        num_micros=config.num_micros(batch),
+        sequence=config.sequence,
+        optimizer=optimizer,
+        weights=weights,
+        seed=config.run.seed,
+    )
 
 
 class Timed:
@@ -101,30 +137,19 @@ class Run:
         if (saved / "manifest.json").is_file():
             return saved
         optimizer = replace(config.optimizer, lr=run.start_lr)
-        settings = self._settings(config.weights, run.start_batch, optimizer)
+        settings = engine_settings(config, config.weights, run.start_batch, optimizer)
         student = pool.host(student=(Student, {"settings": settings}))["student"]
         for step in range(run.start_steps):
             loss = student.update(examples(step * run.start_batch, run.start_batch), lr=run.start_lr)["loss"]
-        self._say(f"supervised start: {run.start_steps} steps of {run.start_batch} examples, loss {loss:.3f}")
-        return Path(student.finish(folder=folder, step=run.start_steps))
-
-    def _settings(self, weights: str, batch: int, optimizer: Any) -> EngineSettings:
-        config = self._inputs.config
-        return EngineSettings(
-            model=config.model,
-            cluster=config.cluster,
-            plan=config.plan,
-            num_micros=config.num_micros(batch),
-            sequence=config.sequence,
-            optimizer=optimizer,
-            weights=weights,
-            seed=config.run.seed,
+        self._say(
+            f"supervised start: {counted(run.start_steps, 'step')} of {run.start_batch} examples, loss {loss:.3f}"
         )
+        return Path(student.finish(folder=folder, step=run.start_steps))
 
     def _make(self, pool: Pool, weights: str) -> Roles:
         config, inputs = self._inputs.config, self._inputs
         run = config.run
-        settings = self._settings(weights, run.mini_batch, config.optimizer)
+        settings = engine_settings(config, weights, run.mini_batch, config.optimizer)
         actor = {
             "settings": settings,
             "algorithm": config.algorithm,
@@ -157,7 +182,7 @@ class Run:
         config = self._inputs.config
         names = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost_critic")}.get(config.algorithm.name, ())
         optimizer = replace(config.optimizer, lr=config.run.critic_lr)
-        settings = self._settings(weights, config.run.mini_batch, optimizer)
+        settings = engine_settings(config, weights, config.run.mini_batch, optimizer)
         settings = replace(settings, model=replace(config.model, scalar_head=True))
         return {name: {"settings": settings, "value_clip": config.algorithm.value_clip} for name in names}
 

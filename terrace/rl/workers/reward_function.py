@@ -7,6 +7,8 @@ function that yields its numbers one by one has the prompt named that it stood a
 """
 
 import math
+import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -28,10 +30,16 @@ _SHOWN = 60  # characters of a prompt in an error
 
 
 def load_function(name: str) -> Function:
-    """The function `module:function`; raises `ConfigError` where it cannot be imported."""
+    """The function `module:function`, of a module that is installed or lies in the working folder.
+
+    Raises `ConfigError` where it cannot be imported.
+    """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"the reward {name!r} must be module:function, such as my_rewards:exact")
+    # A user's module lies where the command was called.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever the user's module raises

@@ -1,0 +1,61 @@
+"""`terrace rl`: learning from feedback. Everything is checked before the first process starts.
+
+The controller is this process. Roles are in local processes, or in this one where the cluster has one rank.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import CheckpointError, ConfigError
+from terrace.cli.options import flags
+from terrace.cli.overrides import parse_overrides
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "rl",
+        description="Train a model by feedback on what it writes, in processes of this machine.",
+        epilog="Any key can be set as --section.key VALUE, e.g. --run.steps 10 --algorithm.name dapo. docs/rl.md has "
+        "all.",
+    )
+    parser.add_argument("--task", metavar="NAME", help="a task that ships with Terrace: sort")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of the run")
+    parser.add_argument(
+        "--model", metavar="PATH", help="Hugging Face folder, whose weights and tokenizer are taken too"
+    )
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: the task's)")
+    parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: the task's)")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder to make (default: runs/TIME)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with this run folder from its newest checkpoint"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Learn; returns 0."""
+    try:
+        # Torch is imported here: the parser works without it.
+        from terrace.cli import rl_run
+        from terrace.rl.config import resolve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"learning needs the package {error.name!r}: pip install 'terrace[train]'") from error
+    given, overrides = flags(options, "model", "cluster", "plan"), parse_overrides(rest, of_run=False)
+    rl_run.run(resolve(options.task, _file(options), given, overrides), options.folder, options.resume)
+    return 0
+
+
+def _file(options: argparse.Namespace) -> str | None:
+    if options.resume is None:
+        config: str | None = options.config
+        return config
+    # A resumed run keeps its own model, task and data.
+    named = [f"--{name}" for name in ("task", "config", "model", "folder") if getattr(options, name) is not None]
+    if named:
+        raise ConfigError(f"--resume takes these from the run folder: leave out {', '.join(named)}")
+    path = options.resume / "config.toml"
+    if not path.is_file():
+        raise CheckpointError(f"{options.resume} is not a run folder: it has no config.toml")
+    return str(path)

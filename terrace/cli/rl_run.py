@@ -1,0 +1,188 @@
+"""A run of `terrace rl` on this machine: its folder, runtime, screen and metrics."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
+
+import tomli_w
+
+from terrace.base.errors import ConfigError, ModelError, TrainingError
+from terrace.base.files import write_atomic
+from terrace.base.fitting import parse_table
+from terrace.base.sealed import sealed_json, sealed_toml
+from terrace.base.words import counted
+from terrace.cli.prepare import new_folder
+from terrace.data.tokenizer import Tokenizer, load_tokenizer
+from terrace.model.config import block_specs
+from terrace.model.hf.folder import TOKENIZER
+from terrace.report.tables import quantity
+from terrace.rl.config import RlConfig, to_toml_table
+from terrace.rl.metrics import Metrics
+from terrace.rl.prompt_file import read_prompts
+from terrace.rl.run import Run, RunInputs, check_roles
+from terrace.rl.runtime import InlineRuntime, Runtime
+from terrace.rl.runtime_local import LocalRuntime
+from terrace.rl.sort_task import SortPrompts, SortTokenizer
+from terrace.rl.workers.reward_function import load_function
+from terrace.train.lock import folder_lock
+from terrace.train.trackers import Tracker, check_installed, open_trackers
+
+METRICS, CONFIG = "metrics.jsonl", "config.toml"
+
+
+def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
+    """Run it in a new `folder`, or go on in `resume`; raises the `TerraceError` of the first mistake."""
+    inputs = inputs_of(config)
+    check_roles(config)
+    check_installed(config.run.metrics)
+    for each in (*config.reward, *([config.cost] if config.cost is not None else [])):
+        load_function(each.function)
+    chosen = resume or new_folder(folder)
+    print(f"{_words(config)}\nrun folder {chosen}", flush=True)
+    with folder_lock(chosen), _runtime(config) as runtime:
+        made = Run(inputs, runtime, chosen, lambda text: print(text, flush=True))
+        first = made.resume() if resume is not None else 0
+        if first >= config.run.steps:
+            raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")
+        write_atomic(chosen / CONFIG, sealed_toml(tomli_w.dumps(to_toml_table(config))))
+        if first:
+            print(f"going on after step {first}", flush=True)
+        else:
+            print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
+        with _log(chosen, config, first) as log:
+            found = list[Metrics]()
+            for step, metrics in made.steps():
+                log(step, metrics)
+                found.append(metrics)
+                print(_line(step, metrics), flush=True)
+    print(_summary(found, chosen))
+
+
+def inputs_of(config: RlConfig) -> RunInputs:
+    """Prompts and tokenizer of a run; raises `DataError`, `ConfigError` or `ModelError` where they do not fit."""
+    if config.run.task:
+        task = SortPrompts(config.run.seed)
+        tokenizer: Tokenizer = SortTokenizer()
+        _check_vocabulary(tokenizer, config)
+        stops = _stops(tokenizer)
+        return RunInputs(config=config, prompts=task, tokenizer=tokenizer, stops=stops, examples=task.examples)
+    if not config.weights:
+        raise ConfigError("weights is missing: learning from feedback begins with a model; give --model FOLDER")
+    tokenizer = load_tokenizer(str(Path(config.weights) / TOKENIZER))
+    _check_vocabulary(tokenizer, config)
+    prompts = read_prompts(
+        Path(config.run.prompts_file),
+        config.run.prompt_column,
+        tokenizer,
+        longest=config.run.max_prompt,
+        num_held_out=config.run.held_out,
+        seed=config.run.seed,
+    )
+    return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer))
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: RlConfig) -> None:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ModelError(
+            f"the largest id of the tokenizer is {tokenizer.vocab_size - 1}, but the model's vocabulary has "
+            f"{config.model.vocab_size}: name the folder that the tokenizer belongs to"
+        )
+
+
+def _stops(tokenizer: Tokenizer) -> frozenset[int]:
+    end = tokenizer.text_tokens.end
+    if end is None:
+        raise ConfigError("the tokenizer has no end of text, so no response could end: declare an eos_token")
+    return frozenset([end])
+
+
+def _runtime(config: RlConfig) -> Runtime:
+    return InlineRuntime() if config.cluster.world_size == 1 else LocalRuntime(timeout_s=config.run.timeout_s)
+
+
+@contextmanager
+def _log(folder: Path, config: RlConfig, first_step: int) -> Iterator["_Log"]:
+    log = _Log(folder, config, first_step)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+class _Log:
+    """`metrics.jsonl`, and the trackers that the run names; lines of steps that will be repeated are dropped."""
+
+    def __init__(self, folder: Path, config: RlConfig, first_step: int) -> None:
+        path = folder / METRICS
+        kept = [line for line in _read(path) if line["step"] <= first_step]
+        write_atomic(path, "".join(_sealed(line) for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._trackers: Mapping[str, Tracker] = open_trackers(
+            config.run.metrics, folder, to_toml_table(config), first_step
+        )
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._file.write(_sealed({"step": step, **metrics}))
+        self._file.flush()
+        for tracker in self._trackers.values():
+            tracker.log(metrics, step)
+
+    def close(self) -> None:
+        self._file.close()
+        for tracker in self._trackers.values():
+            tracker.close()
+
+
+def _read(path: Path) -> list[Metrics]:
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            found.append(parse_table(line))
+        except ValueError:  # a last line that a crash cut short
+            continue
+    return found
+
+
+def _sealed(line: Mapping[str, float]) -> str:
+    return sealed_json(json.dumps(line))
+
+
+def _words(config: RlConfig) -> str:
+    run, ranks = config.run, config.cluster.world_size
+    size = sum(block.num_trainable + block.num_frozen for block in block_specs(config.model))
+    return (
+        f"{config.algorithm.name}: {size / 1e6:.2f} M parameters, {counted(run.steps, 'step')} of {run.prompts} "
+        f"prompts x {counted(run.responses, 'response')}, {run.mini_batch} an update\n{counted(ranks, 'rank')}, plan "
+        f"{config.plan.name}; {counted(ranks // run.rows, 'replica')} of {counted(run.rows, 'rank')} to generate"
+    )
+
+
+def _line(step: int, found: Metrics) -> str:
+    shown = [f"step {step:4d}", f"reward {found.get('reward/mean', math.nan):.3f}"]
+    for words, name in (("KL", "actor/kl"), ("cost", "safe/cost"), ("lambda", "safe/lambda")):
+        shown += [f"{words} {found[name]:.3f}"] if name in found else []
+    shown += [f"entropy {found['actor/entropy']:.3f}"] if "actor/entropy" in found else []
+    shown.append(f"length {found.get('response_length/mean', math.nan):.1f}")
+    shown.append(f"rollout diff {found.get('rollout/logprob_diff_max', math.nan):.1e}")
+    shown.append(f"{found['perf/tokens_per_s']:,.0f} tokens/s, {found['time/step']:.1f} s")
+    shown += [f"held out {found['val/reward']:.3f}"] if "val/reward" in found else []
+    return "   ".join(shown)
+
+
+def _summary(found: list[Metrics], folder: Path) -> str:
+    """Mean seconds by phase, and the hand-over's bytes, predicted and measured."""
+    means = {
+        name: sum(step.get(name, 0.0) for step in found) / len(found)
+        for name in found[-1]
+        if name.startswith(("time/", "reshard/"))
+    }
+    phases = [(name.removeprefix("time/"), value) for name, value in means.items() if name.startswith("time/")]
+    lines = [f"\nseconds of a step, mean of {counted(len(found), 'step')}"]
+    lines += [f"    {name:14s} {value:8.3f}" for name, value in sorted(phases, key=lambda each: -each[1])]
+    planned, sent = means["reshard/bytes_planned"], means["reshard/bytes_sent"]
+    lines.append(f"hand-over: predicted {quantity(planned, 'B')}, measured {quantity(sent, 'B')}")
+    lines.append(f"metrics in {folder / METRICS}; to go on: terrace rl --resume {quote(str(folder))} --run.steps N")
+    return "\n".join(lines)

@@ -1,0 +1,137 @@
+"""`terrace rl`: a task and a folder with prompts, from the command line to the last number; what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from terrace.base.errors import ConfigError, DataError
+from terrace.rl.prompt_file import read_prompts
+from terrace.rl.sort_task import SortTokenizer
+from tests.support.command_line import CommandLine
+from tests.support.hf_folder import write_folder
+
+ALONE = [word for name in ("package", "node", "system") for word in (f"--cluster.tiers.{name}.size", 1)]
+SMALL = [*ALONE, "--plan", "ddp", "--plan.micro_batch", 16, "--run.rows", 1, "--model.hidden_size", 32]
+SMALL += ["--model.num_hidden_layers", 1, "--run.prompts", 4, "--run.mini_batch", 16, "--run.start_steps", 1]
+SMALL += ["--run.start_batch", 16]
+
+
+@pytest.fixture
+def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    monkeypatch.chdir(tmp_path)
+    return CommandLine(tmp_path, capsys)
+
+
+def test_a_task_runs_and_goes_on(here: CommandLine) -> None:
+    said = here.call("rl", "--task", "sort", *SMALL, "--run.steps", 1, "--folder", "made")
+    assert (said.code, said.error) == (0, "")
+    for words in ("grpo: 0.04 M parameters, 1 step of 4 prompts", "supervised start: 1 step", "before: val/reward"):
+        assert words in said.out
+    for words in (
+        "step    1   reward",
+        "KL 0.000",
+        "tokens/s",
+        "held out",
+        "generate",
+        "update",
+        "hand-over: predicted",
+    ):
+        assert words in said.out
+    again = here.call("rl", "--resume", "made", "--run.steps", 2, "--run.metrics", '["tensorboard"]')
+    assert (again.code, again.error) == (0, "")
+    assert "going on after step 1" in again.out
+    lines = [json.loads(line) for line in (here.folder / "made" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[1]["rollout/logprob_diff_max"] < 1e-4
+    assert list((here.folder / "made" / "tensorboard").iterdir())
+    assert "has all of its 2 steps: give a larger --run.steps" in here.call("rl", "--resume", "made").error
+
+
+def write_run(folder: Path, **more: Any) -> Path:
+    """A run on a Hugging Face folder, with prompts and rewards of the user's own."""
+    (folder / "model").mkdir()
+    write_folder(folder / "model")
+    lines = [{"prompt": text, "wanted": len(text)} for text in ("The fox", "lazy dog", "quick", "brown 0123", "jumps")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "my_rewards.py").write_text(
+        "def near(samples):\n    return [-abs(len(each.response) - each.data['wanted']) / 10 for each in samples]\n"
+        "def ended(samples):\n    return [float(each.finish == 'stop') for each in samples]\n"
+    )
+    run = {"prompts_file": "prompts.jsonl", "max_prompt": 12, "max_response": 6, "steps": 1, "held_out": 1}
+    run |= {"prompts": 2, "responses": 4, "mini_batch": 4}
+    table: dict[str, Any] = {
+        "model": "model",
+        "cluster": "local",
+        "plan": {"preset": "ddp", "micro_batch": 4},
+        "run": run,
+        "reward": [{"function": "my_rewards:near"}, {"function": "my_rewards:ended", "weight": 0.5}],
+        "algorithm": {"name": "dr-grpo"},
+    }
+    (folder / "run.toml").write_text(tomli_w.dumps(table | more))
+    return folder / "run.toml"
+
+
+def test_a_folder_with_prompts_and_rewards_of_ones_own(here: CommandLine) -> None:
+    config = write_run(here.folder)
+    said = here.call("rl", "--config", config, *ALONE, "--folder", "made")
+    assert (said.code, said.error) == (0, "")
+    (line,) = [json.loads(line) for line in (here.folder / "made" / "metrics.jsonl").read_text().splitlines()]
+    assert line["reward/mean"] == pytest.approx(line["score/0/mean"] + 0.5 * line["score/1/mean"], abs=1e-6)
+    assert "val/reward" in line
+    assert line["prompt_length/max"] <= 12
+
+
+def test_wrong_input_is_one_line_before_anything_starts(here: CommandLine) -> None:
+    config = write_run(here.folder)
+
+    def refused(*words: object) -> str:
+        return here.refusal("rl", *words)
+
+    assert "section [run] is missing: give --task sort" in refused()
+    assert "unknown key run.step" in refused("--task", "sort", "--run.step", 3)
+    assert "rows = 3 of a replica cannot share the model's 4 heads" in refused("--task", "sort", "--run.rows", 3)
+    assert "leave out --task" in refused("--resume", "model", "--task", "sort")
+    assert "model is not a run folder" in refused("--resume", "model")
+    assert "line 2 has a prompt of" in refused("--config", config, *ALONE, "--run.max_prompt", 3)
+    assert "leave some to train on" in refused("--config", config, *ALONE, "--run.held_out", 5)
+    context = ["--plan.mapping.package.context", 2]
+    assert "leave out the context axis" in refused("--task", "sort", *context)
+
+
+def test_prompts_of_a_file_by_place(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{number}>", "answer": {number}}}\n' for number in range(7)))
+    source = read_prompts(path, "prompt", SortTokenizer(), longest=2, num_held_out=2, seed=1)
+    assert [prompt.text for prompt in source.held_out()] == ["0>", "1>"]
+    passes = [[source.prompt(5 * turn + place).text for place in range(5)] for turn in range(3)]
+    assert all(sorted(each) == ["2>", "3>", "4>", "5>", "6>"] for each in passes)
+    assert len({tuple(each) for each in passes}) > 1
+    assert source.prompt(4).data == {"answer": int(source.prompt(4).text[0])}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('{"prompt": "1>"}\n{"text": "2>"}\n', DataError, "line 2 has no text in 'prompt': it has text"),
+        ('{"prompt": "1>"\n', DataError, "line 1 is not JSON"),
+        ("[1]\n", DataError, "line 1 is no table"),
+        ('{"prompt": "123>"}\n', DataError, "line 1 has a prompt of 4 tokens: 1 to run.max_prompt = 3"),
+        ("", ConfigError, "has 0 prompts, and run.held_out = 0"),
+    ],
+)
+def test_wrong_files_of_prompts_are_refused(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(error, match=message):
+        read_prompts(path, "prompt", SortTokenizer(), longest=3, num_held_out=0, seed=0)
+
+
+def test_a_parquet_file_has_the_same_prompts(tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"prompt": ["1>", "2>"], "answer": [1, 2]}), tmp_path / "prompts.parquet")
+    source = read_prompts(tmp_path / "prompts.parquet", "prompt", SortTokenizer(), longest=3, num_held_out=1, seed=0)
+    assert source.prompt(0).text == "2>"
+    assert source.prompt(0).data == {"answer": 2}
