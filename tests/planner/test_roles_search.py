@@ -98,6 +98,7 @@ def test_partitions_are_all_ways_to_group() -> None:
     assert [len(list(partitions(count))) for count in range(1, 6)] == [1, 2, 5, 15, 52]  # Bell's numbers
 
 
+@pytest.mark.nightly
 def test_five_roles_on_128_devices_take_seconds() -> None:
     model = llama()
     flow = Dataflow(

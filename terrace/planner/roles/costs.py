@@ -100,7 +100,7 @@ class Costs:
 
     def key(self, role: Role) -> tuple[object, ...]:
         """Equal for roles with equal costs."""
-        return role.model, role.scalar, role.trains, role.scores
+        return role.model, role.trains, role.scores
 
     def _micros(self, cluster: Cluster, plan: Plan) -> int:
         return step_of(self.task(self.dataflow.source, cluster), plan).num_micros

@@ -17,8 +17,8 @@ from functools import cached_property
 from typing import Literal
 
 from terrace.base.errors import ModelError, PlanError, did_you_mean
-from terrace.model.config import DecoderBlock, ModelConfig, block_specs
-from terrace.model.spec import BlockSpec, ParamSpec, freeze
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.spec import BlockSpec, freeze
 
 RESHARD, GENERATE, PREPARE, TRAIN = STAGES = ("reshard", "generate", "prepare", "train")
 
@@ -27,13 +27,12 @@ RESHARD, GENERATE, PREPARE, TRAIN = STAGES = ("reshard", "generate", "prepare", 
 class Role:
     """A model of the dataflow and what an iteration asks of it.
 
-    `scalar`: its head has one output (values, rewards, costs). `follows`: the role whose parameters it generates with,
-    for one that generates and does not train.
+    A model of values, rewards or costs has a scalar head. `follows`: the role whose parameters it generates with, for
+    one that generates and does not train.
     """
 
     name: str
     model: ModelConfig
-    scalar: bool = False
     generates: bool = False
     scores: bool = False
     trains: bool = False
@@ -42,7 +41,7 @@ class Role:
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Its blocks; frozen where it does not train."""
-        whole = scalar_blocks(self.model) if self.scalar else block_specs(self.model)
+        whole = block_specs(self.model)
         return whole if self.trains else freeze(whole, ["*"])
 
     @property
@@ -142,38 +141,27 @@ def ppo(
     Without a critic they are those of GRPO and its like, with `cost` those of Safe-RLHF, whose cost has a critic like
     the reward's. `standalone`: a role `rollout` generates for the actor.
     """
+    critic, reward, cost = (each and replace(each, scalar_head=True) for each in (critic, reward, cost))
     found = [Role(name="actor", model=actor, trains=True, generates=not standalone)]
     if standalone:
         found.append(Role(name="rollout", model=actor, generates=True, follows="actor"))
     found.append(Role(name="reference", model=actor, scores=True))
     if critic is not None:
-        found.append(Role(name="critic", model=critic, scalar=True, scores=True, trains=True))
+        found.append(Role(name="critic", model=critic, scores=True, trains=True))
     if reward is not None:
-        found.append(Role(name="reward", model=reward, scalar=True, scores=True))
+        found.append(Role(name="reward", model=reward, scores=True))
     if cost is not None:
-        found.append(Role(name="cost", model=cost, scalar=True, scores=True))
+        found.append(Role(name="cost", model=cost, scores=True))
         if critic is not None:
             found.append(replace(found[-1], name="cost critic", model=critic, trains=True))
     return tuple(found)
 
 
-def scalar_blocks(config: ModelConfig) -> tuple[BlockSpec, ...]:
-    """The blocks of a decoder whose head has one output instead of a vocabulary, and no matrix of the embedding."""
-    *before, head = block_specs(config)
-    norm = [param for param in head.params if param.name != "weight"]
-    row = ParamSpec(
-        name="weight", shape=(1, config.hidden_size), dims=(("outputs", 1), ("features", config.hidden_size))
-    )
-    one = replace(config, vocab_size=1, tied_embeddings=False)
-    last = DecoderBlock(name=head.name, params=(row, *norm), computes=head.computes, config=one)
-    return (*before, last)
-
-
 def _check(role: Role, dataflow: Dataflow) -> None:
     if not (role.generates or role.scores or role.trains):
         raise PlanError(f"role {role.name!r} does nothing: it generates, scores or trains, so set one, or leave it out")
-    if role.generates and role.scalar:
-        raise PlanError(f"role {role.name!r} generates, so it cannot have a scalar head: leave out `scalar`")
+    if role.generates and role.model.scalar_head:
+        raise PlanError(f"role {role.name!r} generates, so it cannot have a scalar head: give it the model without")
     if role.model.learned_positions and dataflow.sequence > role.model.max_positions:
         raise ModelError(
             f"prompt and response have {dataflow.sequence} tokens, and the model of role {role.name!r} has "
@@ -184,7 +172,7 @@ def _check(role: Role, dataflow: Dataflow) -> None:
         raise PlanError(f"role {role.name!r} {rule}: set it so (follows = {role.follows!r})")
     if role.follows:
         other = dataflow.role(role.follows)
-        if not other.trains or other.scalar or other.model != role.model:
+        if not other.trains or other.model != role.model:
             raise PlanError(
                 f"role {role.name!r} follows {other.name!r}, which does not train a model like its own: name one that "
                 "does"

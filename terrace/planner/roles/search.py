@@ -13,7 +13,7 @@ among the plans of step 4; tests/planner/test_roles_search.py compares them with
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -202,14 +202,16 @@ class Places:
         return undominated(fitting, lambda each: each.ways)
 
 
-def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacements:
+def find(
+    dataflow: Dataflow, cluster: Cluster, count: int = 3, among: Iterable[Sequence[Roles]] | None = None
+) -> FoundPlacements:
     """The `count` best partitions of the roles, each with its best placement; the fastest first.
 
-    Raises `PlanError` where none has room.
+    `among`: the partitions to choose from, all by default. Raises `PlanError` where none has room.
     """
     places = Places(dataflow, cluster)
     found, num_opened = list[_Best](), 0
-    for sets in partitions(len(dataflow.roles)):
+    for sets in partitions(len(dataflow.roles)) if among is None else among:
         least = [places.least(roles) for roles in sets]
         if None in least or sum(filter(None, least)) > cluster.world_size:
             continue

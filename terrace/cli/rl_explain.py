@@ -1,0 +1,34 @@
+"""`terrace rl --explain`: what an iteration is predicted to take, by role, stage and pool; with `--place auto` also the
+fastest placement. Nothing is started.
+"""
+
+from terrace.cli.terminal import Terminal
+from terrace.planner.roles.placement import price
+from terrace.planner.roles.search import FoundPlacements, find
+from terrace.report.roles import against_words, flow_words, groups_words, iteration_words, pools_table, roles_table
+from terrace.rl.config import RlConfig
+from terrace.rl.predicted import dataflow_of, placement_of
+
+
+def explain(config: RlConfig, *, search: bool) -> None:
+    """Print the price of the run's placement, and with `search` the best beside it."""
+    flow, cluster, console = dataflow_of(config), config.cluster, Terminal()
+    report = price(flow, placement_of(config), cluster)
+    print(f"{flow_words(flow)}\n")
+    console.print(
+        roles_table(report, cluster, "seconds of an iteration and bytes of a rank, as the run places its roles")
+    )
+    print(f"{iteration_words(report)}\n")
+    console.print(pools_table(report))
+    if search:
+        _show(find(flow, cluster), config, console)
+
+
+def _show(found: FoundPlacements, config: RlConfig, console: Terminal) -> None:
+    best, *others = found.best
+    console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))
+    print(f"{iteration_words(best.report)}\n")
+    console.print(pools_table(best.report))
+    if others:
+        print("other groupings of the roles, each at its best, against it:")
+        print("\n".join(f"  {against_words(best.report, each.report)}" for each in others))

@@ -1,0 +1,133 @@
+"""Tables and words of a placement of roles: an iteration by role and stage, memory by pool, and why here."""
+
+from rich.table import Table
+
+from terrace.base.words import counted
+from terrace.cluster.cluster import Cluster
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import AXES, Plan
+from terrace.planner.roles.dataflow import GENERATE, PREPARE, STAGES, TRAIN, Dataflow
+from terrace.planner.roles.placement import IterationReport, PoolReport, RoleReport
+from terrace.planner.roles.pools import pool_cluster
+from terrace.report.tables import new_table, quantity, seconds
+
+_OF_ROLES = (GENERATE, PREPARE, TRAIN)
+
+
+def flow_words(flow: Dataflow) -> str:
+    """A dataflow in a line for its sizes and one for its roles."""
+    sizes = (
+        f"{counted(flow.prompts, 'prompt')} of {counted(flow.prompt_tokens, 'token')} x "
+        f"{counted(flow.samples, 'response')} of {counted(flow.response_tokens, 'token')} an iteration, learned in "
+        f"{counted(flow.updates * flow.epochs, 'update')} of {flow.update_batch}"
+    )
+    return sizes + "\n" + "; ".join(f"{role.name} {role.does}" for role in flow.roles)
+
+
+def roles_table(report: IterationReport, cluster: Cluster, title: str) -> Table:
+    """A row for each role: where it is, its plan, its seconds by stage, its memory."""
+    left = ("role", "ranks", "plan", "rows")
+    headings = ("role", "ranks", "plan", "rows", *_OF_ROLES, "held", "at work")
+    rows = []
+    for role in report.roles:
+        pool = report.pools[role.pool]
+        here = pool_cluster(cluster, pool.devices)
+        rows.append(
+            [
+                role.name,
+                _ranks(pool),
+                "-" if role.plan is None else plan_words(here, role.plan),
+                str(role.rows) if role.rows else "",
+                *(seconds(role.seconds[stage]) if stage in role.seconds else "" for stage in _OF_ROLES),
+                quantity(role.held_bytes, "B"),
+                quantity(role.working_bytes, "B"),
+            ]
+        )
+    slowest = ["slowest pool", "", "", "", *(seconds(report.stages[stage]) for stage in _OF_ROLES), "", ""]
+    return new_table(title, headings, left=left, rows=rows, total=slowest)
+
+
+def pools_table(report: IterationReport) -> Table:
+    """A row for each pool: its roles, and the memory of its rank with most."""
+    headings = ("ranks", "roles", "held by all", "at work", "process, allocator", "needed", "of")
+    rows = [
+        [
+            _ranks(pool),
+            ", ".join(role.name for role in report.roles if role.pool == index),
+            *(quantity(size, "B") for size in (pool.held_bytes, pool.working_bytes, pool.lost_bytes)),
+            quantity(pool.needed_bytes, "B"),
+            quantity(pool.capacity_bytes, "B"),
+        ]
+        for index, pool in enumerate(report.pools)
+    ]
+    return new_table("memory of the fullest rank of a pool", headings, left=("ranks", "roles"), rows=rows)
+
+
+def iteration_words(report: IterationReport) -> str:
+    """The sum of an iteration, which pool each stage waits for, and how generation fills its memory."""
+    stages = " + ".join(f"{stage} {seconds(report.stages[stage])}" for stage in STAGES)
+    lines = [f"iteration {seconds(report.seconds)} = {stages}; {quantity(report.tokens_per_s, 'tokens/s')}"]
+    if len(report.pools) > 1:
+        lines += [_waits(report, stage) for stage in _OF_ROLES]
+    lines += [_generation(role) for role in report.roles if role.generation is not None]
+    lines += [
+        f"ranks {_ranks(pool)} lack {quantity(pool.needed_bytes - pool.capacity_bytes, 'B')}: it has no room"
+        for pool in report.pools
+        if pool.needed_bytes > pool.capacity_bytes
+    ]
+    return "\n".join(lines)
+
+
+def against_words(best: IterationReport, other: IterationReport) -> str:
+    """Another grouping of roles beside the best: how much longer it takes, and in which stages."""
+    more = {stage: other.stages[stage] - best.stages[stage] for stage in STAGES}
+    stages = [f"{stage} {'+' if value > 0 else '-'}{seconds(abs(value))}" for stage, value in more.items() if value]
+    longer = 100 * (other.seconds / best.seconds - 1)
+    return f"{groups_words(other)}: {seconds(other.seconds)}, {longer:+.1f} %: {', '.join(stages) or 'as long'}"
+
+
+def groups_words(report: IterationReport) -> str:
+    """Devices and roles of each pool."""
+    groups = [[role.name for role in report.roles if role.pool == index] for index in range(len(report.pools))]
+    return " | ".join(f"{pool.devices}: {', '.join(names)}" for pool, names in zip(report.pools, groups, strict=True))
+
+
+def plan_words(cluster: Cluster, plan: Plan) -> str:
+    """Degrees of a plan's axes, where its states are, and its micro-batch."""
+    mesh = Mesh.of(cluster, plan)
+    axes = " x ".join(f"{axis} {mesh.total(axis)}" for axis in AXES if mesh.total(axis) > 1) or "1 rank"
+    states = dict.fromkeys((plan.params, plan.grads, plan.optimizer))
+    again = ", recomputed" if plan.recompute else ""
+    return f"{axes}, {'/'.join(states)}, micro-batch {plan.micro_batch}{again}"
+
+
+def _ranks(pool: PoolReport) -> str:
+    last = pool.first + pool.devices - 1
+    return str(pool.first) if last == pool.first else f"{pool.first}-{last}"
+
+
+def _waits(report: IterationReport, stage: str) -> str:
+    sums = [
+        sum(role.seconds.get(stage, 0.0) for role in report.roles if role.pool == index)
+        for index in range(len(report.pools))
+    ]
+    slowest = max(range(len(sums)), key=sums.__getitem__)
+    others = [
+        f"{_ranks(pool)} in {seconds(own)}" if own else f"{_ranks(pool)} idle"
+        for index, (pool, own) in enumerate(zip(report.pools, sums, strict=True))
+        if index != slowest
+    ]
+    return (
+        f"  {stage} ends with ranks {_ranks(report.pools[slowest])} after {seconds(sums[slowest])}; {', '.join(others)}"
+    )
+
+
+def _generation(role: RoleReport) -> str:
+    found = role.generation
+    assert found is not None, "only roles that generate are shown"
+    running = "all" if found.running == found.sequences else f"{found.running} of"
+    return (
+        f"  a replica of {counted(role.rows, 'rank')} has {running} {counted(found.sequences, 'response')} at a time: "
+        f"prompts {seconds(found.prefill_s)}, responses {seconds(found.decode_s)}; "
+        f"weights {quantity(found.weights_bytes, 'B')}, keys and values {quantity(found.cache_bytes, 'B')} a rank"
+    )

@@ -1,0 +1,66 @@
+"""A run of `terrace rl` as a dataflow of roles, its price, and what `--explain` prints."""
+
+from typing import Any
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.cli.rl_explain import explain
+from terrace.planner.roles.placement import price
+from terrace.rl.config import RlConfig, resolve
+from terrace.rl.predicted import dataflow_of, placement_of, predicted
+
+
+def sort(**overrides: Any) -> RlConfig:
+    return resolve("sort", None, {}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "roles"),
+    [
+        ({}, ["actor", "reference"]),
+        ({"run": {"reference": False}}, ["actor"]),
+        ({"algorithm": {"name": "ppo"}}, ["actor", "reference", "critic"]),
+    ],
+)
+def test_the_roles_are_the_models_of_the_algorithm(overrides: dict[str, Any], roles: list[str]) -> None:
+    flow = dataflow_of(sort(**overrides))
+    assert [role.name for role in flow.roles] == roles
+    assert all(role.model.scalar_head == (role.name == "critic") for role in flow.roles)
+    assert [role.name for role in flow.roles if role.trains] == [name for name in roles if name != "reference"]
+
+
+def test_the_sizes_are_those_of_a_step() -> None:
+    flow = dataflow_of(sort(run={"epochs": 2}))
+    assert (flow.sequences, flow.sequence, flow.update_batch) == (64 * 8, 22, 256)
+    assert (flow.updates, flow.epochs, flow.compute) == (2, 2, "fp32")
+
+
+def test_a_run_has_all_its_roles_on_all_ranks_under_its_plan() -> None:
+    config = sort()
+    (pool,) = placement_of(config).pools
+    assert pool.devices == 8
+    assert [(role.plan, role.rows) for role in pool.roles] == [(config.plan, 4), (config.plan, 0)]
+    report = predicted(config)
+    assert report == price(dataflow_of(config), placement_of(config), config.cluster)
+    assert report.fits
+    assert set(report.roles[0].seconds) == {"generate", "prepare", "train"}
+    assert report.stages["reshard"] > 0  # from two stages of four shards to four slices
+
+
+def test_a_batch_that_the_plan_cannot_take_is_one_line() -> None:
+    with pytest.raises(PlanError, match="batch"):
+        predicted(sort(run={"mini_batch": 32}, plan={"micro_batch": 64}))
+
+
+def test_explain_shows_the_placement_and_the_best_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    explain(sort(), search=False)
+    given = capsys.readouterr().out
+    assert "actor generates, scores, trains; reference scores" in given
+    assert "as the run places its roles" in given
+    assert "the fastest placement" not in given
+    explain(sort(), search=True)
+    both = capsys.readouterr().out
+    assert both.startswith(given)
+    assert "the fastest placement: 8: actor, reference" in both
+    assert "4: actor | 4: reference: " in both
