@@ -35,6 +35,7 @@ _SIZES = (
     "max_positions",
 )
 _LARGEST_SIZE = 2**31 - 1  # what kernels can index
+SCORE = "score.weight"  # of a scalar head, here and in weight files
 _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 
 
@@ -242,7 +243,7 @@ def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
     kinds = {of: tuple(_layer_params(of)) for of in {config.of_layer(index) for index in range(config.num_layers)}}
     layers = [config.of_layer(index) for index in range(config.num_layers)]
     # Every tensor rank has the score whole, as it has the hidden states before it.
-    score = ParamSpec(name="score.weight", shape=(1, hidden), dims=(("scores", 1), ("features", hidden)))
+    score = ParamSpec(name=SCORE, shape=(1, hidden), dims=(("scores", 1), ("features", hidden)))
     borrows = config.tied_embeddings and not config.scalar_head
     output = [score] if config.scalar_head else [] if borrows else [lookup]
     return (

@@ -110,8 +110,7 @@ class Engine:
         self._programs: dict[Exchange | None, Program] = {None: self.program}
         self._forward: Program | None = None  # the default of `evaluate`, made by its first call
         self._given: Program | None = None  # the last that `evaluate` was given
-        # Bytes of steps that were not finite, and of evaluations and restoring.
-        self._given_up, self._outside = Counter[_Key](), Counter[_Key]()
+        self._given_up, self._outside = Counter[_Key](), Counter[_Key]()  # bytes: of steps not finite; of evaluations
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
         self.passages = Passages(blocks, self.program, balance, rank, self.device, seed, ignored_label(objective))

@@ -43,6 +43,8 @@ def why_no_sample(run: RunConfig) -> str:
     """Why a run writes no sample at its end, and what to do; "" if it does."""
     if run.model.experts is not None and run.model.experts.looks_ahead:
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
+    if run.model.scalar_head:
+        return "a model with one output a token writes nothing: leave it out"
     if num_params(run.model) <= SAMPLE_MAX_PARAMS:
         return ""
     # Too slow while all ranks wait.

@@ -42,6 +42,12 @@ class Trained:
     tokenizer_path: str = BYTES
     template_path: str = ""
 
+    def __post_init__(self) -> None:
+        if self.config.scalar_head:
+            raise ModelError(
+                "the model has one output a token, a score, and predicts no token: name a model with an output matrix"
+            )
+
 
 def load_trained(
     folder: Path, *, dtype: str = "fp32", tokenizer: str | None = None, device: torch.device | str = "cpu"

@@ -51,13 +51,16 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
         fields["sliding_window"] = _read_window(loaded, family)
     if family.is_mixture:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
-    return _complete(fields | {"family": name}, table)
+    fields |= {"family": name, "scalar_head": _read_head(table, family)}
+    return _complete(fields, table)
 
 
 def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` table of the fields of a `ModelConfig`, with the newer form of RoPE keys."""
     family = FAMILIES[fields["family"]]
     table: dict[str, Any] = {"model_type": fields["family"], "architectures": [family.architecture]}
+    if fields["scalar_head"]:
+        table |= {"architectures": [family.scored_architecture], "num_labels": 1}
     table |= {key: fields[own] for own, key in family.names.items() if "." not in own}
     activation_key = family.names["activation"]
     # Several spellings mean one activation; the first is written.
@@ -94,7 +97,11 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
             "use the run's checkpoints"
         )
     family = FAMILIES[table["model_type"]]
+    if "num_labels" in table and not family.is_scored:
+        raise ModelError(f"transformers has no {family.scored_architecture}: use the run's checkpoints")
     published = {**table, **tokens, "torch_dtype": dtype}
+    if published.pop("num_labels", None):  # as transformers writes it
+        published |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if "sliding_window" in table:
         published["sliding_window"] = table["sliding_window"] or None
     if family.theta_key:
@@ -136,6 +143,28 @@ def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
     if "null" not in implemented.values():  # which no flag can say
         fix += ", or give " + " ".join(f"--model.{name} {value}" for name, value in implemented.items())
     raise ModelError(f"{key} = {given[key]!r}{absent} is not implemented: {fix}")
+
+
+def _read_head(table: Mapping[str, Any], family: Family) -> bool:
+    # Whether `architectures` says that a score stands in place of the output matrix.
+    named = table.get("architectures")
+    named = named[0] if isinstance(named, list | tuple) and named else None
+    if named == family.scored_architecture.replace("Sequence", "Token"):
+        raise ModelError(
+            f"architectures = [{named!r}] is not implemented, as its score has a bias: save the model as "
+            f"{family.scored_architecture}"
+        )
+    if named != family.scored_architecture:
+        return False
+    labels, number = table.get("id2label"), table.get("num_labels")
+    # The default of transformers.
+    number = number if number is not None else len(labels) if isinstance(labels, Mapping) else 2
+    if number != 1:
+        raise ModelError(
+            f"architectures = [{named!r}] with num_labels = {number!r} is not implemented: a reward model has one; "
+            f"set num_labels to 1, or architectures to [{family.architecture!r}]"
+        )
+    return True
 
 
 def _rope_keys(family: Family) -> set[str]:

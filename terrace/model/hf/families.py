@@ -9,6 +9,7 @@ The defining sizes of a model (vocabulary, width, depth, heads) have defaults in
 here: a forgotten key should not silently train a model of seven billion parameters.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,7 +184,13 @@ class Family:
     default_factor: float = 1.0
     factor_is_free: bool = False
     switched_window: bool = False  # whether sliding_window means something only with use_sliding_window
+    is_scored: bool = True  # whether transformers has it with a score
     alternating_window: bool = False  # whether it means every other layer where layer_types is absent
+
+    @property
+    def scored_architecture(self) -> str:
+        """The architecture with a score in place of the output matrix."""
+        return re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", self.architecture)
 
 
 _SHARED_NAMES = {
@@ -339,6 +346,7 @@ FAMILIES: Mapping[str, Family] = {
         # A head for further tokens is no part of the next token, and is not written.
         written={"num_nextn_predict_layers": 0},
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        is_scored=False,
         harmless=frozenset({"num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}),
         is_mixture=True,
         theta_key="rope_theta",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from terrace.model.config import ModelConfig, block_specs
+from terrace.model.config import SCORE, ModelConfig, block_specs
 from terrace.model.experts.config import GATE_BIAS
 from terrace.model.spec import ParamSpec
 
@@ -168,7 +168,8 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
             name=f"{names.base}{names.positions if param == 'positions' else names.embedding}.weight", shape=shape
         )
     if block == "head":
-        name = f"{names.output}.weight" if param == "weight" else f"{names.base}{names.final_norm}.{ending}"
+        own = {"weight": f"{names.output}.weight", SCORE: SCORE}  # the score has one name in all families
+        name = own.get(param, f"{names.base}{names.final_norm}.{ending}")
         return StoredTensor(name=name, shape=shape)
     index = block.removeprefix("layers.")
     layer = f"{names.base}{names.layers}.{index}."

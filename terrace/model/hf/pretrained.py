@@ -21,7 +21,7 @@ from torch import Tensor
 
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
-from terrace.model.config import ModelConfig, load_model, to_table
+from terrace.model.config import SCORE, ModelConfig, load_model, to_table
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
 from terrace.model.hf.families import FAMILIES
@@ -55,6 +55,11 @@ class Pretrained:
     def config(self) -> ModelConfig:
         """The model; raises `ModelError` when config.json is missing or names something Terrace does not implement."""
         return load_model(str(self.folder)) if self._config is None else self._config
+
+    @property
+    def lacks_score(self) -> bool:
+        """Whether the model has a scalar head and the folder, of a causal model, has none: the score begins anew."""
+        return self.config.scalar_head and SCORE not in self._files
 
     @property
     def dtype(self) -> str:
@@ -93,10 +98,14 @@ class Pretrained:
             Pretrained(self.folder, config).check()
             return
         wanted = {name: source.shape for source in self._sources.values() for name in source.tensors}
+        if self.lacks_score:
+            del wanted[SCORE]
         names = {self._stored_name(name): name for name in wanted}
         missing = [name for stored, name in names.items() if stored not in self._files]
         output = output_name(self.config)
-        tied = output if self.config.tied_embeddings and output in self._files else None
+        # A score in its place makes the output matrix spare.
+        is_spare = self.config.tied_embeddings or self.lacks_score
+        tied = output if is_spare and output in self._files else None
         # Derived buffers (rotary frequencies, masks) and a tied output matrix may be stored or not.
         unexpected = [name for name in self._files if name not in names and name != tied and not self._is_spare(name)]
         complaints = [*_listed("lacks", missing), *_listed("has beside the model's", unexpected)]
@@ -115,7 +124,7 @@ class Pretrained:
         for file in sorted(set(self._files.values())):
             self._sums.check_others(self._file(file))
         # A folder may store both matrices with different values; tying them would lose one.
-        if tied is None:
+        if tied is None or self.config.scalar_head:
             return
         if not torch.equal(self._file(self._files[tied]).get_tensor(tied), self.value("embedding", "weight")):
             raise ModelError(
