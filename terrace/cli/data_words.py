@@ -8,7 +8,7 @@ from terrace.train.job import RunJob
 def data_words(job: RunJob) -> str:
     """One line on the data, plus one per source of a mixture and one per packed source."""
     run, train = job.run, job.run.train
-    uses = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout).uses(train.steps)
+    uses = Batches(job.sources, train.sequence, run.rows, train.seed, run.data.holdout).uses(train.steps)
     count = _tokens(sum(source.tokens.num_tokens for source in job.sources))
     whole = [words for use in uses for words in _packed_words(use, train.sequence)]
     # A single source needs no shares and epochs.

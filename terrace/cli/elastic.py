@@ -63,7 +63,7 @@ def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str
 
 def _micro_batch(run: RunConfig) -> int:
     # The largest size up to the plan's that divides a data rank's share of the batch.
-    share, rest = divmod(run.train.batch, Layout.of(run.cluster, run.plan).data_degree)
+    share, rest = divmod(run.rows, Layout.of(run.cluster, run.plan).data_degree)
     if rest:
         # No size fits: the check of the plan says so.
         return run.plan.micro_batch

@@ -33,6 +33,7 @@ from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
+from terrace.train.facts import OBJECTIVE
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
@@ -85,13 +86,13 @@ def prepare(
         # Named in config.toml, so that files that change beside the tokenizer do not change the run.
         bos, eos = tokenizer.as_keys()
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
-    if resume is None:
-        check_weights(config)
+    if resume is None and (said := check_weights(config)):
+        print(said, flush=True)
     sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
     for source in sources:
         source.tokens.check_vocab(config.model.vocab_size)
     # Raises where the data is too short for a batch.
-    Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)
+    Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
         raise CompleteError(
@@ -197,6 +198,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, sources: Sequence[
         "batch": config.train.batch,
         "sequence": config.train.sequence,
         FACT: fact_of(config.lora),
+        OBJECTIVE: config.train.objective if config.on_pairs else None,
     }
     there = {name: checkpoint.facts.get(name) for name in here}
     model = to_table(config.model)

@@ -143,7 +143,9 @@ class Screen:
         # After the tables: a full disk must not hide the results.
         with _written_in(folder):
             self._write_files(outcome)
-        if outcome.sample is None:
+        if self._job.run.model.scalar_head:
+            print(f"terrace export {quote(str(folder))} FOLDER writes the model with its score\n")
+        elif outcome.sample is None:
             print(f"the model is large: terrace generate {quote(str(folder))} --prompt TEXT samples from it\n")
         else:
             self._console.print("the model continues the prompt", style="bold underline")

@@ -164,7 +164,7 @@ class StepView:
 def step_words(run: RunConfig) -> str:
     """Batch and micro-batches of a step."""
     return (
-        f"{counted(run.train.batch, 'sequence')} x {counted(run.train.sequence, 'token')}, "
+        f"{run.batch_words} x {counted(run.train.sequence, 'token')}, "
         f"{counted(run.num_micros(), 'micro-batch')} of {run.plan.micro_batch} per rank"
         f"{f', in units of {run.plan.unit}' if run.plan.unit > 1 else ''}"
     )

@@ -25,6 +25,7 @@ from terrace.data.documents import Documents, open_documents
 from terrace.data.mixture import Blend
 from terrace.data.order import SampleOrder
 from terrace.data.packing import Packing, Tally, packed
+from terrace.data.pairs import PairOrder, PairRows
 from terrace.data.samples import Packed, Parts, Windows
 from terrace.data.sources import Documented, TooLong
 from terrace.data.token_file import TokenFile
@@ -62,8 +63,10 @@ class Source:
         """Whether parts of one document may lie in several sequences of whole documents."""
         return self.documents == "whole" and self.too_long == "split"
 
-    def samples(self, sequence: int, holdout: float = 0) -> Windows | Packed:
+    def samples(self, sequence: int, holdout: float = 0) -> Windows | Packed | PairRows:
         """Samples of this source. Raises `DataError` if it has none."""
+        if self.documents == "pairs":
+            return PairRows(self._opened(), sequence)
         if self.documents == "whole":
             return Packed(self._opened(), sequence, self.packing(sequence, holdout))
         return Windows(self._opened(), sequence, separate=self.documents == "separate")
@@ -134,7 +137,9 @@ class Batches:
         ]
         # Held-out samples are the last ones of each source; the training order permutes only the samples before them.
         self._orders = [
-            SampleOrder(samples.num_samples - held, seed, source)
+            PairOrder(samples.num_samples, seed)
+            if isinstance(samples, PairRows)
+            else SampleOrder(samples.num_samples - held, seed, source)
             for source, (samples, held) in enumerate(zip(self._samples, self._held, strict=True))
         ]
         self._blend = Blend([source.weight for source in self.sources])
@@ -181,6 +186,20 @@ class Batches:
         each int64 of shape (n, sequence).
         """
         return self._gather(*self._placed(step * self.batch + rows))
+
+    @property
+    def pairs(self) -> PairRows | None:
+        """The rows of a run on pairs; None of another run."""
+        (rows, *_) = self._samples
+        return rows if isinstance(rows, PairRows) else None
+
+    def of_samples(self, samples: Ids) -> Arrays:
+        """Rows of samples of the only source, shape (n,): the arrays of `rows`."""
+        return self._gather(np.zeros_like(samples), samples)
+
+    def samples_of(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Ids:
+        """Samples of a data rank's rows in `step`, micro-batch after micro-batch, of whichever source."""
+        return self._placed_ahead(step, data_rank, num_data_ranks, micro_batch)[1]
 
     def parts(self, step: int) -> list[Parts]:
         """For every row of the global batch of `step`, its documents that have a label. Reads no tokens."""

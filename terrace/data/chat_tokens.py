@@ -43,7 +43,7 @@ def prepare_chat(
     """
     files = _files(path)
     # A look at the text is enough to decide whether a template is needed; parsing comes later.
-    needed = any('"messages"' in line for line, _ in _lines(files))
+    needed = any('"messages"' in line for line, _ in lines_of(files))
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
     originals = Originals(path, lambda: _files(path))
@@ -52,7 +52,8 @@ def prepare_chat(
 
     def make(written: dict[str, int]) -> CorpusDescription:
         reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
-        facts = _write(target, _conversations(files, reader, tokenizer.vocab_size), id_dtype(tokenizer.vocab_size))
+        talks = _conversations(files, reader, tokenizer.vocab_size)
+        facts = write_conversations(target, talks, id_dtype(tokenizer.vocab_size))
         return CorpusDescription(
             format=_FORMAT,
             corpus=os.fspath(path),
@@ -68,7 +69,8 @@ def prepare_chat(
     return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
 
 
-def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
+def write_conversations(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
+    """Write ids, mask and starts of conversations beside `target`; returns what their description says of them."""
     stored = np.dtype(dtype).newbyteorder("<")
     digest = hashlib.blake2b(digest_size=16)
     starts: list[int] = []
@@ -100,7 +102,7 @@ def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) 
 
 def _conversations(files: list[Path], reader: ChatReader, vocab_size: int) -> Iterator[tuple[Ids, Mask]]:
     any_line = False
-    for ids, mask, where in reader.read(_lines(files)):
+    for ids, mask, where in reader.read(lines_of(files)):
         if int(ids.max()) >= vocab_size:
             raise DataError(
                 f"{where}: the tokenizer gave id {ids.max()}, outside its vocabulary of {vocab_size}; use a tokenizer "
@@ -112,7 +114,8 @@ def _conversations(files: list[Path], reader: ChatReader, vocab_size: int) -> It
         raise DataError(f"data {files[0] if len(files) == 1 else files[0].parent} holds no conversation; give it one")
 
 
-def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
+def lines_of(files: list[Path]) -> Iterator[tuple[str, str]]:
+    """The lines that are not empty, each with its place; raises `DataError` for one that is not UTF-8."""
     for file in files:
         try:
             with file.open("rb") as stream:

@@ -10,7 +10,7 @@ from terrace.data.sources import STDLIB, Documented, Format, SourceConfig, Sourc
 
 # key -> the value that is not a path
 PATHS = {"path": STDLIB, "tokenizer": "bytes", "cache": "", "chat_template": ""}
-_DEFAULT_DOCUMENTS: Mapping[str, Documented] = {"text": "join", "chat": "whole"}
+_DEFAULT_DOCUMENTS: Mapping[str, Documented] = {"text": "join", "chat": "whole", "pairs": "pairs"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DataConfig:
                 "of them"
             )
         sources = self.sources()
-        if self.chat_template and not any(source.format == "chat" for source in sources):
+        if self.chat_template and not any(source.format != "text" for source in sources):
             raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')
 
     def sources(self) -> tuple[SourceSpec, ...]:
@@ -61,9 +61,20 @@ class DataConfig:
                             f"data.mixture has the {what} {one!r} twice: keep one entry, with both weights"
                         )
             specs.append(spec)
+        if any(spec.format == "pairs" for spec in specs):
+            self._check_pairs()
         if self.too_long is not None and not any(spec.documents == "whole" for spec in specs):
             raise _no_effect(f"data.too_long = {self.too_long!r}", specs[0].documents)
         return tuple(specs)
+
+    def _check_pairs(self) -> None:
+        if self.mixture:
+            raise ConfigError('data.mixture has a source with format = "pairs": pairs are not mixed; give one path')
+        for key in ("holdout", "too_long"):
+            if getattr(self, key):
+                raise ConfigError(
+                    f'data.{key} = {getattr(self, key)!r} is not implemented for data.format = "pairs": leave it out'
+                )
 
     def _check_mixture(self) -> None:
         if len(self.mixture) == 1 and self.mixture[0].weight != 1.0:
@@ -93,14 +104,18 @@ class DataConfig:
         kept = source.documents or self.documents or _DEFAULT_DOCUMENTS[chosen]
         if source.too_long is not None and kept != "whole":
             raise _no_effect(f"data.mixture: too_long = {source.too_long!r} of {source.path!r}", kept)
-        if chosen == "chat":
+        if (chosen == "pairs") != (kept == "pairs"):
+            raise ConfigError(
+                f"data.documents = {kept!r} has no effect on {source.path!r}, whose format is {chosen!r}: leave it out"
+            )
+        if chosen != "text":
             for key, plain in (("column", "text"), ("split", "")):
                 # In a mixture, a key of the whole table may be for the other sources.
                 general = plain if self.mixture else getattr(self, key)
                 own = getattr(source, key)
                 if (general if own is None else own) != plain:
                     raise ConfigError(
-                        f'data.{key} has no effect on {source.path!r}, whose format is "chat": leave it out'
+                        f'data.{key} has no effect on {source.path!r}, whose format is "{chosen}": leave it out'
                     )
         return SourceSpec(
             path=source.path,

@@ -10,6 +10,7 @@ from terrace.data.chat_tokens import prepare_chat
 from terrace.data.config import DataConfig
 from terrace.data.files import find_documents
 from terrace.data.indexed import indexed_files, is_indexed
+from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.pieces import unreadable
 from terrace.data.sources import SourceSpec
 from terrace.data.tokenizer import Tokenizer
@@ -34,6 +35,8 @@ def prepare_sources(
     for spec in data.sources():
         if spec.format == "chat":
             tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
+        elif spec.format == "pairs":
+            tokens = prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
         else:
             tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
         source = Source(

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 STDLIB = "stdlib"  # the source of Python's standard library: no path
 
-Format = Literal["text", "chat"]
-Documented = Literal["join", "separate", "whole"]
+Format = Literal["text", "chat", "pairs"]
+Documented = Literal["join", "separate", "whole", "pairs"]
 TooLong = Literal["refuse", "cut", "split", "drop"]
 
 

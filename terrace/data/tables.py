@@ -12,6 +12,7 @@ from terrace.base.errors import DataError
 from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column
 
 _ROWS = 1024  # at a time in memory
+PARQUET = ".parquet"
 _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -21,7 +22,7 @@ def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Uni
 
     Raises `DataError` for a damaged file and one without `column`, or where that holds no strings.
     """
-    kind: Literal["parquet", "arrow"] = "parquet" if file.suffix.lower() == ".parquet" else "arrow"
+    kind: Literal["parquet", "arrow"] = "parquet" if file.suffix.lower() == PARQUET else "arrow"
     if kind == "parquet":
         with _parquet(file) as table:
             _check_column(file, table.schema_arrow, column)
@@ -92,6 +93,20 @@ def _check_column(file: Path, schema: Any, column: str) -> None:
         raise DataError(
             f"{file}: column {column!r} is of type {kind}, not string; name another with --data.column, or convert it"
         )
+
+
+def parquet_records(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of a Parquet file with those of `columns` that it has, and the place of each.
+
+    Raises `DataError` for a damaged file.
+    """
+    with _parquet(file) as table, _damage(file):
+        kept = [name for name in columns if name in table.schema_arrow.names]
+        number = 0
+        for batch in table.iter_batches(columns=kept):
+            for row in batch.to_pylist():
+                number += 1
+                yield row, f"{file}: row {number}"
 
 
 @contextmanager

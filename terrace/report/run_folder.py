@@ -149,7 +149,7 @@ def _read(folder: Path, missing: list[str]) -> _Left:
 def _subtitle(run: RunConfig) -> str:
     return (
         f"{run.model.family} decoder of {model_size(run.model)}; a step of "
-        f"{counted(run.train.batch, 'sequence')} x {counted(run.train.sequence, 'token')}; "
+        f"{run.batch_words} x {counted(run.train.sequence, 'token')}; "
         f"{plan_title(run.cluster, run.plan)}"
     )
 
@@ -246,6 +246,7 @@ def _curves(left: _Left) -> list[Curve]:
     tables = (
         ("quantisation_error", "Rounding error of messages", "relative"),
         ("router_losses", "Losses of routers", "beside the loss"),
+        ("pairs", "Pairs: right ones of all, mean margin of rewards", ""),
     )
     for key, title, unit in tables:
         names = dict.fromkeys(name for record in left.records for name in getattr(record, key))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import DataError
+from terrace.runtime.shapes import check_shapes as check_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,17 +113,6 @@ def row_sums(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum of `values` (N, ...) over each row, (R, ...), differentiable; 0 for an empty row."""
     sums = values.new_zeros(len(offsets) - 1, *values.shape[1:])
     return sums.index_add(0, row_of_each(offsets), values)
-
-
-def check_shapes(**tensors: Tensor) -> None:
-    """Raise `DataError` unless all have one shape: torch would broadcast a single number over all the others."""
-    first, *others = tensors
-    for name in others:
-        if tensors[name].shape != tensors[first].shape:
-            raise DataError(
-                f"{name} of shape {tuple(tensors[name].shape)} beside {first} of shape {tuple(tensors[first].shape)}: "
-                "must be the same"
-            )
 
 
 def check_rows(**columns: Ragged) -> None:

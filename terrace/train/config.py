@@ -37,6 +37,7 @@ from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder
+from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
@@ -50,11 +51,13 @@ _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length of a run, sizes of its steps, and outputs. `batch` is in sequences per step, over all ranks."""
+    """Length of a run, sizes of its steps, and outputs. `batch` is in sequences or pairs per step, over all ranks."""
 
     steps: int
     batch: int
     sequence: int
+    objective: Literal["next-token", "reward", "dpo"] = "next-token"  # the last two on pairs
+    beta: float = 0.1  # of dpo
     seed: int = 0
     warmup_steps: int = 0
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # of the learning rate: terrace.train.schedule
@@ -152,8 +155,23 @@ class RunConfig:
         """Whether a sequence may hold several documents, which attend only to themselves."""
         return any(source.documents != "join" for source in self.data.sources())
 
+    @property
+    def on_pairs(self) -> bool:
+        """Whether it trains on pairs of responses."""
+        return self.train.objective != "next-token"
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step; a pair has two."""
+        return self.train.batch * (2 if self.on_pairs else 1)
+
+    @property
+    def batch_words(self) -> str:
+        """The batch of a step in words."""
+        return counted(self.train.batch, "pair" if self.on_pairs else "sequence")
+
     def num_micros(self) -> int:
-        return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.train.batch)
+        return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.rows)
 
     def step(self) -> "Step":
         """A step of the run, to be predicted on the figures of the cluster's file."""
@@ -213,7 +231,7 @@ def parse_run(table: Mapping[str, Any]) -> RunConfig:
     run = parse_sections(table)
     _check(run)
     free = [name for name in ("micro_batch", "unit") if name not in table["plan"]]
-    return _with_best_numbers(run, free) if free else run
+    return with_whole_pairs(_with_best_numbers(run, free) if free else run, free)
 
 
 def parse_sections(table: Mapping[str, Any]) -> RunConfig:
@@ -232,12 +250,15 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         _check_places(name, value)
     cluster = parse_cluster(dict(table["cluster"]))
     optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
+    train = load(TrainConfig, table["train"], "train")
+    model = parse_model(table["model"])
     return RunConfig(
-        model=parse_model(table["model"]),
+        # A reward model begins from any model; its score may be new.
+        model=replace(model, scalar_head=True) if train.objective == "reward" else model,
         cluster=cluster,
         plan=_plan(table["plan"], cluster, optimizer),
         data=load(DataConfig, table.get("data", {}), "data"),
-        train=load(TrainConfig, table["train"], "train"),
+        train=train,
         optimizer=optimizer,
         lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
         balance=load(BalanceConfig, table["balance"], "balance") if "balance" in table else None,
@@ -309,6 +330,7 @@ def _check(run: RunConfig) -> None:
     # Each section was checked by itself; here are the rules across sections.
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
+    check_objective(run)
     run.num_micros()
     if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
         raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")

@@ -10,6 +10,8 @@ from terrace.train.adapted import FACT, fact_of
 from terrace.train.attention_cost import KEY, cost_fact
 from terrace.train.job import RunJob
 
+OBJECTIVE = "objective"  # of a run on pairs
+
 
 def facts_of(job: RunJob, cost: WorkCost | None) -> Mapping[str, Any]:
     """`cost` is of attention, where documents are dealt out by it."""
@@ -23,5 +25,6 @@ def facts_of(job: RunJob, cost: WorkCost | None) -> Mapping[str, Any]:
         "batch": run.train.batch,
         "sequence": run.train.sequence,
         FACT: fact_of(run.lora),
+        **({OBJECTIVE: run.train.objective} if run.on_pairs else {}),
         **({} if cost is None else {KEY: cost_fact(run, cost)}),
     }

@@ -63,8 +63,11 @@ def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
         )
 
 
-def check_weights(run: "RunConfig") -> None:
-    """Raises `ModelError` unless the initial weights of a run exist and fit its model."""
+def check_weights(run: "RunConfig") -> str:
+    """A line on a parameter that begins anew beside the initial weights, or "".
+
+    Raises `ModelError` unless the weights exist and fit the run's model.
+    """
     if run.train.weights:
         from terrace.model.hf.pretrained import Pretrained
 
@@ -74,7 +77,11 @@ def check_weights(run: "RunConfig") -> None:
                 f"train.weights = {run.train.weights!r} has no router for gate = {experts.gate!r}: leave the gate out, "
                 'or begin from scratch with --train.weights ""'
             )
-        Pretrained(run.train.weights, run.model).check()
+        weights = Pretrained(run.train.weights, run.model)
+        weights.check()
+        if weights.lacks_score:
+            return f"{run.train.weights} has no score: its one output a token begins with small random values"
+    return ""
 
 
 def source_files(run: "RunConfig", tokenizer: "Tokenizer") -> dict[str, bytes]:

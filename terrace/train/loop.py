@@ -32,7 +32,6 @@ from terrace.launch.start import pace
 from terrace.launch.stop import Stop, StopSignal, Vote, begin_steps
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
-from terrace.model.decoder import token_loss
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
@@ -66,6 +65,7 @@ from terrace.train.metrics import (
     outer_words,
 )
 from terrace.train.micro_batches import MicroBatches, StepBatches
+from terrace.train.pairs import Learning
 from terrace.train.patience import APART, Patience
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
@@ -107,7 +107,7 @@ class RankOfRun:
         if rate is not None and device_of().type == "cuda":
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
-        self.step, self.patience = 0, Patience()
+        self.step, self.patience, self.learning = 0, Patience(), Learning(run)
         starts_with = run.train.weights if job.resume is None else ""
         # A resumed run has its values in the checkpoint, so the starting weights are not read again.
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
@@ -118,7 +118,7 @@ class RankOfRun:
             cluster=run.cluster,
             plan=run.plan,
             num_micros=run.num_micros(),
-            objective=token_loss,
+            objective=self.learning.objective,
             rank=world.rank,
             device=device_of(),
             optimizer=run.optimizer,
@@ -144,7 +144,7 @@ class RankOfRun:
         turns = {} if outer is None else {"turn": outer.every // outer.fragments, "delay": outer.delay}
         self.vote, self.saves = Vote(world, stop_signal, **turns), tuple[Saved, ...]()
         self.batches = Batches(
-            job.sources, train.sequence, train.batch, train.seed, run.data.holdout, run.model.vocab_size
+            job.sources, train.sequence, run.rows, train.seed, run.data.holdout, run.model.vocab_size
         )
         self.cost: WorkCost | None = None  # of attention; only on the context axis
 
@@ -157,7 +157,8 @@ class RankOfRun:
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if self.job.resume is not None:
             return torch.zeros(1).expand(shape)  # the checkpoint has the values
-        if self._pretrained is not None and not is_adapter(name):
+        # A score that the folder of a causal model lacks begins as in a new model.
+        if self._pretrained is not None and not is_adapter(name) and (block, name) in self._pretrained:
             return self._pretrained.value(block, name)
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
@@ -168,6 +169,8 @@ class RankOfRun:
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self.micro_batches(cluster)
+        self.dog.idle("scoring pairs with the starting weights")
+        self.learning.begin(self.engine, self.batches, self.job)
         self.saver = self._saver()
         facts = facts_of(self.job, self.cost)
         self.copies = Copies(self.engine, self.world, self.job, facts, self._at, self.observer.note)
@@ -179,7 +182,7 @@ class RankOfRun:
         self.slow = SlowRanks(self.dog, self.engine.program, self.run.train, self.observer)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
         # Closed on any error too: its thread would go on reading data.
-        with closing(Feeder(made.step, first_step, self.run.train.steps)) as feeder:
+        with closing(Feeder(self.learning.fed(made), first_step, self.run.train.steps)) as feeder:
             summary, stop = self._steps(first_step, feeder)
         self.saver.close()
         self.copies.close()
@@ -344,17 +347,19 @@ class RankOfRun:
         # The clock's categories cover the engine's step; the rest of the wall time is `other`.
         time_s = {**result.time_s, **self.copies.time_s, "data": data_s}
         time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
+        num_tokens = self.learning.num_tokens(self.step, result)
         return StepRecord(
             step=self.step + 1,
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=rate,
-            num_tokens=result.num_tokens,
+            num_tokens=num_tokens,
             step_s=step_s,
-            tokens_per_s=self._islands * result.num_tokens / step_s,
+            tokens_per_s=self._islands * num_tokens / step_s,
             outer=outer_figures(result.outer),
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
+            pairs=self.learning.figures(self.step, self.engine),
             dropped=result.dropped,
             time_s=time_s,
             balance=balance,

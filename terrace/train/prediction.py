@@ -42,7 +42,7 @@ def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisatio
         run.model,
         run.blocks(),
         run.plan,
-        run.train.batch,
+        run.rows,
         run.train.sequence,
         cluster=run.cluster,
         measured=cluster,

@@ -76,6 +76,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "memory": record.memory_bytes | {f"peak_{name}": size for name, size in record.peak_memory_bytes.items()},
         "quantisation": record.quantisation_error,
         "router": record.router_losses | ({} if record.dropped is None else {"dropped": record.dropped}),
+        "pairs": record.pairs,
         "load": record.load,
         "outer": {f"{each}_{name}": value for each, row in record.outer.items() for name, value in row.items()},
         "slow": {f"rank_{rank}": factor for rank, factor in record.slow_ranks.items()},

@@ -11,8 +11,8 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.importance import masked, sequence_ratios, token_ratios, truncated
 from terrace.rl.losses import cispo, clipped_surrogate, entropy_loss, gspo, kl_loss, reinforce, value_loss
-from terrace.rl.pairs import bradley_terry, dpo
 from terrace.rl.ragged import Ragged
+from terrace.runtime.pairs import bradley_terry, dpo
 
 
 def numbers(*values: float) -> Tensor:

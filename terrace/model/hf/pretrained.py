@@ -66,6 +66,10 @@ class Pretrained:
         """The dtype of the embedding as it is stored: fp32, bf16, fp16 or fp64."""
         return _FLOATS[self._header(self._stored_name(self._sources["embedding", "weight"].name))[1]]
 
+    def __contains__(self, parameter: tuple[str, str]) -> bool:
+        """Whether the folder has the value of (block, parameter) of its model; `check` names others that it lacks."""
+        return not (self.lacks_score and parameter == ("head", SCORE))
+
     def value(self, block_name: str, param_name: str, experts: Sequence[int] | None = None) -> Tensor:
         """A whole parameter in Terrace's layout, in its stored dtype, on the CPU; of a stack, `experts` alone if given.
 
