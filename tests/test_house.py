@@ -12,7 +12,7 @@ import pytest
 from tests.support.command_line import without_torch
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for folder in ("terrace", "tests", "bench") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(path for folder in ("terrace", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py"))
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # They start or join ranks, switch torch's recorder on, or show (`terrace doctor`) the variables that decide how ranks
@@ -66,7 +66,7 @@ def test_wall_time_decides_nothing() -> None:
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_paths_named_in_the_docs_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:terrace|tests|bench|docs)/[\w./-]+)`", text)
+    named = re.findall(r"`((?:terrace|tests|bench|docs|examples)/[\w./-]+)`", text)
     links = re.findall(r"\]\((?!http)([\w./-]+)\)", text)
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [link for link in links if not (path.parent / link).exists()]
