@@ -1,9 +1,15 @@
 """Attention of a turn's tokens to the keys and values of their texts, which lie in pages.
 
-Tokens of several texts pass a layer end to end, (1, T), without padding: one of each text that writes, several of one
-that is read. A token attends to the tokens of its own text up to itself, or to the last ones under a sliding window.
+Tokens of several texts pass a layer end to end, (1, T), without padding. A token attends to the tokens of its own text
+up to itself, or to the last ones under a sliding window. The spans of a turn stand in this order:
 
-Shape legend: T tokens of a turn, N query heads, K key-value heads, D head_dim, L places that a span reads.
+- beginnings of texts, to which nothing came before: the tokens themselves are all keys, as of the documents of a row;
+- parts of texts that are read already: each sees what its span reads, under a mask;
+- texts that write, a token each. The query heads that share keys are as several queries of one head. Short ones of
+  similar lengths attend together, where the call of a kernel takes longer than copying their keys: those beyond a
+  text's end are masked. Each long one attends by itself.
+
+Shape legend: T tokens of a turn, B texts that attend together, N query heads, K key-value heads, D head_dim, L places.
 """
 
 from collections.abc import Sequence
@@ -13,58 +19,154 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.generation.pages import PagePool, Span
-from terrace.model.attention import MaskPlan, additive_mask, attend
+from terrace.generation.pages import PagePool, Span, places_of
+from terrace.model.attention import MaskPlan, additive_mask, attend, cut, document_begins, whole_mask
+
+# Elements of a text's keys in a layer, up to which it attends together with others. On one AVX-512 core a call for one
+# text takes some 20 us before it reads keys, in which as many elements are copied.
+_SHORT = 2**15
+_SIMILAR = 0.75  # of the longest of those that attend together; a guess
+_ALIKE = 16  # places, up to which lengths make no difference
 
 
-@dataclass
+def order(spans: Sequence[Span]) -> list[int]:
+    """Indices of spans, in the order in which they must pass."""
+    return sorted(range(len(spans)), key=lambda index: _kind(spans[index]))
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Texts that write and attend together: their rows (B) among the tokens, the places (B L) of their keys."""
+
+    rows: Tensor
+    places: Tensor
+    mask: Tensor | None  # (B, 1, 1, L)
+
+
 class Passing:
-    """The spans of a turn with the tokens of each and the masks that all layers share."""
+    """How the spans of a turn attend, the same in all layers; `key_size` is K D."""
 
-    spans: Sequence[Span]
-    masks: list[Tensor | None]  # (tokens, L), where a span needs more than causality
-
-    @staticmethod
-    def of(spans: Sequence[Span], window: int, device: torch.device, dtype: torch.dtype) -> "Passing":
-        return Passing(spans, [_mask(span, window, device, dtype) for span in spans])
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        *,
+        window: int,
+        page_tokens: int,
+        key_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        kinds = [_kind(span) for span in spans]
+        num_fresh, num_read = kinds.count(0), kinds.count(1)
+        assert kinds == sorted(kinds), "spans must stand as terrace.generation.attention.order says"
+        self.num_fresh = sum(span.end for span in spans[:num_fresh])  # tokens
+        self.plan = _plan(spans[:num_fresh], window, device, dtype)
+        begin = self.num_fresh
+        self.parts: list[tuple[int, int, int, Tensor]] = []  # index of the span, first and last token + 1, mask
+        for index in range(num_fresh, num_fresh + num_read):
+            end = begin + spans[index].end - spans[index].first
+            self.parts.append((index, begin, end, _mask(spans[index], window, device, dtype)))
+            begin = end
+        shift = begin - num_fresh - num_read  # from the index of a span that writes to its token
+        writing = range(num_fresh + num_read, len(spans))
+        short = [index for index in writing if _length(spans[index]) * key_size <= _SHORT]
+        groups = [group for group in _similar(spans, short) if len(group) > 1]
+        together = {index for group in groups for index in group}
+        self.alone = [(index, index + shift) for index in writing if index not in together]
+        self.together = [_together(spans, group, shift, page_tokens, device, dtype) for group in groups]
 
 
 class PagedLayer:
     """What a layer attends to, in place of the tokens that pass alone: see `terrace.model.cache.LayerCache`."""
 
     continues = True  # the masks of a turn are made here
+    passing: Passing
 
     def __init__(self, pool: PagePool, layer: int) -> None:
         self._pool, self._layer = pool, layer
-        self.passing = Passing((), [])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
         """Store key and value (1, K, T, D) of the turn's tokens; the attention output of query (1, N, T, D)."""
-        self._pool.store(self._layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        out = torch.empty_like(query.transpose(1, 2))  # (1, T, N, D), as the next product reads it
-        begin = 0
-        for index, (span, mask) in enumerate(zip(self.passing.spans, self.passing.masks, strict=True)):
-            end = begin + span.end - span.first
-            if span.first == span.begin and end > begin + 1:
-                # Nothing came before: the tokens themselves are all keys.
-                keys, values = key[:, :, begin:end], value[:, :, begin:end]
-            else:
-                keys, values = (part.unsqueeze(0) for part in self._pool.view(self._layer, index))
-            if end == begin + 1:
-                # Several heads with the same keys are as several queries of one head.
-                queries = query[:, :, begin].view(1, keys.shape[1], -1, keys.shape[3])  # (1, K, N / K, D)
-                out[:, begin] = F.scaled_dot_product_attention(queries, keys, values).flatten(1, 2)
-            else:
-                out[:, begin:end] = attend(query[:, :, begin:end], keys, values, mask).transpose(1, 2)
-            begin = end
+        pool, layer, passing = self._pool, self._layer, self.passing
+        queries = query.transpose(1, 2)  # (1, T, N, D), as it lies in memory
+        pool.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        out = torch.empty_like(queries)
+        if fresh := passing.num_fresh:
+            own_keys, own_values = key[:, :, :fresh], value[:, :, :fresh]
+            out[:, :fresh] = attend(query[:, :, :fresh], own_keys, own_values, passing.plan).transpose(1, 2)
+        for index, begin, end, mask in passing.parts:
+            keys, values = pool.view(layer, index)
+            mixed = attend(query[:, :, begin:end], keys.unsqueeze(0), values.unsqueeze(0), mask)
+            out[:, begin:end] = mixed.transpose(1, 2)
+        heads = key.shape[1], query.shape[1] // key.shape[1], key.shape[3]  # K, N / K, D
+        for group in passing.together:
+            num = len(group.rows)
+            keys, values = (
+                part.view(num, -1, heads[0], heads[2]).transpose(1, 2) for part in pool.gather(layer, group.places)
+            )  # (B, K, L, D)
+            grouped = queries[0].index_select(0, group.rows).view(num, *heads)
+            mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+            out[0].index_copy_(0, group.rows, mixed.flatten(1, 2))
+        for index, row in passing.alone:
+            keys, values = pool.view(layer, index)
+            mixed = F.scaled_dot_product_attention(queries[0, row].view(heads), keys, values)
+            out[0, row] = mixed.flatten(0, 1)
         return out.transpose(1, 2)
 
 
-def _mask(span: Span, window: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    num_tokens = span.end - span.first
-    is_plain = span.first == span.begin and not 0 < window < num_tokens
-    # One token sees all that its span reads.
-    if num_tokens == 1 or is_plain:
+def _kind(span: Span) -> int:
+    # A text of one token is a beginning and could be either; it costs less beside the others of one token.
+    if span.end - span.first == 1:
+        return 2
+    return 0 if span.first == 0 else 1
+
+
+def _length(span: Span) -> int:
+    return span.end - span.begin
+
+
+def _plan(spans: Sequence[Span], window: int, device: torch.device, dtype: torch.dtype) -> MaskPlan:
+    """The mask plan of beginnings of texts, end to end."""
+    if not spans:
         return None
+    positions = torch.cat([torch.arange(span.end) for span in spans])[None]
+    begins = document_begins(positions)
+    # Pieces are for a CPU: terrace.model.attention.
+    return cut(begins, window, dtype) if device.type == "cpu" else whole_mask(begins.to(device), window, dtype)
+
+
+def _mask(span: Span, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     queries, keys = (torch.arange(first, span.end, device=device) for first in (span.first, span.begin))
     return additive_mask(torch.zeros_like(queries), queries, keys, window, dtype)
+
+
+def _similar(spans: Sequence[Span], indices: Sequence[int]) -> list[list[int]]:
+    """The spans of `indices` in groups of similar lengths, longest first."""
+    groups: list[list[int]] = []
+    least = float("inf")
+    for index in sorted(indices, key=lambda index: (-_length(spans[index]), index)):
+        if _length(spans[index]) < least:
+            groups.append([])
+            longest = _length(spans[index])
+            least = 1 if longest <= _ALIKE else _SIMILAR * longest
+        groups[-1].append(index)
+    return groups
+
+
+def _together(
+    spans: Sequence[Span], group: Sequence[int], shift: int, page_tokens: int, device: torch.device, dtype: torch.dtype
+) -> _Together:
+    lengths = [_length(spans[index]) for index in group]
+    longest = max(lengths)
+    places: list[int] = []
+    for index, length in zip(group, lengths, strict=True):
+        span = spans[index]
+        own = places_of(span.pages, span.begin, span.end, page_tokens)
+        # Places beyond the end are masked, but must hold numbers: 0 times inf would be nan.
+        places += own + own[-1:] * (longest - length)
+    mask = None
+    if min(lengths) < longest:
+        beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)[:, None, None].to(device)
+    rows = torch.tensor([index + shift for index in group], device=device)
+    return _Together(rows, torch.tensor(places, device=device), mask)

@@ -9,12 +9,14 @@ the same tokens, and so decides the same.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError
-from terrace.generation.attention import PagedLayer, Passing
+from terrace.generation.attention import PagedLayer, Passing, order
 from terrace.generation.drawing import draw, uniform
 from terrace.generation.pages import BuildPool, GatheredPages, Span, page_bytes
 from terrace.generation.request import Completion, Request
@@ -63,7 +65,14 @@ class GenerationEngine:
             window=config.sliding_window if is_rolling else 0,
         )
         self._blocks, self._decode = blocks, decode
-        self._device, self._dtype = weight.device, weight.dtype
+        self._device = weight.device
+        self._attending: dict[str, Any] = {
+            "window": config.sliding_window,
+            "page_tokens": page_tokens,
+            "key_size": config.num_kv_heads * config.head_dim,
+            "device": weight.device,
+            "dtype": weight.dtype,
+        }
         self.version = version
         self.pool = build_pool(config.num_layers, num_pages, page_tokens, *sizes, weight.device, weight.dtype)
         self._caches = [PagedLayer(self.pool, layer) for layer in range(config.num_layers)]
@@ -102,6 +111,7 @@ class GenerationEngine:
         turn = self._scheduler.turn()
         if not turn.parts:
             return {}
+        turn = replace(turn, parts=tuple(turn.parts[index] for index in order(list(map(self._span, turn.parts)))))
         for source, target in turn.copies:
             self.pool.copy(source, target)
         logits = self._pass(turn)
@@ -142,7 +152,7 @@ class GenerationEngine:
         """Logits (B, V) after the parts that draw; None if none does."""
         spans = [self._span(part) for part in turn.parts]
         self.pool.prepare(spans)
-        passing = Passing.of(spans, self._window, self._device, self._dtype)
+        passing = Passing(spans, **self._attending)
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []

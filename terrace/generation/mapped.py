@@ -116,6 +116,10 @@ class MappedPages:
             keys, values = (of_layer[:, :, kind].index_select(0, pages).flatten(0, 1)[within] for kind in range(2))
         return keys.transpose(0, 1), values.transpose(0, 1)  # (K, L, D)
 
+    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (self._places[:, layer, kind].index_select(0, places) for kind in range(2))
+        return keys, values
+
     def copy(self, source: int, target: int) -> None:
         self._by_page[target] = self._by_page[source]
 

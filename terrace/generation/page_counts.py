@@ -1,5 +1,6 @@
 """Which pages of a pool are free, and how many texts hold each. Pure: needs no torch."""
 
+import re
 from collections.abc import Iterable
 
 from terrace.base.errors import ConfigError
@@ -12,6 +13,7 @@ class PageCounts:
         if num_pages < 1:
             raise ConfigError(f"num_pages = {num_pages} must be at least 1")
         self._holders = [0] * num_pages
+        self._used = bytearray(num_pages)  # 1 for a page with holders
         self._free = num_pages
 
     @property
@@ -32,7 +34,7 @@ class PageCounts:
         page = after + 1
         if after < 0 or page == len(self._holders) or self._holders[page]:
             page = self._middle()
-        self._holders[page] = 1
+        self._holders[page] = self._used[page] = 1
         self._free -= 1
         return page
 
@@ -47,14 +49,14 @@ class PageCounts:
         for page in pages:
             assert self._holders[page], f"page {page} is free already"
             self._holders[page] -= 1
-            self._free += not self._holders[page]
+            if not self._holders[page]:
+                self._used[page] = 0
+                self._free += 1
 
     def _middle(self) -> int:
-        best, most, begin = 0, 0, 0
-        for page, holders in enumerate([*self._holders, 1]):
-            if holders:
-                if page - begin > most:
-                    # Nobody grows into the run at the very beginning of the pool.
-                    best, most = (begin + (page - begin) // 2 if begin else 0), page - begin
-                begin = page + 1
-        return best
+        # The pages of a pool are many and asked for often: the search for runs is the interpreter's own.
+        begin, end = max(
+            (run.span() for run in re.finditer(rb"\0+", self._used)), key=lambda run: (run[1] - run[0], -run[0])
+        )
+        # Nobody grows into the run at the very beginning of the pool.
+        return begin + (end - begin) // 2 if begin else 0

@@ -47,6 +47,10 @@ class PagePool(Protocol):
         """Keys and values (K, L, D) that span `index` reads, stored ones included; not to be kept or written."""
         ...
 
+    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values (n, K, D) at `places` (n) among those of all pages."""
+        ...
+
     def copy(self, source: int, target: int) -> None:
         """Copy a page in all layers."""
 
@@ -63,16 +67,20 @@ def page_bytes(num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: i
     return 2 * num_layers * page_tokens * num_kv_heads * head_dim * dtype.itemsize
 
 
+def places_of(pages: Sequence[int], begin: int, end: int, page_tokens: int) -> list[int]:
+    """The places that tokens `begin` ... `end` - 1 of a text have among those of all pages."""
+    found: list[int] = []
+    while begin < end:
+        run = min(page_tokens - begin % page_tokens, end - begin)
+        place = pages[begin // page_tokens] * page_tokens + begin % page_tokens
+        found.extend(range(place, place + run))
+        begin += run
+    return found
+
+
 def targets_of(spans: Sequence[Span], page_tokens: int, device: torch.device) -> Tensor:
     """The places (T) that the new tokens of spans have among those of all pages."""
-    targets: list[int] = []
-    for span in spans:
-        place = span.first
-        while place < span.end:
-            run = min(page_tokens - place % page_tokens, span.end - place)
-            begin = span.pages[place // page_tokens] * page_tokens + place % page_tokens
-            targets.extend(range(begin, begin + run))
-            place += run
+    targets = [place for span in spans for place in places_of(span.pages, span.first, span.end, page_tokens)]
     return torch.tensor(targets, dtype=torch.int64, device=device)
 
 
@@ -121,6 +129,10 @@ class GatheredPages:
             pages, within = read
             keys, values = (kept.index_select(0, pages).flatten(0, 1)[within] for kept in self._layers[layer])
         return keys.transpose(0, 1), values.transpose(0, 1)  # (K, L, D)
+
+    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (kept.index_select(0, places) for kept in self._places[layer])
+        return keys, values
 
     def copy(self, source: int, target: int) -> None:
         self._memory[:, :, target] = self._memory[:, :, source]

@@ -17,6 +17,7 @@ Pure: needs no torch. All decisions follow from the requests and the tokens draw
 decide alike.
 """
 
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,35 +166,47 @@ class Scheduler:
     def _admit(self, parts: list[Part], left: int) -> int:
         """Have waiting texts run while there are tokens and pages for them; the tokens left."""
         skipped: list[tuple[int, Text]] = []
+        growing = sum(map(self._may_grow, self._running))
+        readers = self._readers() if self._waiting and left else {}
         # At most as many run as there are tokens in a turn: each gets one.
         while self._waiting and left and len(self._running) < self._token_budget:
             text = self._waiting[0][1]
-            sibling, shared = self._sibling(text)
+            sibling, shared = self._sibling(text, readers.get((text.request.prompt, text.begin), ()))
             if sibling is not None and not shared:
                 skipped.append(heapq.heappop(self._waiting))
                 continue
             most = self._most_pages(text.request)
             needed = min(self._pages_of(len(text.tokens) - text.begin + 1), most) - shared // self._page_tokens
             # A page more for each text that may grow, or it would soon take this one's away.
-            growing = sum(self._most_pages(other.request) > len(other.held) for other in self._running)
             if self._running and self.counts.num_free < needed + growing:
                 break
             heapq.heappop(self._waiting)
             if sibling is not None:
                 self._share(sibling, text, shared)
-            self._running.append(text)
-            self._running.sort(key=lambda each: each.number)
+            bisect.insort(self._running, text, key=lambda each: each.number)
             num_tokens = min(text.pending, left)
             has_places = self._has_places(text, num_tokens)
             assert has_places, "a text was admitted without pages"
             parts.append(self._part(text, num_tokens))
             left -= num_tokens
+            growing += self._may_grow(text)
+            readers.setdefault((text.request.prompt, text.begin), []).append(text)
         for each in skipped:
             heapq.heappush(self._waiting, each)
         return left
 
-    def _sibling(self, text: Text) -> tuple[Text | None, int]:
-        """A running text that reads the same prompt, and how many of its tokens `text` can take over: none yet while
+    def _may_grow(self, text: Text) -> bool:
+        return self._most_pages(text.request) > len(text.held)
+
+    def _readers(self) -> dict[tuple[tuple[int, ...], int], list[Text]]:
+        """The texts that run, by the prompt that they read and where it begins."""
+        found: dict[tuple[tuple[int, ...], int], list[Text]] = {}
+        for text in self._running:
+            found.setdefault((text.request.prompt, text.begin), []).append(text)
+        return found
+
+    def _sibling(self, text: Text, readers: Sequence[Text]) -> tuple[Text | None, int]:
+        """One of the texts that read the same prompt, and how many of its tokens `text` can take over: none yet while
         the prompt is being read.
         """
         # The last token passes once more: its logits are wanted.
@@ -201,9 +214,7 @@ class Scheduler:
         if wanted < 1:
             return None, 0
         reading = None
-        for other in self._running:
-            if other.begin != text.begin or other.request.prompt != text.request.prompt:
-                continue
+        for other in readers:
             # Under a window the first keys that `text` needs may be gone.
             is_there = not self._window or other.num_dropped * self._page_tokens <= max(0, wanted - self._window + 1)
             if other.computed >= wanted and is_there:

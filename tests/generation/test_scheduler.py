@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from terrace.generation.page_counts import PageCounts
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.scheduler import Scheduler, Turn
 
@@ -116,3 +117,26 @@ def test_every_request_ends_as_it_would_alone_and_no_page_is_lost(case: Case) ->
 def test_decisions_follow_from_requests_and_tokens(case: Case) -> None:
     """Ranks in lockstep decide alike: versions are numbers of turns here."""
     assert finished(case) == finished(case)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_a_page_behind_a_text_is_kept_for_it_while_there_are_others(moves: list[tuple[bool, int]]) -> None:
+    counts, runs = PageCounts(24), []
+    for begins, number in moves:
+        free = {page for page in range(24) if not counts.holders(page)}
+        assert counts.num_free == len(free)
+        if begins and free:
+            page = counts.take()
+            assert page in free
+            # Not behind another text, unless the longest free run has one page alone.
+            longest = max(len(run) for run in "".join("x" if p in free else " " for p in range(24)).split())
+            assert page == 0 or page - 1 in free or longest == 1
+            runs.append([page])
+        elif free and runs:
+            run = runs[number % len(runs)]
+            page = counts.take(run[-1])
+            assert page in free
+            assert page == run[-1] + 1 or run[-1] + 1 not in free
+            run.append(page)
+        elif runs:
+            counts.release(runs.pop(number % len(runs)))
