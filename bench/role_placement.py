@@ -22,7 +22,8 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.planner.roles.dataflow import STAGES, Dataflow, ppo
-from terrace.planner.roles.search import Placed, Roles, find
+from terrace.planner.roles.pools import partitions
+from terrace.planner.roles.search import Placed, Places, Roles, find_among
 
 # Hidden size, layers, heads, heads of keys and values, inner size: Llama 2 (2307.09288), Code Llama 34B (2308.12950).
 SIZES = {
@@ -31,10 +32,11 @@ SIZES = {
     "34B": (8192, 48, 64, 8, 22016),
     "70B": (8192, 80, 64, 8, 28672),
 }
-GROUPS: dict[str, tuple[Roles, ...]] = {
-    "colocated": ((0, 1, 2, 3),),
-    "split": ((0, 1), (2, 3)),
-    "standalone": ((0,), (1,), (2,), (3,)),
+GROUPS: dict[str, Sequence[Sequence[Roles]]] = {
+    "colocated": [[(0, 1, 2, 3)]],
+    "split": [[(0, 1), (2, 3)]],
+    "standalone": [[(0,), (1,), (2,), (3,)]],
+    "best": list(partitions(4)),
 }
 NODE_BYTES_PER_S = 25e9  # 200 Gb/s, shared by the devices of a node
 
@@ -83,12 +85,11 @@ def flow_of(name: str) -> Dataflow:
 
 def row_of(name: str, devices: int, launch_s: float | None) -> Row:
     """Every way of a size on a number of devices."""
-    flow, cluster = flow_of(name), cluster_of(devices, launch_s)
-    ways: dict[str, Sequence[Sequence[Roles]] | None] = {way: [sets] for way, sets in GROUPS.items()}
+    places = Places(flow_of(name), cluster_of(devices, launch_s))
     found = dict[str, Placed | None]()
-    for way, among in (ways | {"best": None}).items():
+    for way, sets in GROUPS.items():
         try:
-            found[way] = find(flow, cluster, 1, among).best[0]
+            found[way] = find_among(places, sets, 1).best[0]
         except PlanError:
             found[way] = None
     return Row(model=name, devices=devices, found=found)

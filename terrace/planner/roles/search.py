@@ -202,16 +202,18 @@ class Places:
         return undominated(fitting, lambda each: each.ways)
 
 
-def find(
-    dataflow: Dataflow, cluster: Cluster, count: int = 3, among: Iterable[Sequence[Roles]] | None = None
-) -> FoundPlacements:
+def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacements:
     """The `count` best partitions of the roles, each with its best placement; the fastest first.
 
-    `among`: the partitions to choose from, all by default. Raises `PlanError` where none has room.
+    Raises `PlanError` where none has room.
     """
-    places = Places(dataflow, cluster)
-    found, num_opened = list[_Best](), 0
-    for sets in partitions(len(dataflow.roles)) if among is None else among:
+    return find_among(Places(dataflow, cluster), partitions(len(dataflow.roles)), count)
+
+
+def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> FoundPlacements:
+    """`find` among the partitions `among`, with what `places` knows already."""
+    cluster, found, num_opened = places.cluster, list[_Best](), 0
+    for sets in among:
         least = [places.least(roles) for roles in sets]
         if None in least or sum(filter(None, least)) > cluster.world_size:
             continue
@@ -228,7 +230,7 @@ def find(
     if not found:
         raise PlanError(_no_room(places))
     placements = [RolePlacement(pools=tuple(option.pool for option in options)) for _, options in found[:count]]
-    priced = [Placed(placement=each, report=price(dataflow, each, cluster, places.costs)) for each in placements]
+    priced = [Placed(placement=each, report=price(places.dataflow, each, cluster, places.costs)) for each in placements]
     return FoundPlacements(best=tuple(priced), num_opened=num_opened)
 
 
