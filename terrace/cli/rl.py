@@ -31,20 +31,41 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--resume", type=Path, metavar="RUN", help="go on with this run folder from its newest checkpoint"
     )
+    parser.add_argument(
+        "--explain", action="store_true", help="predict a step by role, stage and pool, with its memory; start nothing"
+    )
+    parser.add_argument(
+        "--place", choices=("auto",), help="with --explain: also find the fastest placement of the roles on the cluster"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Learn; returns 0."""
+    """Learn, or explain; returns 0."""
+    _check_explain(options)
     try:
         # Torch is imported here: the parser works without it.
-        from terrace.cli import rl_run
+        from terrace.cli import rl_explain, rl_run
         from terrace.rl.config import resolve
     except ModuleNotFoundError as error:
         raise ConfigError(f"learning needs the package {error.name!r}: pip install 'terrace[train]'") from error
     given, overrides = flags(options, "model", "cluster", "plan"), parse_overrides(rest, of_run=False)
-    rl_run.run(resolve(options.task, _file(options), given, overrides), options.folder, options.resume)
+    config = resolve(options.task, _file(options), given, overrides)
+    if options.explain:
+        rl_explain.explain(config, search=options.place is not None)
+    else:
+        rl_run.run(config, options.folder, options.resume)
     return 0
+
+
+def _check_explain(options: argparse.Namespace) -> None:
+    if options.explain and options.folder is not None:
+        raise ConfigError("--explain starts nothing, so there is no run folder: leave out --folder")
+    if options.place is not None and not options.explain:
+        raise ConfigError(
+            f"--place {options.place} finds a placement and starts nothing, since a run has all its roles on all ranks "
+            "under one plan: add --explain"
+        )
 
 
 def _file(options: argparse.Namespace) -> str | None:

@@ -1,5 +1,6 @@
 """A run of `terrace rl` as a dataflow of roles, its price, and what `--explain` prints."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from terrace.cli.rl_explain import explain
 from terrace.planner.roles.placement import price
 from terrace.rl.config import RlConfig, resolve
 from terrace.rl.predicted import dataflow_of, placement_of, predicted
+from tests.support.command_line import CommandLine
 
 
 def sort(**overrides: Any) -> RlConfig:
@@ -64,3 +66,20 @@ def test_explain_shows_the_placement_and_the_best_beside_it(capsys: pytest.Captu
     assert both.startswith(given)
     assert "the fastest placement: 8: actor, reference" in both
     assert "4: actor | 4: reference: " in both
+
+
+def test_the_command_explains_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = CommandLine(tmp_path, capsys)
+    words = ("rl", "--task", "sort", "--algorithm.name", "ppo")
+    said = here.call(*words, "--explain", "--place", "auto")
+    assert (said.code, said.error) == (0, "")
+    assert "critic scores, trains" in said.out
+    assert "the fastest placement" in said.out
+    assert not list(tmp_path.iterdir())
+    alone = here.call(*words, "--place", "auto")
+    assert alone.code == 2
+    assert "--place auto finds a placement and starts nothing" in alone.error
+    assert "leave out --folder" in here.call(*words, "--explain", "--folder", "made").error
