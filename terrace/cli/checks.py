@@ -125,7 +125,8 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
         yield Finding(level="fine", about="speed", words=f"the planner cannot price this plan ({error})")
         return
     step, waits = seconds(slow.step_s), f"{100 * slow.share:.0f} %"
-    words = f"predicted step {step}, of which {waits} wait for messages on tier {slow.tier}"
+    mean = " in the mean of a cycle" if run.plan.outer is not None else ""
+    words = f"predicted step {step}{mean}, of which {waits} wait for messages on tier {slow.tier}"
     fix = "" if better is None else f"{_better_words(task, better)}; to have it written: {plan_command}"
     yield Finding(level="note" if slow.is_most else "fine", about="speed", words=words, fix=fix)
 

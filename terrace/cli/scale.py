@@ -27,6 +27,7 @@ from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.verdicts import lack
 from terrace.report.plans import plan_words, scaling_svg, scaling_table
+from terrace.report.tables import outer_words
 from terrace.train.config import section
 from terrace.train.planned import read_planned
 
@@ -89,7 +90,8 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
     # size.
     if name is not None and name not in PRESETS:
         plan = command_plan(section("plan", name), task.cluster)
-        return plan, f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
+        words = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
+        return plan, words if plan.outer is None else f"{words}; {outer_words(plan.outer)}: a step is its cycle's mean"
     placements, own = None, task
     if name is not None:
         base = preset(name, task.cluster)

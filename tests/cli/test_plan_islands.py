@@ -39,6 +39,14 @@ def test_a_plan_of_islands_is_written_and_is_the_step_that_simulate_plays(here: 
     assert (run.train.batch, run.cluster.world_size) == (16, 16)
     assert main(["simulate", "plan.toml"]) == 0
     assert f"step {_step(out)}" in " ".join(here.out().split())
+    # The others play the same cycle, and say so.
+    assert main(["scale", "--plan", "plan.toml"]) == 0
+    said = " ".join(here.out().split())
+    assert re.search(rf"; islands exchange every {run.plan.outer.every} steps, .*: a step is its cycle's mean", said)
+    assert f" {_step(out)} " in said
+    assert "there is one island; leave outer out" in said
+    assert main(["doctor", "--plan", "plan.toml"]) == 0
+    assert f"predicted step {_step(out)} in the mean of a cycle, of which " in " ".join(here.out().split())
 
 
 def test_a_synchronous_plan_on_a_slow_link_is_told_of_outer_loops(here: Planning) -> None:
