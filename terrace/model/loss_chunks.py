@@ -14,6 +14,14 @@ def chunk_rows(vocab_size: int, device: str) -> int:
     return max(1, CHUNK_NUMEL[device] // max(1, vocab_size))
 
 
+def part_rows(rows: int, vocab_size: int, device: str, operands: int) -> int:
+    """Number of rows, of the `rows` of a chunk, whose logits are worked on at a time, with `operands` as large in fp32.
+
+    On a CPU they stay in a cache; on a GPU the operands together are one copy of the chunk, as `chunk_bytes` counts.
+    """
+    return max(1, CACHED_NUMEL // max(1, vocab_size) if device == "cpu" else -(-rows // operands))
+
+
 def slices(num: int, step: int) -> list[slice]:
     """`num` rows in slices of `step`; the last may reach beyond the end."""
     return [slice(start, start + step) for start in range(0, num, step)]

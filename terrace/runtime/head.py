@@ -117,6 +117,37 @@ def add_weight_gradient(
     return None if total is None or record_sum(weight, total) else total.to(weight.dtype)
 
 
+def gradients_through_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    logits: Tensor | None,
+    to_gradient: Callable[[Tensor, slice], None],
+    *,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states (N, H) and of an output matrix (V, H), through their logits, a chunk at a time.
+
+    `to_gradient` turns the logits (n, V) of the tokens in a slice into their gradient, in place. `logits` are of all
+    tokens, where they were kept; each chunk's are computed again otherwise. The matrix's gradient is recorded as by
+    `add_weight_gradient`. None for what is not asked for.
+    """
+    matrix = weight.detach()
+    gradient = torch.empty_like(hidden) if of_hidden else None
+
+    def of_chunk(chunk: slice) -> Tensor:
+        x: Tensor = logits if logits is not None else hidden[chunk] @ matrix.t()
+        to_gradient(x, chunk)
+        if gradient is not None:
+            torch.mm(x, matrix, out=gradient[chunk])
+        return x
+
+    rows = len(hidden) if logits is not None else chunk_rows(len(matrix), hidden.device.type)
+    chunks = slices(len(hidden), max(1, rows))
+    products = ((of_chunk(chunk), hidden[chunk]) for chunk in chunks)
+    return gradient, add_weight_gradient(weight, products, len(chunks), of_weight)
+
+
 def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     # In place: logits (n, V) become the gradient of their loss against labels (n), which is returned.
     wide = torch.promote_types(logits.dtype, torch.float32)

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
-from terrace.runtime.head import add_weight_gradient
+from terrace.model.loss_chunks import chunk_rows, part_rows, slices
+from terrace.runtime.head import gradients_through_logits
+
+# As large as the logits of a part, in fp32 at least, while its numbers or gradients are computed.
+OPERANDS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,7 @@ class _Numbers(Function):
         chunks = slices(len(hidden), chunk_rows(len(matrix), hidden.device.type))
         for chunk in chunks:
             logits = hidden[chunk] @ matrix.t()
-            for rows in slices(len(logits), _cached_rows(logits)):
+            for rows in slices(len(logits), _part_rows(logits)):
                 x = logits[rows].to(wide)
                 of_rows = slice(chunk.start + rows.start, chunk.start + rows.start + len(x))
                 scale[of_rows] = x.logsumexp(-1)
@@ -75,16 +78,13 @@ class _Numbers(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, logits, at, counted, scale, entropies = ctx.kept
-        weight, matrix = ctx.weight, ctx.weight.detach()
         # Frees the kept logits as soon as they are turned into gradients.
         del ctx.kept
         needs_hidden, needs_weight, _ = ctx.needs_input_grad
         of_log_probs, of_entropies = (None if each is None else each.to(scale.dtype) * counted for each in gradients)
-        gradient = torch.empty_like(hidden) if needs_hidden else None
 
-        def chunk_gradient(chunk: slice) -> Tensor:
-            x: Tensor = logits if logits is not None else hidden[chunk] @ matrix.t()
-            for rows in slices(len(x), _cached_rows(x)):
+        def to_gradient(x: Tensor, chunk: slice) -> None:
+            for rows in slices(len(x), _part_rows(x)):
                 part = x[rows]
                 own = slice(chunk.start + rows.start, chunk.start + rows.start + len(part))
                 x[rows] = _gradient(
@@ -94,14 +94,9 @@ class _Numbers(Function):
                     None if of_log_probs is None else of_log_probs[own],
                     None if of_entropies is None else of_entropies[own],
                 )
-            if gradient is not None:
-                torch.mm(x, matrix, out=gradient[chunk])
-            return x
 
-        rows = len(hidden) if logits is not None else chunk_rows(len(matrix), hidden.device.type)
-        chunks = slices(len(hidden), max(1, rows))
-        products = ((chunk_gradient(chunk), hidden[chunk]) for chunk in chunks)
-        return gradient, add_weight_gradient(weight, products, len(chunks), needs_weight), None
+        needs = {"of_hidden": needs_hidden, "of_weight": needs_weight}
+        return *gradients_through_logits(hidden, ctx.weight, logits, to_gradient, **needs), None
 
 
 def _gradient(
@@ -119,5 +114,5 @@ def _gradient(
     return gradient
 
 
-def _cached_rows(logits: Tensor) -> int:
-    return max(1, CACHED_NUMEL // max(1, logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
+def _part_rows(logits: Tensor) -> int:
+    return part_rows(len(logits), logits.shape[1], logits.device.type, OPERANDS)

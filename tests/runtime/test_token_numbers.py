@@ -19,8 +19,9 @@ from terrace.plan.plan import Plan
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.objective import TokenObjective, cross_entropy
-from terrace.runtime.token_numbers import TokenNumbers, token_numbers
-from tests.support.allocations import seeded
+from terrace.runtime.tensor import loss
+from terrace.runtime.token_numbers import OPERANDS, TokenNumbers, token_numbers
+from tests.support.allocations import allocated, seeded
 from tests.support.parity import ADAMW, NUM_STEPS, Case, engine_of, exact, flatten, gathered, make_adamw, trainable
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, VOCAB, cluster_of, make_batch, run_blocks
@@ -67,6 +68,34 @@ def test_any_chunk_gives_the_numbers_of_whole_logits(
         gradients.append(torch.autograd.grad(loss, (hidden, weight)))
     for mine, theirs in zip((found.log_probs, found.entropies, *gradients[0]), (*wanted, *gradients[1]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_operands_of_a_part_are_no_more_than_is_counted(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that on a GPU, where parts are smaller by their number, a chunk takes what `chunk_bytes` says."""
+    rows, vocab = 64, 4096
+    assert loss_chunks.part_rows(rows, vocab, "cuda", 8) == 8
+    monkeypatch.setattr(loss_chunks, "CACHED_NUMEL", rows * vocab)  # all rows are one part
+    copy_bytes = 1.02 * rows * vocab * 4
+    hidden = torch.randn(1, rows, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(vocab, HIDDEN, dtype=dtype))
+    labels = torch.randint(0, vocab, (1, rows))
+    logits_bytes = rows * vocab * dtype.itemsize
+    forward, _, found = allocated(lambda: token_numbers(hidden, weight, labels))
+    assert found.entropies is not None
+    total = found.log_probs.sum() + found.entropies.sum()
+    backward, _, _ = allocated(lambda: torch.autograd.backward(total))
+    assert forward - logits_bytes <= OPERANDS * copy_bytes
+    assert backward <= OPERANDS * copy_bytes
+    assert max(forward - logits_bytes, backward) > (OPERANDS - 1) * copy_bytes, "fewer would do"
+    # The same of a vocabulary over tensor ranks.
+    logits, here, numbers = torch.randn(rows, vocab).to(dtype), torch.ones(rows, dtype=torch.bool), torch.zeros(3, rows)
+    taken, _, _ = allocated(lambda: loss._take_numbers(logits, labels[0], here, numbers))
+    turned, _, _ = allocated(lambda: loss._to_gradient(logits, labels[0], here, numbers[0], numbers[1], vocab))
+    assert max(taken, turned) <= loss.OPERANDS * copy_bytes
+    assert max(taken, turned) > 0.9 * copy_bytes * (loss.OPERANDS if dtype == torch.bfloat16 else 1)
 
 
 def test_a_word_without_any_chance_makes_no_nan() -> None:

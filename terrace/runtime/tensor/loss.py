@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
-from terrace.runtime.head import add_weight_gradient
+from terrace.model.loss_chunks import chunk_rows, part_rows, slices
+from terrace.runtime.head import gradients_through_logits
 from terrace.runtime.tensor.axis_comm import AxisComm, apply
+
+# As large as the logits of a part, in fp32 at least, while its numbers or gradients are computed.
+OPERANDS = 2
 
 
 def vocabulary_losses(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
@@ -59,30 +62,21 @@ class _Losses(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, logits, local, here, scale, counted, valid = ctx.kept
-        weight, matrix = ctx.weight, ctx.weight.detach()
         # Frees the kept logits as soon as they are turned into gradients.
         del ctx.kept
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         factor = gradients[0].to(scale.dtype) * counted
-        gradient = torch.empty_like(hidden) if needs_hidden else None
 
-        def chunk_gradient(chunk: slice) -> Tensor:
-            x: Tensor = logits if logits is not None else hidden[chunk] @ matrix.t()
+        def to_gradient(x: Tensor, chunk: slice) -> None:
             _to_gradient(x, local[chunk], here[chunk], scale[chunk], factor[chunk], valid)
-            if gradient is not None:
-                torch.mm(x, matrix, out=gradient[chunk])
-            return x
 
-        rows = len(hidden) if logits is not None else chunk_rows(len(matrix), hidden.device.type)
-        chunks = slices(len(hidden), rows)
-        products = ((chunk_gradient(chunk), hidden[chunk]) for chunk in chunks)
-        weight_gradient = add_weight_gradient(weight, products, len(chunks), needs_weight)
-        return gradient, weight_gradient, None, None, None
+        needs = {"of_hidden": needs_hidden, "of_weight": needs_weight}
+        return *gradients_through_logits(hidden, ctx.weight, logits, to_gradient, **needs), None, None, None
 
 
 def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) -> None:
     """Fill `numbers` (3, n) from logits (n, v): largest logit, sum of exponentials, the label's logit if it is here."""
-    for rows in slices(len(logits), _cached_rows(logits)):
+    for rows in slices(len(logits), _part_rows(logits)):
         x = logits[rows].to(numbers.dtype)
         if logits.shape[1]:
             numbers[0, rows] = x.amax(-1)
@@ -94,7 +88,7 @@ def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) 
 
 def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, factor: Tensor, valid: int) -> None:
     """Turn logits (n, V') into their gradient in place; padding gets none."""
-    for rows in slices(len(logits), _cached_rows(logits)):
+    for rows in slices(len(logits), _part_rows(logits)):
         x = (logits[rows, :valid].to(scale.dtype) - scale[rows].unsqueeze(-1)).exp_()
         if valid:
             x.scatter_add_(-1, local[rows].unsqueeze(-1), -here[rows].to(scale.dtype).unsqueeze(-1))
@@ -103,5 +97,5 @@ def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, fac
     logits[:, valid:] = 0.0
 
 
-def _cached_rows(logits: Tensor) -> int:
-    return max(1, CACHED_NUMEL // max(1, logits.shape[1])) if logits.device.type == "cpu" else len(logits)
+def _part_rows(logits: Tensor) -> int:
+    return part_rows(len(logits), logits.shape[1], logits.device.type, OPERANDS)
