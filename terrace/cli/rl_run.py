@@ -18,6 +18,7 @@ from terrace.cli.prepare import new_folder
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.model.config import block_specs
 from terrace.model.hf.folder import TOKENIZER
+from terrace.model.hf.pretrained import Pretrained
 from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.metrics import Metrics
@@ -38,8 +39,11 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
     inputs = inputs_of(config)
     check_roles(config)
     check_installed(config.run.metrics)
-    for each in (*config.reward, *([config.cost] if config.cost is not None else [])):
-        load_function(each.function)
+    for each in config.rewards:
+        if each.function:
+            load_function(each.function)
+        else:
+            _check_reward_model(each.model, inputs.tokenizer)
     chosen = resume or new_folder(folder)
     print(f"{_words(config)}\nrun folder {chosen}", flush=True)
     with folder_lock(chosen), _runtime(config) as runtime:
@@ -71,6 +75,7 @@ def inputs_of(config: RlConfig) -> RunInputs:
         return RunInputs(config=config, prompts=task, tokenizer=tokenizer, stops=stops, examples=task.examples)
     if not config.weights:
         raise ConfigError("weights is missing: learning from feedback begins with a model; give --model FOLDER")
+    Pretrained(config.weights, config.model).check()
     tokenizer = load_tokenizer(str(Path(config.weights) / TOKENIZER))
     _check_vocabulary(tokenizer, config)
     prompts = read_prompts(
@@ -82,6 +87,13 @@ def inputs_of(config: RlConfig) -> RunInputs:
         seed=config.run.seed,
     )
     return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer))
+
+
+def _check_reward_model(folder: str, tokenizer: Tokenizer) -> None:
+    Pretrained(folder).check()
+    # It reads the tokens that the actor writes.
+    if load_tokenizer(str(Path(folder) / TOKENIZER)).fingerprint != tokenizer.fingerprint:
+        raise ModelError(f"{folder} has another tokenizer than the actor's model: train the reward model with that one")
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: RlConfig) -> None:

@@ -88,10 +88,18 @@ class RunKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKeys:
-    """A reward, or a cost: numbers that a Python function `module:function` gives to responses."""
+    """A reward, or a cost: numbers that a Python function `module:function`, or a model, gives to responses."""
 
-    function: str
+    function: str = ""
+    model: str = ""  # Hugging Face folder of a model with one output
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if bool(self.function) == bool(self.model):
+            raise ConfigError(
+                f"a reward with function = {self.function!r} and model = {self.model!r}: give one of them, and "
+                "[[reward]] again for another"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,11 @@ class RlConfig:
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     weights: str = ""  # Hugging Face folder; empty: from the seed
+
+    @property
+    def rewards(self) -> tuple[RewardKeys, ...]:
+        """Rewards and the cost."""
+        return (*self.reward, *(() if self.cost is None else (self.cost,)))
 
     @property
     def sequence(self) -> int:
@@ -156,7 +169,15 @@ def _with_paths(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     run = table.get("run")
     if isinstance(run, Mapping) and isinstance(run.get("prompts_file"), str) and run["prompts_file"]:
         table["run"] = {**run, "prompts_file": str((folder / run["prompts_file"]).absolute())}
+    for part in (*_tables(table.get("reward")), *_tables([table.get("cost")])):
+        if isinstance(part.get("model"), str) and part["model"]:
+            part["model"] = str((folder / part["model"]).absolute())
     return table
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    # What is no table is refused by whoever reads the sections.
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def parse(table: Mapping[str, Any]) -> RlConfig:

@@ -21,6 +21,7 @@ from terrace.checkpoint.layout import folder_of, latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.data.tokenizer import Tokenizer
 from terrace.generation.sliced import sliced_config
+from terrace.model.config import load_model
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.rl.config import RlConfig
@@ -34,6 +35,7 @@ from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import EngineSettings
 from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_function import RewardFunction
+from terrace.rl.workers.reward_model import RewardModel
 from terrace.runtime.settings import OptimizerConfig
 
 ACTOR, START = "actor", "start"  # folders of checkpoints in a run folder
@@ -74,7 +76,12 @@ def check_roles(config: RlConfig) -> None:
             f"run.max_prompt + run.max_response = {longest} tokens, and the model has learned "
             f"{config.model.max_positions} positions: lower one of them"
         )
+    if config.model.scalar_head:
+        raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
     sliced_config(config.model, config.run.rows)
+    for reward in config.rewards:
+        if reward.model:
+            reward_settings(config, reward.model)
     settings = engine_settings(config, config.weights, config.run.mini_batch, config.optimizer)
     Actor.layout(config.cluster.world_size, settings=settings, rows=config.run.rows)
 
@@ -91,6 +98,19 @@ def engine_settings(config: RlConfig, weights: str, batch: int, optimizer: Optim
         weights=weights,
         seed=config.run.seed,
     )
+
+
+def reward_settings(config: RlConfig, folder: str) -> EngineSettings:
+    """The engine of a reward model under the actor's plan; raises `ModelError` for a folder of another model."""
+    model = load_model(folder)
+    if not model.scalar_head:
+        raise ModelError(
+            f"{folder} is no reward model: its head has {model.vocab_size} outputs, and a reward is one; train one "
+            'with train.objective = "reward"'
+        )
+    settings = engine_settings(config, folder, config.run.mini_batch, config.optimizer)
+    # A reward is read at the last token, which has no label otherwise.
+    return replace(settings, model=model, sequence=config.sequence + 1)
 
 
 class Timed:
@@ -162,10 +182,14 @@ class Run:
         roles: dict[str, tuple[type, Mapping[str, Any]]] = {ACTOR: (Actor, actor)}
         if run.reference:
             roles["reference"] = (Reference, {"settings": settings})
-        for index, reward in enumerate(config.reward):
-            roles[f"reward_{index}"] = (RewardFunction, {**functions, "function": reward.function})
-        if config.cost is not None:
-            roles["cost"] = (RewardFunction, {**functions, "function": config.cost.function, "column": "cost"})
+        given = {f"reward_{index}": reward for index, reward in enumerate(config.reward)}
+        for name, reward in (given | ({"cost": config.cost} if config.cost is not None else {})).items():
+            column = {"column": "cost" if name == "cost" else "reward"}
+            if reward.function:
+                roles[name] = (RewardFunction, {**functions, **column, "function": reward.function})
+            else:
+                of_model = reward_settings(config, reward.model)
+                roles[name] = (RewardModel, {**column, "settings": of_model})
         critics = self._critics(weights)
         roles |= {name: (Critic, values) for name, values in critics.items()}
         made = {name: Timed(name, role, self._seen) for name, role in pool.host(**roles).items()}

@@ -11,7 +11,7 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.sort_task import SortTokenizer
 from tests.support.command_line import CommandLine
-from tests.support.hf_folder import write_folder
+from tests.support.hf_folder import TABLE, write_model, write_tokenizer
 
 ALONE = [word for name in ("package", "node", "system") for word in (f"--cluster.tiers.{name}.size", 1)]
 SMALL = [*ALONE, "--plan", "ddp", "--plan.micro_batch", 16, "--run.rows", 1, "--model.hidden_size", 32]
@@ -53,7 +53,7 @@ def test_a_task_runs_and_goes_on(here: CommandLine) -> None:
 def write_run(folder: Path, **more: Any) -> Path:
     """A run on a Hugging Face folder, with prompts and rewards of the user's own."""
     (folder / "model").mkdir()
-    write_folder(folder / "model")
+    write_model(folder / "model")
     lines = [{"prompt": text, "wanted": len(text)} for text in ("The fox", "lazy dog", "quick", "brown 0123", "jumps")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "my_rewards.py").write_text(
@@ -82,6 +82,24 @@ def test_a_folder_with_prompts_and_rewards_of_ones_own(here: CommandLine) -> Non
     assert line["reward/mean"] == pytest.approx(line["score/0/mean"] + 0.5 * line["score/1/mean"], abs=1e-6)
     assert "val/reward" in line
     assert line["prompt_length/max"] <= 12
+
+
+def test_a_reward_model_beside_a_function(here: CommandLine) -> None:
+    functions = [{"function": "my_rewards:near"}, {"function": "my_rewards:ended", "weight": 0.5}]
+    config = write_run(here.folder, reward=[*functions, {"model": "judge", "weight": 2.0}])
+    (here.folder / "judge").mkdir()
+    write_model(here.folder / "judge", {**TABLE, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1})
+    said = here.call("rl", "--config", config, *ALONE, "--folder", "made")
+    assert (said.code, said.error) == (0, "")
+    (line,) = [json.loads(line) for line in (here.folder / "made" / "metrics.jsonl").read_text().splitlines()]
+    parts = [line[f"score/{number}/mean"] for number in range(3)]
+    assert parts[2] != 0
+    assert line["reward/mean"] == pytest.approx(parts[0] + 0.5 * parts[1] + 2 * parts[2], abs=1e-6)
+    write_tokenizer(here.folder / "judge", num_added=2)
+    assert "judge has another tokenizer than the actor's model" in here.refusal("rl", "--config", config, *ALONE)
+    (here.folder / "judge" / "tokenizer.json").write_bytes((here.folder / "model" / "tokenizer.json").read_bytes())
+    refused = here.refusal("rl", "--config", config, *ALONE, "--model", "judge")
+    assert "the model is a reward model, which writes nothing" in refused
 
 
 def test_wrong_input_is_one_line_before_anything_starts(here: CommandLine) -> None:

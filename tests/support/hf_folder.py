@@ -37,8 +37,8 @@ def write_tokenizer(folder: Path, num_added: int = 0) -> None:
     encoder.save(str(folder / "tokenizer.json"))
 
 
-def write_folder(folder: Path, table: dict[str, Any] = TABLE) -> Path:
-    """Write a model with weights and a tokenizer, as a Hugging Face folder holds them."""
+def write_model(folder: Path, table: dict[str, Any] = TABLE) -> Path:
+    """Write a model with weights and a tokenizer, as Terrace exports them."""
     config = parse_model(table)
     shapes = {(block.name, param.name): param.shape for block in block_specs(config) for param in block.params}
     write_pretrained(
@@ -49,6 +49,12 @@ def write_folder(folder: Path, table: dict[str, Any] = TABLE) -> Path:
         shard_bytes=8_000,
     )
     write_tokenizer(folder)
+    return folder
+
+
+def write_folder(folder: Path, table: dict[str, Any] = TABLE) -> Path:
+    """The same as others publish them: with tokens and files that Terrace carries along."""
+    write_model(folder, table)
     published = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 1, "eos_token_id": [0, 2]}
     (folder / "config.json").write_text(json.dumps(published))
     (folder / "generation_config.json").write_text('{"temperature":  0.7}')

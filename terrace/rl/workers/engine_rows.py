@@ -6,7 +6,7 @@ is left is filled with rows without a response, in which no label counts.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,9 @@ def _initial(settings: EngineSettings) -> InitialValue:
         read = {(block, name): value for block, name, value in Checkpoint(folder).parameters()}
         # A critic that begins as a policy has an output of its own.
         return lambda block, name, shape: read[block, name] if (block, name) in read else fresh(block, name, shape)
-    pretrained = Pretrained(folder, replace(settings.model, scalar_head=False))
+    pretrained = Pretrained(folder, settings.model)
     return lambda block, name, shape: (
-        fresh(block, name, shape) if name == "score.weight" else pretrained.value(block, name)
+        pretrained.value(block, name) if (block, name) in pretrained else fresh(block, name, shape)
     )
 
 
@@ -161,9 +161,7 @@ def saved(
 ) -> str:
     """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`; returns its folder."""
     engine.drain()
-    # A config.json cannot say that the head has one output.
-    model = {"model": to_table(replace(settings.model, scalar_head=False)), "scalar_head": settings.model.scalar_head}
-    return str(save(engine, folder, step, {**model, **facts}, keep))
+    return str(save(engine, folder, step, {"model": to_table(settings.model), **facts}, keep))
 
 
 def _only(rows: Rows, columns: Sequence[str]) -> Rows:

@@ -79,7 +79,7 @@ class Actor:
     def hand_over(self) -> dict[str, float]:
         """Give the replicas the present parameters; bytes that all ranks sent, as planned and as counted."""
         before = self._reshard_bytes()
-        slices = self._hand_over.run()
+        slices = self._hand_over.run(lend=True)
         model, context = self._settings.model, self._settings.sequence + 1
         self._generation = GenerationEngine(
             sliced_blocks(model, slices, self._hand_over.group),

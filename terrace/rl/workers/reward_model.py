@@ -1,0 +1,42 @@
+"""Rewards by a model: the value of its one output at the last token of a response.
+
+Such a model is trained by `terrace train` on pairs (train.objective = "reward"), or is a folder of transformers'
+`ForSequenceClassification` with one label.
+"""
+
+import torch
+
+from terrace.launch.world import World
+from terrace.rl.batches import values_objective_of
+from terrace.rl.calls import call
+from terrace.rl.layout import RoleLayout
+from terrace.rl.ragged import Ragged
+from terrace.rl.rows import Rows
+from terrace.rl.workers.engine_rows import EngineSettings, device_of, engine_of, values
+
+
+class RewardModel:
+    """A worker that gives `column` to rows of responses; `settings.model` has a scalar head, `weights` its folder.
+
+    `settings.sequence` is one more than the longest prompt and response have labels.
+    """
+
+    def __init__(self, world: World | None, *, settings: EngineSettings, column: str = "reward") -> None:
+        """Raises as the engine does."""
+        self._column = column
+        self._engine = engine_of(world, settings, values_objective_of(lambda found, _: found.values.sum()), device_of())
+
+    @classmethod
+    def layout(cls, num_ranks: int, *, settings: EngineSettings, column: str = "reward") -> RoleLayout:
+        """Data ranks of the plan."""
+        return RoleLayout.of(settings.cluster, settings.plan)
+
+    @call(split="data", take="data")
+    def rewards(self, rows: Rows) -> Rows:
+        """The column, fp32 (R)."""
+        responses = rows.ragged("responses")
+        # Values stand before a token, so that of the last one stands before another, whatever it is.
+        longer = Ragged.of([torch.cat([each, each.new_zeros(1)]) for each in (*responses.rows(), responses.values[:0])])
+        asked = Rows({"prompts": rows.ragged("prompts"), "responses": longer.take(torch.arange(len(rows)))})
+        found = values(self._engine, asked)
+        return Rows({self._column: found.values[found.offsets[1:] - 1].float()})
