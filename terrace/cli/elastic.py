@@ -67,4 +67,6 @@ def _micro_batch(run: RunConfig) -> int:
     if rest:
         # No size fits: the check of the plan says so.
         return run.plan.micro_batch
-    return max(size for size in range(1, run.plan.micro_batch + 1) if share % size == 0)
+    sizes = [size for size in range(1, run.plan.micro_batch + 1) if share % size == 0]
+    # Both sequences of a pair are in one micro-batch.
+    return max([size for size in sizes if not (run.on_pairs and size % 2)], default=run.plan.micro_batch)

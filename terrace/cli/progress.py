@@ -69,6 +69,8 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
     if record.outer:
         # Every fragment has had its turn over the same steps, but for some at the ends.
         parts.insert(2, f"islands {next(iter(record.outer.values()))['loss']:.3f}")
+    if record.pairs:
+        parts.insert(2, f"right {100 * record.pairs['accuracy']:.1f} %  margin {record.pairs['margin']:.3f}")
     if record.mfu is not None:
         parts.append(f"MFU {100 * record.mfu:.1f} %")
     if record.balance is not None:

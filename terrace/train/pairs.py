@@ -53,8 +53,8 @@ class Learning:
             case _:
                 return token_loss
 
-    def begin(self, engine: Engine, batches: Batches, job: RunJob) -> None:
-        """Before the first step; computes the reference of DPO, or reads it where the run goes on.
+    def begin(self, engine: Engine, batches: Batches, job: RunJob, *, keeps: bool = True) -> None:
+        """Before the first step; computes the reference of DPO, and keeps it if asked, or reads it if the run goes on.
 
         Raises `CheckpointError` where it is gone, and `TrainingError` where the starting weights give none.
         """
@@ -66,7 +66,7 @@ class Learning:
         assert rows is not None, "DPO runs on pairs"
         if job.resume is None:
             self._reference = reference_of(engine, batches, self._run.plan.micro_batch)
-            if engine.rank == 0:
+            if engine.rank == 0 and keeps:
                 _write(file, self._reference, job.sources[0].tokens.digest)
         else:
             # Rank 0 reads for all: others may not see its disk.

@@ -12,6 +12,7 @@ from terrace.model.decoder import IGNORE_INDEX
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError, words
+from terrace.runtime.objective import num_counted
 from terrace.train.job import RunJob
 from terrace.train.loop import RankOfRun
 from terrace.train.metrics import Silent
@@ -42,8 +43,10 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         engine = rank.engine
         first_step = rank.resume()
         made = rank.micro_batches(job.run.cluster)
+        rank.learning.begin(engine, rank.batches, job, keeps=False)
+        batches_of = rank.learning.fed(made)
         for rank.step in range(first_step, number):
-            micros = [micro.to(engine.device) for micro in made.step(rank.step).micros]
+            micros = [micro.to(engine.device) for micro in batches_of(rank.step).micros]
             if rank.step == number - 1:
                 break
             try:
@@ -51,7 +54,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
             except NonFiniteError as error:
                 raise TrainingError(f"step {rank.step + 1}, before step {number}, has {error}") from error
         examination = engine.examine(micros)
-        labels = [max(1, int((micro.labels != IGNORE_INDEX).sum())) for micro in micros]
+        labels = [max(1.0, float(num_counted(micro, IGNORE_INDEX))) for micro in micros]
         own: list[list[Any]] = [
             [
                 visit.rank,

@@ -133,7 +133,7 @@ PLANS = {
     ),
 }
 VALUES = ["llama values", "gpt2 values"]
-EVERYDAY = [("one", "gpt2 values"), *((plan, "llama values") for plan in PLANS if plan != "one")]
+EVERYDAY = [*((plan, "llama values") for plan in ("zero3", "pipeline", "columns")), ("tensor", "gpt2 values")]
 REST = [(plan, model) for plan in PLANS for model in VALUES if (plan, model) not in EVERYDAY]
 
 

@@ -134,7 +134,9 @@ def test_steps_equal_a_loop_over_single_responses(tmp_path: Path, plan: str, obj
         assert line["grad_norm"] == pytest.approx(norm, abs=1e-10, rel=0)
         assert line["pairs"] == {"accuracy": accuracy, "margin": pytest.approx(margin, abs=1e-10, rel=0)}
         assert line["num_tokens"] == num_tokens
-    if objective == "reward":
+    if plan == "one":
+        check_replay(tmp_path)
+    elif objective == "reward":
         check_export(tmp_path)
     else:
         check_resume(tmp_path)
@@ -149,6 +151,12 @@ def check_export(folder: Path) -> None:
     assert not weights.lacks_score
     refused = terrace("generate", "run", "--prompt", "a", cwd=folder)
     assert "one output a token, a score, and predicts no token" in one_line(refused.stderr)
+
+
+def check_replay(folder: Path) -> None:
+    """The examination of a step sees the loss that the run saw."""
+    again = terrace("replay", "run", "--step", str(NUM_STEPS), cwd=folder)
+    assert f"loss {metrics(folder / 'run')[-1]['loss']:.6g}, " in again.stdout, again.stderr
 
 
 def check_resume(folder: Path) -> None:
