@@ -9,7 +9,7 @@ from shlex import quote
 
 import tomli_w
 
-from terrace.base.errors import ConfigError, ModelError, TrainingError
+from terrace.base.errors import ConfigError, ModelError, TerraceError, TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import sealed_json, sealed_toml
@@ -19,9 +19,11 @@ from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.model.config import block_specs
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
+from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.metrics import Metrics
+from terrace.rl.predicted import predicted, stages_of
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import Run, RunInputs, check_roles
 from terrace.rl.runtime import InlineRuntime, Runtime
@@ -63,6 +65,7 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
                 found.append(metrics)
                 print(_line(step, metrics), flush=True)
     print(_summary(found, chosen))
+    print(_beside_predicted(config, found))
 
 
 def inputs_of(config: RlConfig) -> RunInputs:
@@ -198,3 +201,14 @@ def _summary(found: list[Metrics], folder: Path) -> str:
     lines.append(f"hand-over: predicted {quantity(planned, 'B')}, measured {quantity(sent, 'B')}")
     lines.append(f"metrics in {folder / METRICS}; to go on: terrace rl --resume {quote(str(folder))} --run.steps N")
     return "\n".join(lines)
+
+
+def _beside_predicted(config: RlConfig, found: list[Metrics]) -> str:
+    try:
+        words = measured_words(predicted(config), stages_of(found))
+    except TerraceError as error:  # a run that went well does not fail for it
+        return f"no prediction beside it: {error}"
+    asked = (
+        "" if config.cluster.is_measured else "\nfrom the figures of the cluster's file; terrace probe measures them"
+    )
+    return f"{words}{asked}"

@@ -1,5 +1,7 @@
 """Tables and words of a placement of roles: an iteration by role and stage, memory by pool, and why here."""
 
+from collections.abc import Mapping
+
 from rich.table import Table
 
 from terrace.base.words import counted
@@ -9,7 +11,7 @@ from terrace.plan.plan import AXES, Plan
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, STAGES, TRAIN, Dataflow
 from terrace.planner.roles.placement import IterationReport, PoolReport, RoleReport
 from terrace.planner.roles.pools import pool_cluster
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.report.tables import STEP_BAND, new_table, quantity, seconds
 
 _OF_ROLES = (GENERATE, PREPARE, TRAIN)
 
@@ -84,6 +86,18 @@ def against_words(best: IterationReport, other: IterationReport) -> str:
     stages = [f"{stage} {'+' if value > 0 else '-'}{seconds(abs(value))}" for stage, value in more.items() if value]
     longer = 100 * (other.seconds / best.seconds - 1)
     return f"{groups_words(other)}: {seconds(other.seconds)}, {longer:+.1f} %: {', '.join(stages) or 'as long'}"
+
+
+def measured_words(report: IterationReport, measured: Mapping[str, float]) -> str:
+    """Seconds of every stage, predicted beside measured, and whether the step kept to its band."""
+    lines = ["predicted beside measured:"]
+    for stage in STAGES:
+        lines.append(f"    {stage:14s} {seconds(report.stages[stage]):>10s} {seconds(measured[stage]):>10s}")
+    whole_s = sum(measured.values())
+    error = (report.seconds - whole_s) / whole_s
+    verdict = "within" if abs(error) <= STEP_BAND else "OUTSIDE"
+    lines.append(f"predicted step time {100 * error:+.0f} %, {verdict} its band of {100 * STEP_BAND:.0f} %")
+    return "\n".join(lines)
 
 
 def groups_words(report: IterationReport) -> str:

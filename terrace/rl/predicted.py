@@ -4,18 +4,27 @@ Every prompt and response counts as long as the longest, so that memory is that 
 are no model; neither the greedy responses of ReMax nor the further rounds of DAPO are counted.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from terrace.model.config import load_model
 from terrace.plan.layout import Layout
 from terrace.plan.validate import num_micro_batches
-from terrace.planner.roles.dataflow import Dataflow, Role
+from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
 from terrace.rl.algorithm import NEEDS_CRITIC
 from terrace.rl.config import RlConfig
 
+_PHASES = {
+    RESHARD: ("reshard",),
+    GENERATE: ("generate",),
+    PREPARE: ("old_log_prob", "ref", "values", "reward"),
+    TRAIN: ("update",),
+}
+
 
 def dataflow_of(config: RlConfig) -> Dataflow:
-    """The models of a run and the sizes of its steps. Raises `PlanError` for a response longer than positions."""
+    """The models of a run and the sizes of its steps; `ModelError` for responses longer than a model has positions."""
     model, run, name = config.model, config.run, config.algorithm.name
     roles = [Role(name="actor", model=model, generates=True, scores=True, trains=True)]
     if run.reference:
@@ -23,6 +32,10 @@ def dataflow_of(config: RlConfig) -> Dataflow:
     critics = ("critic", "cost critic") if name == "safe-rlhf" else ("critic",) if name in NEEDS_CRITIC else ()
     of_values = replace(model, scalar_head=True)
     roles += [Role(name=critic, model=of_values, scores=True, trains=True) for critic in critics]
+    named = {f"reward {index}": reward for index, reward in enumerate(config.reward)}
+    for each, reward in (named | ({} if config.cost is None else {"cost": config.cost})).items():
+        if reward.model:
+            roles.append(Role(name=each, model=load_model(reward.model), scores=True))
     return Dataflow(
         roles=tuple(roles),
         prompts=run.prompts,
@@ -44,6 +57,15 @@ def placement_of(config: RlConfig) -> RolePlacement:
         for role in dataflow_of(config).roles
     )
     return RolePlacement(pools=(Pool(devices=config.cluster.world_size, roles=tuple(roles)),))
+
+
+def stages_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of a step by stage as a run measured them (`time/...`): the mean of its steps but the first, if any."""
+    steady = metrics[1:] or metrics
+    return {
+        stage: sum(found.get(f"time/{phase}", 0.0) for found in steady for phase in phases) / len(steady)
+        for stage, phases in _PHASES.items()
+    }
 
 
 def predicted(config: RlConfig) -> IterationReport:

@@ -38,6 +38,8 @@ def test_a_task_runs_and_goes_on(here: CommandLine) -> None:
         "generate",
         "update",
         "hand-over: predicted",
+        "predicted beside measured:",
+        "its band of 20 %",
     ):
         assert words in said.out
     again = here.call("rl", "--resume", "made", "--run.steps", 2, "--run.metrics", '["tensorboard"]')

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from terrace.planner.roles.costs import Costs
 from terrace.planner.roles.placement import IterationReport, price
-from terrace.report.roles import against_words, flow_words, iteration_words, pools_table, roles_table
+from terrace.report.roles import against_words, flow_words, iteration_words, measured_words, pools_table, roles_table
 from tests.support.dataflows import apart, llama, nodes, plan, ppo_flow, small, together
 
 FLOW, TWO = ppo_flow(small()), nodes(2)
@@ -59,3 +59,15 @@ def test_a_dataflow_is_told_with_its_updates() -> None:
     assert "64 prompts of 256 tokens x 2 responses of 256 tokens an iteration" in words
     assert "learned in 8 updates of 32" in words
     assert "actor generates, trains; reference scores" in words
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(1.1, "-9 %, within"), (2.0, "-50 %, OUTSIDE")])
+def test_what_was_measured_stands_beside_it(
+    reports: tuple[IterationReport, IterationReport], share: float, verdict: str
+) -> None:
+    measured = {stage: share * seconds for stage, seconds in reports[0].stages.items()}
+    words = measured_words(reports[0], measured)
+    assert f"predicted step time {verdict} its band of 20 %" in words
+    rows = [line.split() for line in words.splitlines()[1:5]]
+    assert [row[0] for row in rows] == ["reshard", "generate", "prepare", "train"]
+    assert all(row[1:3] != row[3:5] for row in rows[1:])  # whole parameters need no hand-over

@@ -1,5 +1,6 @@
 """A run of `terrace rl` as a dataflow of roles, its price, and what `--explain` prints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 from terrace.base.errors import PlanError
 from terrace.cli.rl_explain import explain
 from terrace.planner.roles.placement import price
-from terrace.rl.config import RlConfig, resolve
-from terrace.rl.predicted import dataflow_of, placement_of, predicted
+from terrace.rl.config import RewardKeys, RlConfig, resolve
+from terrace.rl.predicted import dataflow_of, placement_of, predicted, stages_of
 from tests.support.command_line import CommandLine
+from tests.support.hf_folder import TABLE, write_model
 
 
 def sort(**overrides: Any) -> RlConfig:
@@ -32,6 +34,13 @@ def test_the_roles_are_the_models_of_the_algorithm(overrides: dict[str, Any], ro
     assert [role.name for role in flow.roles if role.trains] == [name for name in roles if name != "reference"]
 
 
+def test_a_reward_model_scores_and_a_function_is_no_role(tmp_path: Path) -> None:
+    write_model(tmp_path, {**TABLE, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1})
+    config = sort()
+    flow = dataflow_of(replace(config, reward=(*config.reward, RewardKeys(model=str(tmp_path)))))
+    assert [(role.name, role.does, role.model.scalar_head) for role in flow.roles[2:]] == [("reward 1", "scores", True)]
+
+
 def test_the_sizes_are_those_of_a_step() -> None:
     flow = dataflow_of(sort(run={"epochs": 2}))
     assert (flow.sequences, flow.sequence, flow.update_batch) == (64 * 8, 22, 256)
@@ -48,6 +57,12 @@ def test_a_run_has_all_its_roles_on_all_ranks_under_its_plan() -> None:
     assert report.fits
     assert set(report.roles[0].seconds) == {"generate", "prepare", "train"}
     assert report.stages["reshard"] > 0  # from two stages of four shards to four slices
+
+
+def test_measured_seconds_go_to_stages() -> None:
+    steps = [{"time/generate": 9.0}, *({"time/generate": 1.0, "time/ref": 2.0, "time/values": each} for each in (3, 5))]
+    assert stages_of(steps) == {"reshard": 0.0, "generate": 1.0, "prepare": 6.0, "train": 0.0}
+    assert stages_of(steps[:1])["generate"] == 9.0
 
 
 def test_a_batch_that_the_plan_cannot_take_is_one_line() -> None:
