@@ -6,8 +6,9 @@ time of every source file (terrace.data.originals).
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
 from terrace.data.originals import Originals
 from terrace.data.sources import STDLIB
-from terrace.data.template import load_template
+from terrace.data.template import ChatTemplate, load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
@@ -46,31 +47,55 @@ def prepare_chat(
     needed = any('"messages"' in line for line, _ in lines_of(files))
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
-    originals = Originals(path, lambda: _files(path))
-    identity = (_FORMAT, tokenizer.fingerprint, template.fingerprint, originals.identity())
-    target = cache_file(cache_dir, file_stem(path, "chat"), identity)
-
-    def make(written: dict[str, int]) -> CorpusDescription:
-        reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer))
-        talks = _conversations(files, reader, tokenizer.vocab_size)
-        facts = write_conversations(target, talks, id_dtype(tokenizer.vocab_size))
-        return CorpusDescription(
-            format=_FORMAT,
-            corpus=os.fspath(path),
-            tokenizer=tokenizer.fingerprint,
-            template=template.fingerprint,
-            dtype=id_dtype(tokenizer.vocab_size),
-            **facts,
-        )
-
-    def opened(description: CorpusDescription) -> TokenFile:
-        return token_file(target, description, target.with_suffix(".mask"))
-
-    return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
+    return encoder.prepare(path, "chat", _FORMAT, lambda: _files(path), lambda reader: reader.read(lines_of(files)))
 
 
-def write_conversations(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
-    """Write ids, mask and starts of conversations beside `target`; returns what their description says of them."""
+@dataclass(frozen=True)
+class Tokenized:
+    """What makes tokens of conversations, and where they are kept."""
+
+    tokenizer: Tokenizer
+    tokenizer_path: str | Path
+    template: ChatTemplate
+    cache_dir: str | Path
+
+    def prepare(
+        self,
+        path: str | Path,
+        kind: str,
+        version: str,
+        files: Callable[[], list[Path]],
+        read: Callable[[ChatReader], Iterable[tuple[Ids, Mask, str]]],
+    ) -> TokenFile:
+        """The token file of the conversations that `read` makes of `files`; made if it is not in the cache.
+
+        `kind` and `version` name the form of its content. Raises `DataError` as `prepare_chat` does.
+        """
+        tokenizer = self.tokenizer
+        originals, dtype = Originals(path, files), id_dtype(tokenizer.vocab_size)
+        identity = (version, tokenizer.fingerprint, self.template.fingerprint, originals.identity())
+        target = cache_file(self.cache_dir, file_stem(path, kind), identity)
+
+        def make(written: dict[str, int]) -> CorpusDescription:
+            reader = ChatReader(self.template, load_encoder(self.tokenizer_path, tokenizer))
+            facts = _write(target, _checked(read(reader), tokenizer.vocab_size, path), dtype)
+            return CorpusDescription(
+                format=version,
+                corpus=os.fspath(path),
+                tokenizer=tokenizer.fingerprint,
+                template=self.template.fingerprint,
+                dtype=dtype,
+                **facts,
+            )
+
+        def opened(description: CorpusDescription) -> TokenFile:
+            return token_file(target, description, target.with_suffix(".mask"))
+
+        return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+
+
+def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
     stored = np.dtype(dtype).newbyteorder("<")
     digest = hashlib.blake2b(digest_size=16)
     starts: list[int] = []
@@ -100,18 +125,20 @@ def write_conversations(target: Path, conversations: Iterable[tuple[Ids, Mask]],
     }
 
 
-def _conversations(files: list[Path], reader: ChatReader, vocab_size: int) -> Iterator[tuple[Ids, Mask]]:
-    any_line = False
-    for ids, mask, where in reader.read(lines_of(files)):
+def _checked(
+    conversations: Iterable[tuple[Ids, Mask, str]], vocab_size: int, path: str | Path
+) -> Iterator[tuple[Ids, Mask]]:
+    any_there = False
+    for ids, mask, where in conversations:
         if int(ids.max()) >= vocab_size:
             raise DataError(
                 f"{where}: the tokenizer gave id {ids.max()}, outside its vocabulary of {vocab_size}; use a tokenizer "
                 "whose files belong together"
             )
-        any_line = True
+        any_there = True
         yield ids, mask
-    if not any_line:
-        raise DataError(f"data {files[0] if len(files) == 1 else files[0].parent} holds no conversation; give it one")
+    if not any_there:
+        raise DataError(f"data {path} holds no conversation and no pair; give it one")
 
 
 def lines_of(files: list[Path]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ conversation what the assistant says last.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from terrace.base.errors import DataError
-from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
-from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
-from terrace.data.chat_tokens import lines_of, write_conversations
+from terrace.data.chat import ChatReader, Ids, Mask
+from terrace.data.chat_tokens import Tokenized, lines_of
 from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
-from terrace.data.originals import Originals
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.sources import STDLIB
 from terrace.data.tables import PARQUET, parquet_records
@@ -48,45 +45,20 @@ def prepare_pairs(
     files = _files(path)
     needed = any(isinstance(record.get(MEMBERS[0]), list) for record, _ in _records(files))
     template = load_template(tokenizer_path, template_path, needed=needed)
-    originals = Originals(path, lambda: _files(path))
-    identity = (_FORMAT, tokenizer.fingerprint, template.fingerprint, originals.identity())
-    target = cache_file(cache_dir, file_stem(path, "pairs"), identity)
-
-    def make(written: dict[str, int]) -> CorpusDescription:
-        reader, dtype = ChatReader(template, load_encoder(tokenizer_path, tokenizer)), id_dtype(tokenizer.vocab_size)
-        facts = write_conversations(target, _responses(files, reader, tokenizer.vocab_size), dtype)
-        if not facts["num_documents"]:
-            raise DataError(f"data {path} holds no pair; give it one")
-        return CorpusDescription(
-            format=_FORMAT,
-            corpus=os.fspath(path),
-            tokenizer=tokenizer.fingerprint,
-            template=template.fingerprint,
-            dtype=dtype,
-            **facts,
-        )
-
-    def opened(description: CorpusDescription) -> TokenFile:
-        return token_file(target, description, target.with_suffix(".mask"))
-
-    return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+    encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
+    return encoder.prepare(path, "pairs", _FORMAT, lambda: _files(path), lambda reader: _responses(files, reader))
 
 
-def _responses(files: list[Path], reader: ChatReader, vocab_size: int) -> Iterator[tuple[Ids, Mask]]:
+def _responses(files: list[Path], reader: ChatReader) -> Iterator[tuple[Ids, Mask, str]]:
     lines = ((line, where) for record, place in _records(files) for line, where in _conversations(record, place))
     for ids, mask, where in reader.read(lines):
-        if int(ids.max()) >= vocab_size:
-            raise DataError(
-                f"{where}: the tokenizer gave id {ids.max()}, outside its vocabulary of {vocab_size}; use a tokenizer "
-                "whose files belong together"
-            )
         # Of a conversation the assistant's earlier turns are in the prompt.
         starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
         last = np.zeros_like(mask)
         last[starts[-1] :] = mask[starts[-1] :]
         if not starts[-1]:
             raise DataError(f"{where}: the response begins the text, so no token comes before it; give a prompt")
-        yield ids, last
+        yield ids, last, where
 
 
 def _conversations(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:

@@ -238,6 +238,13 @@ def test_a_wrong_record_is_named(tmp_path: Path, name: str) -> None:
     assert list((tmp_path / "cache").glob("*.tokens")) == []
 
 
+def test_a_file_without_a_pair_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no conversation and no pair"):
+        prepare_pairs(tmp_path / "pairs.jsonl", ByteTokenizer(), "bytes", "", tmp_path / "cache")
+    assert list((tmp_path / "cache").glob("*.tokens")) == []
+
+
 def test_a_pair_longer_than_a_sequence_is_named(tmp_path: Path) -> None:
     source = prepared(tmp_path, [*PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b" * 40}])
     with pytest.raises(DataError, match=r"rejected response of pair 9 of pairs has 42 tokens .* raise train"):
