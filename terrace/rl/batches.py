@@ -19,7 +19,7 @@ from terrace.model.decoder import IGNORE_INDEX
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.ragged import Ragged, check_rows, offsets_of, row_of_each
 from terrace.rl.rows import Rows
-from terrace.runtime.batch import Batch, places_of
+from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective
 from terrace.runtime.token_numbers import TokenNumbers
 
@@ -57,17 +57,14 @@ def batch_of(rows: Rows, columns: Sequence[str], aggregation: Aggregation, *, se
     check_rows(responses=valid, **given)
     laid = {name: laid_out(column.values) for name, column in given.items()}
     weights = aggregation.weights(valid.lengths, torch.float64)
-    # The last token of a row is no input.
-    num_inputs = prompts.lengths + responses.lengths - 1
-    is_padding = torch.arange(sequence, device=labels.device) >= num_inputs.unsqueeze(1)
-    row_numbers = torch.arange(len(rows), device=labels.device)
-    return Batch(
+    batch = Batch(
         tokens[:, :-1],
         labels,
         columns={**laid, WEIGHTS: laid_out(weights)},
         weights=laid_out(aggregation.counts(valid.lengths)),
-        places=places_of(row_numbers, labels).masked_fill(is_padding, -1),
     )
+    # The last token of a row is no input.
+    return batch.with_places(0, lengths=prompts.lengths + responses.lengths - 1)
 
 
 def label_places(rows: Rows, sequence: int) -> Ragged:

@@ -45,14 +45,19 @@ class Batch:
         columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
         return replace(self, columns=columns, **moved)  # type: ignore[arg-type]  # tensors alone
 
-    def with_places(self, first_row: int, ignored: int = IGNORE_INDEX) -> "Batch":
+    def with_places(self, first_row: int, ignored: int = IGNORE_INDEX, lengths: Tensor | None = None) -> "Batch":
         """This micro-batch of whole rows, the first of which is row `first_row` of the run, with its places.
 
-        Tokens whose place is -1 keep it.
+        Tokens whose place is -1 keep it; behind the first `lengths` (B) of their rows all are padding, and have it too.
         """
         rows = torch.arange(first_row, first_row + len(self.labels), device=self.labels.device)
         places = places_of(rows, self.labels, self.positions, ignored=ignored)
-        return replace(self, places=places if self.places is None else places.masked_fill(self.places < 0, -1))
+        if self.places is not None:
+            places = places.masked_fill(self.places < 0, -1)
+        if lengths is not None:
+            is_padding = torch.arange(places.shape[1], device=places.device) >= lengths.unsqueeze(1)
+            places = places.masked_fill(is_padding, -1)
+        return replace(self, places=places)
 
     def shares_of_tokens(self, ignored: int = IGNORE_INDEX) -> Tensor:
         """The `shares` of this micro-batch of whole rows, (B, S)."""

@@ -54,7 +54,11 @@ class MicroBatches:
             return Batch(inputs, labels, *positions)
         degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
         first = step * self._batches.batch + (micro * degree + self._place) * size
-        batch = Batch(inputs, labels, *positions).with_places(first)
+        lengths, pairs = None, self._batches.pairs
+        if pairs is not None:
+            samples = self._batches.samples_of(step, self._place, degree, size)
+            lengths = torch.from_numpy(pairs.lengths[samples[micro * size : (micro + 1) * size]])
+        batch = Batch(inputs, labels, *positions).with_places(first, lengths=lengths)
         assert batch.places is not None, "just made"
         return replace(batch, places=batch.places.pin_memory()) if self._pinned else batch
 

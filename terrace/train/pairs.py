@@ -138,7 +138,9 @@ def reference_of(engine: Engine, batches: Batches, micro_batch: int) -> Tensor:
 def _batch(engine: Engine, batches: Batches, samples: Ids, first_row: int) -> Batch:
     inputs, labels = (torch.from_numpy(each) for each in batches.of_samples(samples))
     batch = Batch(inputs, labels)
-    return (batch.with_places(first_row) if has_routers(engine.program.blocks) else batch).to(engine.device)
+    if batches.pairs is not None and has_routers(engine.program.blocks):
+        batch = batch.with_places(first_row, lengths=torch.from_numpy(batches.pairs.lengths[samples]))
+    return batch.to(engine.device)
 
 
 def _write(file: Path, reference: Tensor, digest: str) -> None:

@@ -2,22 +2,29 @@
 their losses have the divisor of the main loss.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from terrace.data.batches import Batches, Source
+from terrace.data.pair_tokens import prepare_pairs
+from terrace.data.tokenizer import ByteTokenizer
 from terrace.launch.start import LocalPool, World
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.mixture import Router
+from terrace.program.lowering import build
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.batches import WEIGHTS, batch_of, objective_of
 from terrace.rl.losses import reinforce
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
 from terrace.runtime.batch import Batch, shares_of
+from terrace.train.micro_batches import MicroBatches
 from tests.support.allocations import seeded
 from tests.support.nightly import nightly
 from tests.support.parity import (
@@ -155,3 +162,18 @@ def test_padding_keeps_no_place_in_the_run() -> None:
     plain = Batch(batch.inputs, batch.labels).with_places(0).places
     assert plain is not None
     assert plain[0].tolist() == [*range(SEQUENCE)]
+
+
+def test_padding_of_pairs_is_not_routed(tmp_path: Path) -> None:
+    texts = [("1", "one", "seven"), ("22", "a", "b"), ("3", "ab", "a"), ("4", "abcd", "a")]
+    lines = (json.dumps(dict(zip(("prompt", "chosen", "rejected"), each, strict=True))) for each in texts)
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    tokens = prepare_pairs(tmp_path / "pairs.jsonl", ByteTokenizer(), "bytes", "", tmp_path / "cache")
+    batches = Batches([Source(tokens=tokens, documents="pairs", name="pairs")], 16, 4, seed=0)
+    program = build(cluster_of(1), exact("ddp", cluster_of(1), micro_batch=2), MODELS[MODEL].declared, 2, sequence=16)
+    made = [micro for step in range(2) for micro in MicroBatches(batches, program, 0, pinned=False).step(step).micros]
+    found = sorted(
+        int((row >= 0).sum()) for micro in made for row in (micro.places if micro.places is not None else [])
+    )
+    # A prompt, a response and its end.
+    assert found == sorted(len(prompt) + len(response) + 1 for prompt, *both in texts for response in both)
