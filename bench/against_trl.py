@@ -110,7 +110,7 @@ def _trainer(
     samples = run.prompts * run.responses
     updates = samples // run.mini_batch
 
-    class Turns(transformers.TrainerCallback):  # type: ignore[misc]
+    class Turns(transformers.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
             if state.global_step % updates == 0:
                 go.acquire()
@@ -120,7 +120,7 @@ def _trainer(
                 done.release()
 
     def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
-        found = [_reward(*each) for each in zip(prompts, completion_ids, strict=True)]
+        found = [reward_of(*each) for each in zip(prompts, completion_ids, strict=True)]
         rewards.append(statistics.fmean(found))
         return found
 
@@ -130,7 +130,7 @@ def _trainer(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
+        activation_checkpointing=False,
         per_device_train_batch_size=run.mini_batch,
         gradient_accumulation_steps=1,
         steps_per_generation=updates,
@@ -138,7 +138,7 @@ def _trainer(
         max_completion_length=run.max_response,
         max_steps=steps * updates,
         shuffle_dataset=False,
-        use_transformers_paged=is_paged,
+        use_transformers_continuous_batching=is_paged,
         temperature=1.0,
         beta=0.0,
         loss_type="dapo",  # the mean over tokens of the batch, as ours
@@ -162,12 +162,13 @@ def _trainer(
         reward_funcs=reward,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(prompts),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         callbacks=[Turns()],
     )
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
+    """The task's tokenizer for `transformers`."""
     import tokenizers
     import transformers
 
@@ -175,12 +176,12 @@ def _tokenizer() -> Any:
     words = {sort_task.SortTokenizer().decode([token]): token for token in range(sort_task.END)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({**words, end: sort_task.END}, unk_token=end))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, eos_token=end, pad_token=end, padding_side="left"
-    )
+    made: Any = transformers.PreTrainedTokenizerFast
+    return made(tokenizer_object=plain, eos_token=end, pad_token=end, padding_side="left")
 
 
-def _reward(prompt: str, tokens: list[int]) -> float:
+def reward_of(prompt: str, tokens: list[int]) -> float:
+    """The task's reward of a response as TRL has it: ids without padding."""
     ended = bool(tokens) and tokens[-1] == sort_task.END
     text = sort_task.SortTokenizer().decode(tokens)
     return float(ended and sort_task.END not in tokens[:-1] and text == sort_task.answer(prompt))
