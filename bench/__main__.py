@@ -65,6 +65,7 @@ RUNS = (
     Run("assign", "assign --gpus 8 128"),
     Run("feeding", "feeding"),
     Run("generation", "generation"),
+    Run("rollout", "rollout"),
     Run("planner", "planner --rounds 5"),
     Run("simulator", "simulator"),
     # The contestants of the targets alone, in one round: `make bench-lab` measures all of them.

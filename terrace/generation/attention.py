@@ -73,6 +73,7 @@ class Passing:
         groups = [group for group in _similar(spans, short) if len(group) > 1]
         together = {index for group in groups for index in group}
         self.alone = [(index, index + shift) for index in writing if index not in together]
+        self.rows_alone = torch.tensor([row for _, row in self.alone], device=device)
         self.together = [_together(spans, group, shift, page_tokens, device, dtype) for group in groups]
 
 
@@ -107,10 +108,15 @@ class PagedLayer:
             grouped = queries[0].index_select(0, group.rows).view(num, *heads)
             mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
             out[0].index_copy_(0, group.rows, mixed.flatten(1, 2))
-        for index, row in passing.alone:
-            keys, values = pool.view(layer, index)
-            mixed = F.scaled_dot_product_attention(queries[0, row].view(heads), keys, values)
-            out[0, row] = mixed.flatten(0, 1)
+        if passing.alone:
+            rows = torch.split(queries.reshape(-1, *heads), 1)  # (1, K, N / K, D) each
+            mixed_rows = []
+            for index, row in passing.alone:
+                keys, values = pool.view(layer, index)
+                # Four dims: with three, torch takes its slow path on a CPU.
+                mixed = F.scaled_dot_product_attention(rows[row], keys.unsqueeze(0), values.unsqueeze(0))
+                mixed_rows.append(mixed)
+            out[0].index_copy_(0, passing.rows_alone, torch.cat(mixed_rows).flatten(1, 2))
         return out.transpose(1, 2)
 
 
