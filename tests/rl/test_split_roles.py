@@ -78,6 +78,7 @@ def stepped(runtime: Runtime, is_split: bool) -> Iterator[Metrics]:
     yield from islice(CONTROLLERS["ppo"](setup), STEPS)
 
 
+@pytest.mark.nightly
 def test_roles_on_pools_of_their_own_learn_as_one_process() -> None:
     with InlineRuntime() as inline:
         alone = list(stepped(inline, is_split=False))
