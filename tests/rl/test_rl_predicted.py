@@ -51,7 +51,7 @@ def test_a_run_has_all_its_roles_on_all_ranks_under_its_plan() -> None:
     config = sort()
     (pool,) = placement_of(config).pools
     assert pool.devices == 8
-    assert [(role.plan, role.rows) for role in pool.roles] == [(config.plan, 4), (config.plan, 0)]
+    assert [(role.plan, role.rows) for role in pool.roles] == [(config.plan, config.run.rows), (config.plan, 0)]
     report = predicted(config)
     assert report == price(dataflow_of(config), placement_of(config), config.cluster)
     assert report.fits

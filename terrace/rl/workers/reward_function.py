@@ -100,10 +100,10 @@ class RewardFunction:
                 f"{_shown(samples[at])}: raise run.reward_timeout_s if it is slow"
             )
         if failed:
-            trace = "".join(traceback.format_tb(failed[0].__traceback__)[-1:]).strip()
+            last = traceback.extract_tb(failed[0].__traceback__)[-1]
             raise TrainingError(
-                f"the reward {self._name} raised {type(failed[0]).__name__}: {failed[0]}, at the response to "
-                f"{_shown(samples[at])}; {trace}"
+                f"the reward {self._name} raised {type(failed[0]).__name__}: {failed[0]}, in line {last.lineno} of "
+                f"{last.filename}, at the response to {_shown(samples[at])}"
             ) from failed[0]
         if len(found) != len(samples):
             raise TrainingError(
