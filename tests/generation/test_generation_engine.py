@@ -216,3 +216,19 @@ def test_what_cannot_be_is_refused_before_any_work() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             replace(large, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "window", "one head of keys"])
+def test_texts_attend_together_as_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths far apart and near each other, so that groups have masks; then every text by itself."""
+    config = MODELS[name]
+    blocks, requests = make(config), requests_of([1, 2, 3, 3, 17, 18, 20], 9, FREE)
+    together = engine_of(blocks, config, token_budget=64).run(requests)
+    monkeypatch.setattr("terrace.generation.attention._ALIKE", 0)
+    near = engine_of(blocks, config, token_budget=64).run(requests)
+    monkeypatch.setattr("terrace.generation.attention._SHORT", 0)
+    alone = engine_of(blocks, config, token_budget=64).run(requests)
+    for ways in zip(together, near, alone, strict=True):
+        assert len({made.tokens for made in ways}) == 1
+        for made in ways:
+            assert made.logprobs == pytest.approx(ways[2].logprobs, abs=1e-10)
