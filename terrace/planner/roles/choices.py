@@ -25,7 +25,7 @@ from terrace.simulate.step import resolved
 AXES = ("data", "tensor", "pipeline")  # of roles: rows of a batch stay whole
 SCORED_TOKENS = 8192  # of a micro-batch that is scored: a guess, beyond which products hardly get faster
 _LIMIT = 40  # plans that a search for one role may simulate
-_LEANER = 0.6  # memory of the next plan of a role that trains over that of the one before
+_LEANER = (0.6, 0.8, 0.9)  # memory of the next plan of a role that trains over that of the one before, tried in order
 _LITTLE = 0.2  # of a device's memory, below which no plan is looked for: there is little to free
 
 _Any = TypeVar("_Any")
@@ -89,15 +89,19 @@ class Choices:
 
     def _training_plans(self, role: Role, cluster: Cluster) -> list[Plan]:
         found, capacity = list[Plan](), cluster.device.memory_bytes
+        shares = list(_LEANER)
         while capacity > _LITTLE * cluster.device.memory_bytes:
             search = self._search(role, cluster, capacity)
             best = search.run(1, _LIMIT).best
-            if not best:
+            if best:
+                plan = plan_of(search.space.task, best[0].candidate, role.name)
+                # With its stages and chunks of experts, so that it says all.
+                found.append(resolved(step_of(search.space.task, plan)).plan)
+                needed, shares = best[0].needed_bytes, list(_LEANER)
+            # Where nothing is so lean, something may be a little leaner.
+            if not found or not shares:
                 break
-            plan = plan_of(search.space.task, best[0].candidate, role.name)
-            # With its stages and chunks of experts, so that it says all.
-            found.append(resolved(step_of(search.space.task, plan)).plan)
-            capacity = _LEANER * best[0].needed_bytes
+            capacity = shares.pop(0) * needed
         return found
 
 
