@@ -21,26 +21,27 @@ logits' cost in layers, and is monotone in it: a bound on schedules is the least
 Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """
 
+import math
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
+from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.chains import Chains, Choices
 from terrace.planner.delays import Delay
 from terrace.planner.estimate import Estimator
 from terrace.planner.parts import BlockWorks, Part, parts_of
+from terrace.planner.paths import Paths
 from terrace.planner.pipelines import Pipeline, build_pipeline
 from terrace.planner.space import Group, OpenMesh
 from terrace.planner.spans import Span, Spans
 from terrace.planner.stages import SERIAL, has_halves, held, placement_of, traits
 from terrace.planner.task import Placement
 from terrace.planner.works import Works
+from terrace.program.schedules.registry import takes_unit
 
 Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
-
-
-def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
-    return core.schedule, core.shape.mesh.total("pipeline"), core.chunks, core.num_micros, core.unit
 
 
 class Bounds:
@@ -52,11 +53,10 @@ class Bounds:
         self.num_inner = len(self.task.inner)
         self.works = Works(estimator)
         self.chains = Chains(estimator, self.works)
-        self.spans_of = Spans(self.split)
+        self.spans_of, self.paths = Spans(self.split), Paths(self.split)
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._parts: dict[tuple[tuple[int, ...], bool, int], tuple[Part, ...]] = {}
         self._delays: dict[tuple[object, ...], Delay] = {}
-        self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
 
     def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
         """Bound over all schedules of a shape, with the stages of the lightest possible pipeline.
@@ -117,24 +117,45 @@ class Bounds:
 
         An `exact` one tells how the forms of an open shape split the layers, which takes longer.
         """
+        mesh, edge_s = root.shape.mesh, self.estimator.boundary_s(root.shape.mesh, root.micro_batch)
+        found: dict[tuple[str, int], Span] = {}
+        for halves in (False, True):
+            # Layers are dearer in halves, which may move their split.
+            own = [each for each in schedules if has_halves(each[0], mesh) == halves]
+            if own:
+                works, dearest = self._split_by(root, halves, exact)
+                each = self.spans_of.each(works, dearest, edge_s, root.sizes.num_stages, root.num_micros, own)
+                found |= {(span.schedule, span.chunks): span for span in each}
+        return [found[each] for each in schedules if each in found]
+
+    def _split_by(self, root: PartialCandidate, halves: bool, exact: bool) -> tuple[BlockWorks, float | None]:
+        # Least seconds of the blocks, and the fewest layers that logits cost as much as, where forms differ.
         shape, numbers = root.shape, (root.micro_batch, root.recompute, root.num_micros > 1)
-        works, dearest = self.works.of(shape, *numbers), None
-        if shape.is_open:
-            # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer.
-            dearest = 0.0
-            # How ranks divide experts makes layers dearer or cheaper in ways that are not told here.
-            if exact and self.split.alike is not None and not shape.divides:
-                dearest = self.split.logits_in_layers(self.works.most(shape, *numbers))
-        edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
-        return self.spans_of.each(works, dearest, edge_s, root.sizes.num_stages, root.num_micros, schedules)
+        if not shape.is_open:
+            return self.works.of(shape, *numbers, halves=halves), None
+        # Messages of context ranks make layers dearer, and so the logits fewer of them: any fewer. How ranks divide
+        # experts makes layers dearer or cheaper in ways that are not told here.
+        dearest = 0.0
+        if exact and self.split.alike is not None and not shape.divides:
+            dearest = self.split.logits_in_layers(self.works.most(shape, *numbers, halves=halves))
+        return self.works.of(shape, *numbers), dearest
 
     def tightened(self, core: PartialCandidate) -> PartialCandidate:
-        """The core of an open shape with its `exact` span."""
-        if not core.shape.is_open:
+        """The core with its `exact` span, along a critical path of its orders; raises `PlanError` as the schedule does.
+
+        As tight as its play, or nearly so; of an open shape, for all of its forms.
+        """
+        shape = core.shape
+        if shape.is_open:
+            exact = self.core(core, core.schedule, core.chunks)
+            assert exact is not None, "a core has a span"
+            core = exact if not core.unit else core._replace(span_s=exact.span_s)
+        if shape.divides or core.schedule == SERIAL:
             return core
-        exact = self.core(core, core.schedule, core.chunks)
-        assert exact is not None, "a core has a span"
-        return exact if not core.unit else core._replace(span_s=exact.span_s)
+        key = core.schedule, shape.mesh.total("pipeline"), core.chunks, core.num_micros, core.unit or 1
+        works, dearest = self._split_by(core, has_halves(core.schedule, shape.mesh), exact=True)
+        edges_s = (each(shape.mesh, core.micro_batch) for each in (self.estimator.boundary_s, self.estimator.sending_s))
+        return core._replace(span_s=max(core.span_s, self.paths.least(key, works, dearest, *edges_s).span_s))
 
     def group_s(self, group: Group) -> float:
         """Lower bound in seconds over everything in a group."""
@@ -152,6 +173,40 @@ class Bounds:
         works, *_ = self._least(group, exact)
         return self.chains.scheduled_s(group.member, works.each, group.recompute, group.num_micros, spans, choices)
 
+    def group_along_s(self, group: Group, spans: Sequence[Span], choices: Choices, *, exact: bool = False) -> float:
+        """The least of `group_scheduled_s`, along critical paths where a schedule's closed form says little."""
+        each_s = self.group_scheduled_s(group, spans, choices, exact=exact)
+        # Only the best is of interest, so the others are looked at when their turn comes.
+        heap = [(own_s, number, False) for number, own_s in enumerate(each_s)]
+        heapify(heap)
+        while True:
+            least_s, number, is_known = heap[0]
+            span = spans[number]
+            if is_known or not self._has_paths(group, span):
+                return least_s
+            (own_s,) = self.group_scheduled_s(group, [self._along(group, span, exact)], choices, exact=exact)
+            heapreplace(heap, (max(least_s, own_s), number, True))
+
+    def _has_paths(self, group: Group, span: Span) -> bool:
+        # Without halves of backwards, closed forms are a few hundredths short.
+        return (
+            (span.schedule != SERIAL and traits()[span.schedule].split)
+            and not takes_unit(span.schedule)
+            and not group.shape.divides
+            and self.split.alike is not None
+        )
+
+    def _along(self, group: Group, span: Span, exact: bool) -> Span:
+        works, edge_s, stages, micros = self._least(group, exact)
+        try:
+            path = self.paths.least((span.schedule, stages, span.chunks, micros, 1), works, 0.0, edge_s, 0.0)
+        except PlanError:  # the schedule cannot run these numbers
+            return span._replace(span_s=math.inf, chained_s=math.inf)
+        # Of dearer layers a chain of messages hides as much more behind all but one, and a path takes as much longer.
+        hides = path.hiding >= -(-self.num_inner // stages) - 1
+        chained_s = max(span.chained_s, path.span_s) if hides else span.chained_s
+        return span._replace(span_s=max(span.span_s, path.span_s), chained_s=chained_s)
+
     def root_scheduled_s(self, root: PartialCandidate, spans: Sequence[Span], choices: Choices) -> list[float]:
         """`Chains.scheduled_s` of a root."""
         shape, micro_batch, recompute, micros = root.shape, root.micro_batch, root.recompute, root.num_micros
@@ -166,10 +221,10 @@ class Bounds:
 
     def staged(self, core: PartialCandidate) -> PartialCandidate:
         """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""
-        shape, stages = core.shape, core.shape.mesh.total("pipeline")
+        stages = core.shape.mesh.total("pipeline")
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
-        works, sizes = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each, core.sizes
-        parts = parts_of(self.split.contents(self.split.counts(works, stages * core.chunks)), placement)
+        sizes, counts = core.sizes, self._counts(core)
+        parts = parts_of(self.split.contents(counts), placement)
         numels, kept = sizes.numels, [core.micro_batch * each for each in sizes.kept]
         # A set: the inner stages of a deep pipeline are mostly alike.
         needs = {
@@ -191,22 +246,7 @@ class Bounds:
         """The core with the makespan of its played orders as bound; raises `PlanError` as the schedule does."""
         numbers = (core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1)
         pipeline = self.pipeline(core.shape.mesh, *numbers)
-        # One played pipeline per orders is enough: its critical path bounds all others (`chained`).
-        self._first_played.setdefault(_orders_key(core), pipeline)
         return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
-
-    def chained(self, core: PartialCandidate) -> PartialCandidate:
-        """The core, bounded by the critical path of an earlier pipeline with the same orders, if one was played.
-
-        A chain of dependent tasks is a lower bound for any task times. Raises `PlanError` as the schedule does.
-        """
-        before = self._first_played.get(_orders_key(core))
-        if before is None:
-            return core
-        pipeline = self.pipeline(
-            core.shape.mesh, core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1
-        )
-        return core._replace(span_s=max(core.span_s, pipeline.along_s(before.critical)))
 
     def pipeline(
         self, mesh: Mesh, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1

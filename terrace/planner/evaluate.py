@@ -31,6 +31,7 @@ from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import ROUTES, MessageClass
 from terrace.plan.wire_rules import crossing
 from terrace.planner.bound import Bounds
+from terrace.planner.candidate import SLACK
 from terrace.planner.parts import Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
@@ -140,16 +141,31 @@ class Evaluator:
 
     def stages(self, candidate: Candidate) -> tuple[Pipeline, list[_Played]]:
         """The pipeline of a candidate, and the step of each stage on its own."""
-        key = (
-            candidate.mesh,
-            candidate.micro_batch,
-            candidate.recompute,
-            candidate.schedule,
-            candidate.chunks,
-            candidate.unit,
-        )
-        pipeline = self.bounds.pipeline(*key)
+        pipeline = self._pipeline(candidate)
         return pipeline, [self._stage(part, candidate, num_micros(self.task, candidate)) for part in pipeline.parts]
+
+    def _pipeline(self, candidate: Candidate) -> Pipeline:
+        recompute, unit, schedule, chunks, micro_batch, _, mesh = candidate
+        return self.bounds.pipeline(mesh, micro_batch, recompute, schedule, chunks, unit)
+
+    def is_slower(self, candidate: Candidate, than_s: float) -> bool:
+        """Whether a pipeline is known to take longer, from the stages that say most; raises as `evaluate`.
+
+        Much sooner than `evaluate`, which plays all stages and needs their memory.
+        """
+        if candidate.schedule == SERIAL or math.isinf(than_s):
+            return False
+        micros, pipeline = num_micros(self.task, candidate), self._pipeline(candidate)
+        stretch, tail_s, delay_s = 0.0, 0.0, self._delay_s(candidate, pipeline)
+        alone_s = dict(zip(pipeline.parts, pipeline.stages_s, strict=True))
+        for part in sorted(alone_s, key=alone_s.__getitem__, reverse=True):
+            played = self._stage(part, candidate, micros)
+            stretch = max(stretch, played.unit_s / (candidate.unit * alone_s[part]))
+            total_s = math.fsum(played.report(micros // candidate.unit).values())
+            tail_s = max(tail_s, total_s - micros // candidate.unit * played.unit_s)
+            if (stretch * pipeline.span_s + tail_s + delay_s) * SLACK > than_s:
+                return True
+        return False
 
     def _pipelined(self, candidate: Candidate, micros: int) -> Estimate:
         pipeline, played = self.stages(candidate)

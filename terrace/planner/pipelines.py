@@ -1,15 +1,12 @@
 """Pipelines for ranking: blocks and order of each stage, and the seconds of its tasks."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from terrace.plan.mesh import Mesh
-from terrace.plan.stage import Pass
 from terrace.planner.parts import Part, Work, parts_of, work_of_runs
 from terrace.planner.stages import Trait, has_halves, pipeline
 from terrace.program.schedules.counts import Waiting
@@ -19,13 +16,6 @@ from terrace.simulate.timeline import Timeline, play
 
 if TYPE_CHECKING:
     from terrace.planner.estimate import Estimator
-
-
-class Chain(NamedTuple):
-    """A chain of dependent tasks: the number of tasks per pass and virtual stage, and of messages between stages."""
-
-    tasks: tuple[tuple[tuple[Pass, int], int], ...]
-    num_messages: int
 
 
 @dataclass(frozen=True)
@@ -75,19 +65,6 @@ class Pipeline:
     def span_s(self) -> float:
         """Makespan of the computing."""
         return self.timeline.makespan_s
-
-    @cached_property
-    def critical(self) -> Chain:
-        path, placement = self.timeline.critical_path(), self.orders.placement
-        # Counts suffice: seconds of a task depend on its pass and virtual stage only.
-        tasks = Counter((step.task.pass_, placement[step.stage][step.task.chunk]) for step in path)
-        return Chain(tuple(tasks.items()), sum(one.stage != two.stage for one, two in pairwise(path)))
-
-    def along_s(self, chain: Chain) -> float:
-        """Seconds of a chain from a pipeline with the same orders."""
-        seconds = self.seconds([1.0] * self.orders.num_stages)
-        tasks_s = math.fsum(times * seconds.of(pass_)[virtual] for (pass_, virtual), times in chain.tasks)
-        return tasks_s + (chain.num_messages * seconds.edge_s[0] if seconds.edge_s else 0.0)
 
     @cached_property
     def stages_s(self) -> tuple[float, ...]:

@@ -5,7 +5,7 @@
    ranks. A group has one bound: on its computing, then with the schedule that may be fastest, then with the messages
    of data ranks. If its shapes may divide experts, the group is then opened into groups of one division each, which
    are bounded once more in this way, with the messages of experts on the busiest lane, and at last with the chunks in
-   which tokens go to them.
+   which tokens go to them, each time along the critical paths of orders (terrace.planner.paths).
 2. The members of the group of lowest bound are opened: those that do not fit with all states sharded as far as possible
    are dropped, the messages of context ranks are counted, each schedule gets a bound, then the bound with its cheapest
    placement, then each of the shape's context forms likewise.
@@ -132,7 +132,7 @@ class Search:
             tried += 1
             core, placement, unit = entry[3:6]
             assert isinstance(core, PartialCandidate), "a group has no placement"
-            estimate = attempt(self.evaluator, core.candidate(placement, unit))
+            estimate = attempt(self.evaluator, core.candidate(placement, unit), open_window.end_s)
             if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.candidate, placement, unit)):
                 # The window shrinks as better candidates are found, and ends the search once no bound lies within it.
                 insort(fitting, estimate, key=lambda each: each.step_s)
@@ -177,25 +177,18 @@ class Search:
         elif level is Level.ROOT:
             yield from islice(self._cores(bound_s, core), 1)
         elif level is Level.CORE and not core.played:
-            core = self.bounds.tightened(core)
-            # The first has the shortest messages: the bound over all placements, before any order is played.
-            for excess_s, _, _ in self._placed(core)[:1]:
-                at_least_s = self.bounds.least_s(core, excess_s)
-                yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0, _NONE
+            # A schedule may reject these numbers; then there is nothing to open.
+            with suppress(PlanError):
+                core = self.bounds.tightened(core)
+                # The first has the shortest messages: the bound over all placements, before any order is played.
+                for excess_s, _, _ in self._placed(core)[:1]:
+                    at_least_s = self.bounds.least_s(core, excess_s)
+                    yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0, _NONE
         elif core.shape.is_open:
             for further in self._closed(core):
                 yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0, _NONE
         else:
-            # A schedule may reject these numbers; then there is nothing to open.
-            with suppress(PlanError):
-                chained = core if core.played else self.bounds.chained(core)
-                if chained.span_s > core.span_s:
-                    # The critical path of known orders is far cheaper than playing; a raised bound goes back into the
-                    # heap.
-                    at_least_s = self.bounds.least_s(chained, self._placed(core)[0][0])
-                    yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, chained, _NOWHERE, 0, _NONE
-                    return
-                yield from self._all_placed(bound_s, core)
+            yield from self._all_placed(bound_s, core)
 
     def _opened_group(self, bound_s: float, level: Level, group: Group) -> Iterator[Entry]:
         if level is Level.CHUNKED or (level is Level.CHAINED and self.space.task.experts is None):
@@ -221,7 +214,7 @@ class Search:
 
     def _chained_s(self, group: Group, spans: list[Span], *, exact: bool = False) -> float:
         choices = self._choices(group.member.mesh, group.num_micros)
-        return min(self.bounds.group_scheduled_s(group, spans, choices, exact=exact)) * SLACK
+        return self.bounds.group_along_s(group, spans, choices, exact=exact) * SLACK
 
     def _choices(self, mesh: Mesh, num_micros: int) -> Choices:
         pipelined = mesh.total("pipeline") > 1
@@ -365,10 +358,10 @@ def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
     return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]
 
 
-def attempt(evaluator: Evaluator, candidate: Candidate) -> Estimate | None:
-    """The estimate, or None if building the step shows that the candidate breaks a rule."""
+def attempt(evaluator: Evaluator, candidate: Candidate, within_s: float = math.inf) -> Estimate | None:
+    """The estimate, or None if the step takes longer or building it shows that the candidate breaks a rule."""
     try:
-        return evaluator.evaluate(candidate)
+        return None if evaluator.is_slower(candidate, within_s) else evaluator.evaluate(candidate)
     except PlanError:
         return None
 

@@ -23,7 +23,7 @@ class Works:
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
         self._sizes: dict[tuple[OpenMesh, int], Sizes] = {}
         self._block_works: dict[tuple[object, ...], BlockWorks] = {}
-        self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
+        self._most_layer: dict[tuple[Mesh, int, int, bool, bool], list[Work]] = {}
 
     def of(
         self,
@@ -113,7 +113,7 @@ class Works:
         if not shape.is_open:
             return self.of(shape, micro_batch, recompute, accumulate, halves=halves).each
         works = self.of(shape, micro_batch, recompute, accumulate).each
-        key = (shape.mesh.inside, micro_batch, recompute, accumulate)
+        key = (shape.mesh.inside, micro_batch, recompute, accumulate, halves)
         found = self._most_layer.get(key)
         if found is None:
             found = list(works)
@@ -121,7 +121,7 @@ class Works:
                 # Only attention depends on the form.
                 if spec.attends:
                     each = [
-                        block_work(self.estimator, kind, (form,), micro_batch, recompute, accumulate)
+                        block_work(self.estimator, kind, (form,), micro_batch, recompute, accumulate, halves=halves)
                         for form in self.forms(shape)
                     ]
                     # Maxima may come from different forms; a bound does not need one form that attains them all.

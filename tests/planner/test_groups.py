@@ -177,6 +177,9 @@ def test_bounds_of_groups_never_exceed_the_evaluation(data: st.DataObject) -> No
         assert max(bounds.group_s(each), span.span_s * SLACK) <= step_s
         (scheduled_s,) = bounds.group_scheduled_s(each, [span], ((placement, unit),), exact=exact)
         assert scheduled_s * SLACK <= step_s
+        along_s = bounds.group_along_s(each, [span], ((placement, unit),), exact=exact)
+        assert scheduled_s <= along_s * (1 + 1e-12)
+        assert along_s * SLACK <= step_s
     # The same of the open shape, with the messages of its cheapest form.
     open_root = bounds.root(shape, micro_batch, group.recompute)
     open_span = bounds.spans(open_root, names)[number]
