@@ -18,14 +18,16 @@ Under tensor rows a stage is priced with its messages of experts on their lanes:
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.mesh import EXPERT_AXES, Mesh
-from terrace.planner.estimate import Estimator
-from terrace.planner.messages import MessagePrices
 from terrace.planner.parts import Part, Runs, kinds_of
 from terrace.planner.stages import traits
 from terrace.planner.task import Placement
+
+if TYPE_CHECKING:
+    from terrace.planner.estimate import Estimator
+    from terrace.planner.messages import MessagePrices
 
 Kinds = tuple[tuple[int, int], ...]  # kinds of blocks, and how many of each
 
@@ -67,7 +69,7 @@ class Delay(NamedTuple):
 class Delays:
     """The delays of one task's candidates. Blocks are told by their kind."""
 
-    def __init__(self, estimator: Estimator, prices: MessagePrices) -> None:
+    def __init__(self, estimator: "Estimator", prices: "MessagePrices") -> None:
         self._optimizer_s = estimator.task.cluster.device.kernels.optimizer_s
         self._prices, self._split = prices, estimator.split
         self._has_experts = [spec.has_stacks for spec in estimator.specs]
