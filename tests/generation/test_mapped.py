@@ -134,12 +134,14 @@ def test_memory_comes_with_the_first_token_and_is_given_back() -> None:
     pages = tuple(reversed(range(num_pages // 2)))
     span = Span(0, pages, 0, 0, len(pages) * TOKENS)
     write(pool, [span], seed=0)
-    assert resident_bytes() - before >= pool.nbytes // 2
+    written = resident_bytes()
+    assert written - before >= pool.nbytes // 2
     with pytest.raises(ConfigError, match="1 texts have pages: end or abort"):
         pool.give_back()
     pool.forget(0)
     pool.give_back()
-    assert resident_bytes() - before < pool.nbytes // 4
+    # What writing took beside the pool may stay with the allocator.
+    assert written - resident_bytes() >= 0.9 * pool.nbytes // 2
     write(pool, [span], seed=1)
     again = gathered(num_pages)
     write(again, [span], seed=1)

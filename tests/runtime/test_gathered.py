@@ -45,11 +45,12 @@ def test_values_and_tensors_of_all_ranks(pool: LocalPool) -> None:
 
 
 def test_nothing_between_processes_is_pickled_but_by_a_parent_and_its_own_children() -> None:
-    """Pipes of the process pool are private; every other value is JSON or a tensor."""
+    """Pipes of the process pool are private, links of roles prove a secret; all other values are JSON or tensors."""
     words = ("import pickle", "gather_object", "object_list", "allow_pickle=True")
     users = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "terrace").rglob("*.py")
         if any(word in path.read_text() for word in words)
     }
-    assert users == {"terrace/launch/process_pool.py", "terrace/launch/workers.py"}
+    pool, roles = {"process_pool.py", "workers.py"}, {"runtime_local.py", "serve.py"}
+    assert users == {f"terrace/launch/{name}" for name in pool} | {f"terrace/rl/{name}" for name in roles}

@@ -210,6 +210,7 @@ def _options(folder: Path) -> Iterator[Case]:
         "data": ("lengths", "--data", "nowhere"),
         "probe": ("--cluster", "nowhere"),
         "rehearse": ("build", "nowhere"),
+        "rl": ("--config", "nowhere"),
     }
     for parser in _parsers(_parser()):
         command = parser.prog.split(" ")[1:]
