@@ -94,6 +94,20 @@ def test_the_search_finds_what_pricing_everything_finds(seed: int) -> None:
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.parametrize(("scalar_head", "tied"), [(True, False), (False, True), (False, False)])
+def test_a_bound_on_scores_is_below_every_plan_with_a_large_vocabulary(scalar_head: bool, tied: bool) -> None:
+    model = replace(llama(2048, 8, 16, 5632), vocab_size=128256, scalar_head=scalar_head, tied_embeddings=tied)
+    flow = Dataflow(
+        roles=(*ppo(small()), Role(name="reward", model=model, scores=True)),
+        prompts=64,
+        prompt_tokens=256,
+        response_tokens=256,
+    )
+    choices, role, here = Choices(Costs(flow)), flow.role("reward"), nodes(1)
+    bound_s, best_s = choices.least_seconds(role, here)[0], min(cost.score_s for cost in choices.of(role, here))
+    assert 0.3 * best_s < bound_s <= best_s
+
+
 def test_partitions_are_all_ways_to_group() -> None:
     assert [len(list(partitions(count))) for count in range(1, 6)] == [1, 2, 5, 15, 52]  # Bell's numbers
 

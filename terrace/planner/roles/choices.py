@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS
 from terrace.planner.bound import Bounds
@@ -54,8 +55,7 @@ class Choices:
         """Seconds of scores and of training that no plan of the role goes below."""
         flow, device = self.dataflow, cluster.device
         rate = cluster.world_size * device.peak_flops_per_s[flow.compute] * device.kernels.gemm
-        matrices = sum(inputs * outputs for block in role.blocks for inputs, outputs in block.matrices)
-        forward_s = 2 * matrices * flow.tokens / rate
+        forward_s = sum(_least_flops(block, flow.tokens) for block in role.blocks) / rate
         train_s = flow.epochs * flow.updates * self._least_step(role, cluster) if role.trains else 0.0
         return forward_s if role.scores else 0.0, train_s
 
@@ -128,6 +128,15 @@ def scoring_plans(flow: Dataflow, role: Role, cluster: Cluster) -> list[Plan]:
             )
         )
     return plans
+
+
+def _least_flops(block: BlockSpec, tokens: int) -> int:
+    # A look-up is no product, and values are bound by memory. Logits may borrow their matrix.
+    if block.computes in (Computes.LOOK_UP, Computes.VALUES):
+        return 0
+    if block.computes is Computes.LOGITS:
+        return block.forward_flops(tokens, 1)
+    return 2 * tokens * sum(inputs * outputs for inputs, outputs in block.matrices)
 
 
 def undominated(found: Iterable[_Any], ways: Callable[[_Any], tuple[float, ...]]) -> list[_Any]:
