@@ -8,10 +8,12 @@ from terrace.planner.roles.search import FoundPlacements, find
 from terrace.report.roles import against_words, flow_words, groups_words, iteration_words, pools_table, roles_table
 from terrace.rl.config import RlConfig
 from terrace.rl.predicted import dataflow_of, placement_of
+from terrace.rl.run import check_roles
 
 
 def explain(config: RlConfig, *, search: bool) -> None:
-    """Print the price of the run's placement, and with `search` the best beside it."""
+    """Print the price of the run's placement, and with `search` the best beside it; refuses what a run would."""
+    check_roles(config)
     flow, cluster, console = dataflow_of(config), config.cluster, Terminal()
     report = price(flow, placement_of(config), cluster)
     print(f"{flow_words(flow)}\n")

@@ -8,7 +8,7 @@ from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
-from terrace.planner.roles.dataflow import GENERATE, PREPARE, STAGES, TRAIN, Dataflow
+from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, STAGES, TRAIN, Dataflow
 from terrace.planner.roles.placement import IterationReport, PoolReport, RoleReport
 from terrace.planner.roles.pools import pool_cluster
 from terrace.report.tables import STEP_BAND, new_table, quantity, seconds
@@ -66,11 +66,14 @@ def pools_table(report: IterationReport) -> Table:
 
 
 def iteration_words(report: IterationReport) -> str:
-    """The sum of an iteration, which pool each stage waits for, and how generation fills its memory."""
+    """The sum of an iteration, which pool each stage waits for, the hand-over by tier, how generation fills memory."""
     stages = " + ".join(f"{stage} {seconds(report.stages[stage])}" for stage in STAGES)
     lines = [f"iteration {seconds(report.seconds)} = {stages}; {quantity(report.tokens_per_s, 'tokens/s')}"]
     if len(report.pools) > 1:
         lines += [_waits(report, stage) for stage in _OF_ROLES]
+    sent = [f"{quantity(size, 'B')} over {tier}" for tier, size in [*report.sent_bytes.items()][::-1] if size]
+    if sent:
+        lines.append(f"  the hand-over takes {seconds(report.stages[RESHARD])}: all ranks send {', '.join(sent)}")
     lines += [_generation(role) for role in report.roles if role.generation is not None]
     lines += [
         f"ranks {_ranks(pool)} lack {quantity(pool.needed_bytes - pool.capacity_bytes, 'B')}: it has no room"

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import PlanError, TerraceError
 from terrace.cli.rl_explain import explain
 from terrace.planner.roles.placement import price
+from terrace.report.tables import quantity
 from terrace.rl.config import RewardKeys, RlConfig, resolve
 from terrace.rl.predicted import dataflow_of, placement_of, predicted, stages_of
 from tests.support.command_line import CommandLine
@@ -75,6 +76,9 @@ def test_explain_shows_the_placement_and_the_best_beside_it(capsys: pytest.Captu
     given = capsys.readouterr().out
     assert "actor generates, scores, trains; reference scores" in given
     assert "as the run places its roles" in given
+    sent = predicted(sort()).sent_bytes
+    assert "the hand-over takes" in given
+    assert all(f"{quantity(size, 'B')} over {tier}" in given for tier, size in sent.items() if size)
     assert "the fastest placement" not in given
     explain(sort(), search=True)
     both = capsys.readouterr().out
@@ -98,3 +102,21 @@ def test_the_command_explains_and_starts_nothing(
     assert alone.code == 2
     assert "--place auto finds a placement and starts nothing" in alone.error
     assert "leave out --folder" in here.call(*words, "--explain", "--folder", "made").error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"plan": {"mapping": {"node": {"context": 2}}}}, "leave out the context axis"),
+        ({"plan": {"outer": {"tier": "system", "every": 2}}}, "leave out plan.outer"),
+        ({"reward": [{"model": "causal"}]}, "is no reward model"),
+    ],
+)
+def test_explain_refuses_what_a_run_refuses(
+    overrides: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "causal").mkdir()
+    write_model(tmp_path / "causal")
+    with pytest.raises(TerraceError, match=words):
+        explain(sort(**overrides), search=False)
