@@ -175,8 +175,9 @@ class Scheduler:
             if sibling is not None and not shared:
                 skipped.append(heapq.heappop(self._waiting))
                 continue
-            most = self._most_pages(text.request)
-            needed = min(self._pages_of(len(text.tokens) - text.begin + 1), most) - shared // self._page_tokens
+            # Under a window most of the shared pages may be gone: they count before the cap, which is of its own pages.
+            unshared = self._pages_of(len(text.tokens) - text.begin + 1) - shared // self._page_tokens
+            needed = min(unshared, self._most_pages(text.request))
             # A page more for each text that may grow, or it would soon take this one's away.
             if self._running and self.counts.num_free < needed + growing:
                 break

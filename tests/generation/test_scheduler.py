@@ -9,7 +9,7 @@ from terrace.generation.page_counts import PageCounts
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.scheduler import Scheduler, Turn
 
-_PROMPTS = [tuple(range(length)) for length in (1, 4, 9, 9, 17)]
+_PROMPTS = [tuple(range(length)) for length in (1, 4, 9, 9, 17, 60, 60)]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def cases(draw: st.DrawFn) -> Case:
         for seed in range(draw(st.integers(1, 8)))
     ]
     page_tokens, budget = draw(st.integers(1, 6)), draw(st.integers(1, 12))
-    window, context = draw(st.sampled_from([(0, 40), (0, 7), (0, 1), (5, 7)]))
+    window, context = draw(st.sampled_from([(0, 40), (0, 7), (0, 1), (5, 7), (5, 40)]))
     longest = max(len(request.prompt) + request.num_tokens for request in requests)
     reach = min(longest, window + budget + page_tokens) if window else min(longest, context)
     least = -(-reach // page_tokens)
@@ -112,11 +112,14 @@ def test_every_request_ends_as_it_would_alone_and_no_page_is_lost(case: Case) ->
         assert made.finish == ("stop" if text[-1] in request.stop_tokens else "length")
 
 
-@settings(max_examples=50, deadline=None)
-@given(cases())
-def test_decisions_follow_from_requests_and_tokens(case: Case) -> None:
-    """Ranks in lockstep decide alike: versions are numbers of turns here."""
-    assert finished(case) == finished(case)
+def test_a_prompt_far_longer_than_the_window_is_shared_in_few_pages() -> None:
+    """The second text takes over pages of the first, of which the window has left less than the prompt once had."""
+    greedy = Sampling(temperature=0.0)
+    requests = [Request(prompt=tuple(range(61)), num_tokens=7, seed=seed, sampling=greedy) for seed in range(2)]
+    sizes = {"num_pages": 3, "page_tokens": 8, "token_budget": 8, "context": 40, "window": 5}
+    first, second = finished(Case(requests, sizes, aborts=0))
+    assert first.tokens == second.tokens
+    assert len(first.tokens) == 7
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
