@@ -18,8 +18,8 @@ from torch import Tensor
 from terrace.base.errors import CheckpointError
 from terrace.comm.rounding import Hop, Origin
 from terrace.plan.hops import RESIDUAL_BYTES
-from terrace.plan.routes import residual_numels
-from terrace.plan.wire import FED_BACK, GRADIENTS, MessageClass
+from terrace.plan.routes import between_two, residual_numels
+from terrace.plan.wire import CHANGES, FED_BACK, GRADIENTS, MessageClass
 from terrace.program.program import Program
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.model_state import ModelState
@@ -78,8 +78,25 @@ def digest(program: Program) -> str:
     if plan.outer is not None:
         cycle = plan.outer
         table["outer"] = (cycle.tier, cycle.every, cycle.fragments, cycle.delay)
+    pairs = _pairs(program)
+    # Without any the digest stays as it was when no coded message went whole between two members.
+    if pairs:
+        table["whole"] = pairs
     table |= {"wire": wires, "tiers": [(tier.name, tier.size) for tier in cluster.tiers]}
     return hashlib.sha256(json.dumps(table, sort_keys=True, default=list).encode()).hexdigest()[:16]
+
+
+def _pairs(program: Program) -> list[str]:
+    """Message classes that go whole between two members with error feedback, which leaves one residual of each."""
+    layouts, found = {flat.layout for flats in program.flats for flat in flats}, set[str]()
+    for message in CHANGES:
+        for layout in layouts:
+            tiers = between_two(layout, program.plan, message)
+            wires = [program.plan.wire_format(message, layout.tiers[tier]) for tier in tiers]
+            # Sparse messages have always gone whole.
+            if any(wire.feedback and not wire.kept_of for wire in wires):
+                found.add(message.value)
+    return sorted(found)
 
 
 def restore_residuals(state: ModelState, folder: Path, stored: str) -> str:

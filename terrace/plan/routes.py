@@ -86,12 +86,19 @@ def reduced_to(layout: "Layout", plan: Plan, message: MessageClass) -> int:
     route = ROUTES[message]
     if route.reduction is None:
         return -1
-    outer, reduced = layout.tier_of(route.reduction[1]), all_reduced_tiers(layout, message)
-    whole = [tier for tier in reduced if _format(layout, plan, message, tier).kept_of]
-    # Two members send as many bytes either way.
-    if reduced and layout.degrees[reduced[-1]] == 2 and _format(layout, plan, message, reduced[-1]).block:
-        whole.append(reduced[-1])
+    outer = layout.tier_of(route.reduction[1])
+    whole = [tier for tier in all_reduced_tiers(layout, message) if _format(layout, plan, message, tier).kept_of]
+    whole += between_two(layout, plan, message)
     return min(whole, default=outer + 1) - 1
+
+
+def between_two(layout: "Layout", plan: Plan, message: MessageClass) -> list[int]:
+    """The outermost tier over which a message is reduced and gathered again, where it goes whole between two members
+    in a block format; else nothing.
+    """
+    # Two members send as many bytes either way.
+    reduced = all_reduced_tiers(layout, message)[-1:]
+    return [tier for tier in reduced if layout.degrees[tier] == 2 and _format(layout, plan, message, tier).block]
 
 
 def all_reduced_tiers(layout: "Layout", message: MessageClass) -> list[int]:

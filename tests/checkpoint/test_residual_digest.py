@@ -3,7 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from terrace.checkpoint import residuals
 from terrace.checkpoint.residuals import digest
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import block_specs
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
@@ -32,3 +36,23 @@ def test_other_ranks_of_experts_have_other_residuals() -> None:
     assert len(set(found)) == len(found)
     chunks = {"forward": 2, "backward": 2}
     assert digest_of(**EXPERTS[1], expert_chunks=chunks) == found[1], "chunks are of products, not of gradients"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "wire", "is_other"),
+    [
+        (cluster_of(2, 2), "int8+feedback", True),
+        (cluster_of(2, 3), "int8+feedback", False),
+        (cluster_of(2, 2), "topk+feedback", False),
+    ],
+)
+def test_sums_that_go_whole_between_two_members_have_other_residuals(
+    monkeypatch: pytest.MonkeyPatch, cluster: Cluster, wire: str, is_other: bool
+) -> None:
+    """Than checkpoints have of the time when only sparse messages went so; all others keep their residuals."""
+    inside = cluster.tiers[0].name
+    plan = replace(preset("zero2", cluster), grads=inside, optimizer=inside, wire={"sync": {"node": wire}})
+    program = build(cluster, plan, block_specs(mixture()), 3, 16)
+    now = digest(program)
+    monkeypatch.setattr(residuals, "between_two", lambda *_: [])
+    assert (digest(program) != now) == is_other
