@@ -23,6 +23,7 @@ from terrace.generation.request import Completion, Request
 from terrace.generation.scheduler import Part, Scheduler, Turn
 from terrace.generation.text import Decode
 from terrace.model.config import ModelConfig
+from terrace.model.experts.config import refuse_looking_ahead
 
 
 class GenerationEngine:
@@ -31,7 +32,7 @@ class GenerationEngine:
     A text attends to at most `context` tokens (terrace.generation.scheduler says how it goes on). Keys and values have
     `num_pages` pages of `page_tokens` tokens, or as many as `memory_bytes` hold. `token_budget` is the most tokens that
     pass at once, `version` that of the weights, `decode` turns tokens into text for stop texts. Raises `ConfigError`
-    for sizes that cannot be.
+    for sizes that cannot be, `ModelError` for a model whose experts look ahead.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class GenerationEngine:
         decode: Decode | None = None,
         build_pool: BuildPool = GatheredPages,
     ) -> None:
+        refuse_looking_ahead(config.experts)
         # Learned positions end; RoPE does not.
         context = min(context, config.max_positions) if config.learned_positions else context
         is_rolling = 0 < config.sliding_window <= context and not config.learned_positions

@@ -22,6 +22,7 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.data.tokenizer import Tokenizer
 from terrace.generation.sliced import sliced_config
 from terrace.model.config import load_model
+from terrace.model.experts.config import refuse_looking_ahead
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.rl.config import RlConfig
@@ -78,6 +79,7 @@ def check_roles(config: RlConfig) -> None:
         )
     if config.model.scalar_head:
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
+    refuse_looking_ahead(config.model.experts)
     sliced_config(config.model, config.run.rows)
     for reward in config.rewards:
         if reward.model:

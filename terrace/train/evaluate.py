@@ -19,7 +19,8 @@ import torch
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.model.decoder import IGNORE_INDEX, token_loss
-from terrace.train.trained import Trained, refuse_looking_ahead
+from terrace.model.experts.config import refuse_looking_ahead
+from terrace.train.trained import Trained
 
 _ROW_TOKENS = 2048  # most tokens of windows that run together
 _HEAD_TOKENS = 256  # tokens whose logits are made at a time: for a large vocabulary, logits dominate memory
@@ -61,7 +62,7 @@ def evaluate(
     `progress` receives the running result after each row. Raises `ConfigError` for a context that the model does not
     support, and `DataError` for texts with tokens outside its vocabulary or with nothing to predict.
     """
-    refuse_looking_ahead(model.config)
+    refuse_looking_ahead(model.config.experts)
     context = model.context if context is None else context
     if context < 1:
         raise ConfigError(f"context = {context} must be at least 1")

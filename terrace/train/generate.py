@@ -11,7 +11,8 @@ from terrace.data.template import load_template
 from terrace.data.tokenizer import Tokenizer
 from terrace.generation.request import Completion, Sampling
 from terrace.generation.texts import continue_texts
-from terrace.train.trained import Trained, check_tokenizer, load_blocks, refuse_looking_ahead
+from terrace.model.experts.config import refuse_looking_ahead
+from terrace.train.trained import Trained, check_tokenizer, load_blocks
 
 Prompt = str | Sequence[int]  # a text, or the ids of one
 
@@ -25,7 +26,7 @@ def generate_texts(
     A prompt's special tokens are special, and a text begins as in training. Raises `DataError` for a prompt with tokens
     outside the model's vocabulary.
     """
-    refuse_looking_ahead(model.config)
+    refuse_looking_ahead(model.config.experts)
     given = [_encoded(prompt, model) for prompt in prompts]
     made = continue_texts(
         model.blocks,

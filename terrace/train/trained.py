@@ -104,15 +104,6 @@ def with_values(
     return blocks
 
 
-def refuse_looking_ahead(config: ModelConfig) -> None:
-    """Raise `ModelError` for a model that cannot be sampled from, nor predict a token by those before it."""
-    if config.experts is not None and config.experts.looks_ahead:
-        raise ModelError(
-            f"gate = {config.experts.gate!r}: the experts of a token depend on later tokens, so the model can neither "
-            "be sampled from nor be evaluated: use another gate; the run's metrics.jsonl has its loss"
-        )
-
-
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     """Raises `CheckpointError` when a checkpoint was trained with another tokenizer."""
     trained_with = checkpoint.facts.get("tokenizer")

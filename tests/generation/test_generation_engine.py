@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, ModelError
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.model.config import ModelConfig
@@ -232,3 +232,11 @@ def test_texts_attend_together_as_each_alone(name: str, monkeypatch: pytest.Monk
         assert len({made.tokens for made in ways}) == 1
         for made in ways:
             assert made.logprobs == pytest.approx(ways[2].logprobs, abs=1e-10)
+
+
+def test_experts_that_look_ahead_are_refused() -> None:
+    config = MODELS["mixtral"]
+    assert config.experts is not None
+    config = replace(config, experts=replace(config.experts, gate="expert_choice", normalized=False))
+    with pytest.raises(ModelError, match=r"gate = 'expert_choice': .* can neither be sampled"):
+        engine_of(make(config), config)

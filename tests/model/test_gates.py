@@ -11,7 +11,7 @@ from torch import Tensor
 from terrace.base.errors import ModelError, PlanError
 from terrace.model.config import block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
-from terrace.model.experts.config import ExpertsConfig
+from terrace.model.experts.config import ExpertsConfig, refuse_looking_ahead
 from terrace.model.experts.gates import coarse, cosine, expert_choice, noisy
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.mixture import Mixture, Router
@@ -23,7 +23,6 @@ from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.mesh import Mesh
 from terrace.plan.presets import preset
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.train.trained import refuse_looking_ahead
 from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of
 
@@ -251,9 +250,9 @@ def test_gates_are_keys_of_a_model(table: dict[str, object], keys: dict[str, obj
         published_table(to_table(config), "float32", {})
     if config.experts.looks_ahead:
         with pytest.raises(ModelError, match="can neither be sampled from nor be evaluated"):
-            refuse_looking_ahead(config)
+            refuse_looking_ahead(config.experts)
     else:
-        refuse_looking_ahead(config)
+        refuse_looking_ahead(config.experts)
 
 
 def test_a_family_without_keys_of_gates_is_written_as_before() -> None:
