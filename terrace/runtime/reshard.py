@@ -10,7 +10,7 @@ class `reshard`), of which they are a copy, or of the masters, rounded as a refr
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -86,6 +86,10 @@ class HandOver:
         # Groups of its own, since the world's may have no timeout.
         tiers = sorted({each.tier for each in self.program.instructions})
         self._groups = {tier: dist.new_group(timeout=timeout) for tier in tiers}
+        if dist.get_backend() == "nccl":
+            # All ranks of a group must take part in its first call there, and not all have messages at once.
+            for group in self._groups.values():
+                dist.all_reduce(torch.zeros(1, device=engine.comm.device), group=group)
         (self.replica,) = (replica for replica in self.transition.replicas if self._rank in replica)
         self.group: dist.ProcessGroup | None = None
         if rows > 1:
@@ -106,15 +110,18 @@ class HandOver:
         and never more than one block's own part beside those it has made. Slices must keep their values till then.
         """
         self._engine.state.recover()
-        if self._source == "params":
+        # A refresh writes into flat buffers, which a loan leaves without memory.
+        if lend or self._source == "params":
             self._engine.drain()
         self._engine.runner.declared_bytes.update(self.sent_bytes)
         parts, loans = list[_Parts](), list[_Loan]()
+        # Before the first loan: after a failure at a later block the engine has them back.
+        if lend:
+            self._engine.state.lent = partial(_take_back, loans)
         for block in range(len(self.transition.alike)):
             parts.append(self._parts(block))
-            loans += self._lend(block, parts[-1]) if lend else ()
-        if loans:
-            self._engine.state.lent = partial(_take_back, loans)
+            if lend:
+                self._lend(block, parts[-1], loans)
         lanes = {tier: make_lane(self._engine.comm.device) for tier in self._groups}
         tickets = dict[tuple[int, ...], Ticket]()  # of the newest instruction of blocks
         try:
@@ -158,16 +165,17 @@ class HandOver:
             found.append((part.param.name, part.whole, values[within(part.real, part.padded)]))
         return found
 
-    def _lend(self, block: int, parts: "_Parts") -> Iterator["_Loan"]:
+    def _lend(self, block: int, parts: "_Parts", loans: list["_Loan"]) -> None:
         """Take the memory of working copies that the slices have; what is sent of them is read there."""
         for flat in self._engine.state.flats.get(block, ()):
             own = self._boxes(flat, flat.part(flat.layout.params).start, flat.shard)
             if all(name in parts.boxes and overlap(box, parts.boxes[name]) == box for name, box, _ in own):
+                loan = [(values, parts.slices[name][within(box, parts.boxes[name])]) for name, box, values in own]
+                # Of masters a rank may hold less, and the rest would be there only after the messages.
+                for values, elsewhere in loan:
+                    elsewhere.copy_(values)
+                loans.append((flat.shard, loan))
                 flat.shard.untyped_storage().resize_(0)
-                yield (
-                    flat.shard,
-                    [(values, parts.slices[name][within(box, parts.boxes[name])]) for name, box, values in own],
-                )
 
     def _held(self, flat: FlatParam) -> tuple[int, Tensor]:
         """The values of a flat buffer that this rank sends from, and where they begin in it."""

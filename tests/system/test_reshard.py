@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
@@ -189,6 +190,68 @@ def test_what_a_slice_does_not_hold_is_not_lent(pool: LocalPool) -> None:
     for _, own, at_end, slices_bytes, same in pool.run(4, lent, cluster_of(*SIZES), case, 2, timeout_s=120.0):
         assert slices_bytes < at_end <= slices_bytes + sum(own)
         assert same
+
+
+def failing(
+    world: World, cluster: Cluster, case: Case, source: Literal["params", "optimizer"]
+) -> tuple[int, int, list[bool]]:
+    """Flat buffers with a refresh under way before a hand-over that lends, and as it makes slices; whether training
+    goes on as without it, though it fails at the last block."""
+    plain = engine_of(world, cluster, case)
+    for step in range(NUM_STEPS):
+        plain.step(case.batches(plain, case, step), ADAMW.lr)
+    plain.drain()  # refreshes of two engines at once would meet in the groups of the world
+    engine = engine_of(world, cluster, case)
+    hand_over = HandOver(engine, 1, source=source)
+    last, split, under_way = len(hand_over.transition.alike) - 1, hand_over._parts, list[int]()
+
+    def fails(block: int) -> Any:
+        under_way.append(len(engine.runner._refreshes))
+        if block == last:
+            raise RuntimeError("no memory")
+        return split(block)
+
+    hand_over._parts = fails  # type: ignore[method-assign]
+    for step in range(NUM_STEPS):
+        engine.step(case.batches(engine, case, step), ADAMW.lr)
+        if step == 0:
+            before = len(engine.runner._refreshes)
+            with pytest.raises(RuntimeError, match="no memory"):
+                hand_over.run(lend=True)
+            assert any(not flat.shard.untyped_storage().nbytes() for flat in engine.state)
+    engine.drain()
+    same = [torch.equal(one.shard, other.shard) for one, other in zip(engine.state, plain.state, strict=True)]
+    for each in (engine, plain):
+        each.close()
+    return before, max(under_way), same
+
+
+@pytest.mark.parametrize("source", ["params", "optimizer"])
+def test_what_is_lent_comes_back_after_a_failure_and_no_refresh_writes_to_it(pool: LocalPool, source: str) -> None:
+    cluster = cluster_of(2)
+    case = Case(exact("zero2", cluster), model=WIDE)
+    for before, under_way, same in pool.run(2, failing, cluster, case, source, timeout_s=120.0):
+        assert before
+        assert not under_way
+        assert all(same)
+
+
+def joined(world: World, cluster: Cluster, case: Case) -> tuple[int, int]:
+    """All-reduces in the groups of a hand-over as it is made on NCCL, and those groups."""
+    engine, groups = engine_of(world, cluster, case), list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda *_: "nccl")
+        patch.setattr(dist, "all_reduce", lambda _, group: groups.append(group))
+        hand_over = HandOver(engine, 1)
+    assert groups == list(hand_over._groups.values())
+    engine.close()
+    return len(groups), len(hand_over._groups)
+
+
+def test_on_nccl_all_ranks_of_a_group_take_part_in_its_first_call(pool: LocalPool) -> None:
+    cluster = cluster_of(2)
+    case = Case(exact("zero3", cluster), model=WIDE)
+    assert pool.run(2, joined, cluster, case, timeout_s=120.0) == [(1, 1)] * 2
 
 
 def refused(
