@@ -13,6 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from terrace.base.errors import TrainingError
 from terrace.generation.request import Sampling
 
 _MASK = 2**64 - 1
@@ -28,8 +29,19 @@ def uniform(seed: int, position: int) -> float:
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-    """A token for each row of logits (B, V), and its log-probability under the distribution drawn from."""
+    """A token for each row of logits (B, V), and its log-probability under the distribution drawn from.
+
+    A logit may be -inf, of a token that is never drawn. Raises `TrainingError` for rows with nan or inf, or of -inf
+    alone.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = logits.amax(1)  # nan where any is
+    if not bool(largest.isfinite().all()):
+        wrong = largest[~largest.isfinite()].tolist()
+        raise TrainingError(
+            f"the largest logit of {len(wrong)} of {len(samplings)} texts is {wrong[0]}, so no token can be drawn: the "
+            "weights have diverged or are damaged, or their dtype overflows"
+        )
     tokens, logprobs = [0] * len(samplings), [0.0] * len(samplings)
 
     def how(row: int) -> tuple[float, int, float, float]:

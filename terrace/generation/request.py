@@ -6,6 +6,7 @@ from typing import Literal
 from terrace.base.errors import ConfigError
 
 _LIMIT = 2**63
+_LEAST_TEMPERATURE = 1e-6  # differences of logits over it stay far inside fp32; a guess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class Sampling:
         for name, least in (("temperature", 0), ("top_k", 0), ("seed", 0)):
             if not least <= getattr(self, name) < _LIMIT:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least {least} and below 2^63")
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature = {self.temperature} must be 0, which takes the likeliest, or at least "
+                f"{_LEAST_TEMPERATURE}"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p = {self.top_p} must be above 0 and at most 1, which keeps all")
         if not 0 <= self.min_p <= 1:

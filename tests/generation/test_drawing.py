@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, TrainingError
 from terrace.generation.drawing import draw, uniform
 from terrace.generation.request import Sampling
 
@@ -65,6 +65,19 @@ def test_temperature_zero_takes_the_likeliest_with_certainty() -> None:
     assert (tokens, logprobs) == ([1, 2], [0.0, 0.0])
 
 
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2], Sampling(temperature=0.0)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_of_which_no_token_can_be_drawn_are_named(sampling: Sampling, value: float) -> None:
+    logits = torch.zeros(3, 6)
+    logits[1] = value
+    with pytest.raises(TrainingError, match=f"the largest logit of 1 of 3 texts is {value}"):
+        draw(logits, [sampling] * 3, [0.5] * 3)
+    if value != -float("inf"):
+        logits[1, 1:] = 0.0
+        with pytest.raises(TrainingError, match="1 of 3 texts"):
+            draw(logits, [sampling] * 3, [0.5] * 3)
+
+
 def test_numbers_of_requests_and_positions_are_apart() -> None:
     """Even over [0, 1), and no neighbour, in seed or in position, tells another."""
     rows = [[uniform(seed, position) for position in range(200)] for seed in range(200)]
@@ -86,6 +99,7 @@ def test_values_out_of_range_are_refused() -> None:
         ({"seed": -1}, "seed"),
         ({"min_p": 1.5}, "min_p = 1.5"),
         ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": 1e-7}, "temperature = 1e-07 must be 0"),
     ):
         with pytest.raises(ConfigError, match=said):
             Sampling(**options)
