@@ -79,7 +79,10 @@ class HostMemory:
         self._ranges: list[int] = []
         # Tensors do not own this memory, so it goes with the object that made them.
         weakref.finalize(self, _release, self._libc, self._file, self._ranges, self._size)
-        self.whole = self._range(self._file)[1]
+        try:
+            self.whole = self._range(self._file)[1]
+        except OutOfMappingsError as error:
+            raise ConfigError(f"no room for the addresses of {self._size} bytes: {error}") from error
         self.num_mappings = _num_mappings()
 
     def reserve(self) -> tuple[int, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from terrace.base.errors import ConfigError
 from terrace.generation.engine import GenerationEngine
-from terrace.generation.host_memory import HostMemory
+from terrace.generation.host_memory import HostMemory, OutOfMappingsError
 from terrace.generation.mapped import MappedPages, mapped_pages
 from terrace.generation.pages import GatheredPages, PagePool, Span, page_bytes
 from terrace.generation.request import Request, Sampling
@@ -172,6 +172,19 @@ def test_a_process_out_of_mappings_gathers_and_says_so() -> None:
 def test_pages_that_cannot_be_mapped_are_gathered_aloud(tokens: int, device: str, said: str) -> None:
     with pytest.warns(UserWarning, match=said):
         pool = mapped_pages(LAYERS, 4, tokens, HEADS, DIM, torch.device(device), torch.float64)
+    assert isinstance(pool, GatheredPages)
+
+
+def test_pages_beyond_the_address_space_are_gathered_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no room for the addresses of"):
+        HostMemory(2**40, mmap.PAGESIZE)
+
+    def full(*_: object) -> int:
+        raise OutOfMappingsError("Cannot allocate memory")
+
+    monkeypatch.setattr(HostMemory, "_mmap", full)
+    with pytest.warns(UserWarning, match="no room for the addresses of"):
+        pool = mapped_pages(LAYERS, 4, TOKENS, HEADS, DIM, CPU, torch.float64)
     assert isinstance(pool, GatheredPages)
 
 
