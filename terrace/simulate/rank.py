@@ -318,12 +318,17 @@ class Rank:
             self.now_s += self.clock_s(seconds)
 
     def stand(self, longer_s: float) -> float:
-        """Seconds for which the clock stands still: `longer_s`, and the cores of exchanges that go on meanwhile."""
+        """Seconds for which the clock stands still: `longer_s`, and the cores of exchanges that go on meanwhile.
+
+        One lane is assumed to have such an exchange: of several, each goes on as if those before it had just added to
+        `longer_s`.
+        """
         if not longer_s:
             return 0.0
         for lane in self.outside:
             left_s = self.lanes_s[lane] - self.now_s
-            if left_s > 0.0:
+            # One that has yet to begin does not go on.
+            if left_s > 0.0 and self.begins_s[lane] <= self.now_s:
                 penalty = self.penalties[lane]
                 on_s = go_on_s(penalty, longer_s, left_s)
                 longer_s += penalty * on_s

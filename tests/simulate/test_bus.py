@@ -158,3 +158,15 @@ def test_a_bus_that_is_not_there_is_refused(tier: int, bus: dict[str, float], wo
     tiers[tier]["bus"] = bus
     with pytest.raises(ClusterError, match=words):
         parse_cluster(table)
+
+
+def test_an_exchange_that_has_yet_to_begin_does_not_go_on_while_the_clock_stands_still() -> None:
+    rank = rank_on(0.0, "cpu")
+    rank.outside = range(1, 2)
+    rank.lanes_s[1], rank.penalties[1] = 5.0, 0.5
+    rank.begins_s[1] = 2.0
+    assert rank.stand(1.0) == 1.0
+    assert rank.lanes_s[1] == 5.0
+    rank.begins_s[1] = 0.0
+    assert rank.stand(1.0) > 1.0
+    assert rank.lanes_s[1] < 5.0
