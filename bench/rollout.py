@@ -3,7 +3,8 @@
 A Llama of 34 M parameters continues prompts of 8 to 199 tokens by 16 to 127 tokens, greedily, in fp32, on one thread,
 by the rollout engine, by `transformers.generate` and by its continuous batching. `generate` pads prompts on the left
 and goes on until the longest response has ended, as it does for responses that end by themselves. The three take turns
-in processes of their own; the time is processor time of the whole call, prompts included.
+in processes of their own; the time is processor time of the whole call, with prompts and the making of batchers and
+their pages.
 
 Padded work are tokens that passed a model beyond those of prompts and responses, over all that passed.
 """
@@ -46,9 +47,6 @@ def own(folder: Path, jobs: list[tuple[list[int], int]]) -> Work:
     """Terrace; the work returns responses and the number of tokens that passed."""
     model = load_trained(folder, tokenizer="bytes")
     arrange(model.blocks, len(jobs))
-    engine = GenerationEngine(
-        model.blocks, model.config, context=model.context, num_pages=64 * len(jobs), token_budget=_BUDGET
-    )
     passed: list[int] = []
     model.blocks[0].register_forward_pre_hook(lambda _, args: passed.append(args[0].numel()))
     greedy = Sampling(temperature=0.0)
@@ -56,6 +54,10 @@ def own(folder: Path, jobs: list[tuple[list[int], int]]) -> Work:
 
     def work() -> Any:
         passed.clear()
+        # In the time, as the other continuous batcher makes its own.
+        engine = GenerationEngine(
+            model.blocks, model.config, context=model.context, num_pages=64 * len(jobs), token_budget=_BUDGET
+        )
         made = [list(each.tokens) for each in engine.run(requests)]
         return made, sum(passed)
 
