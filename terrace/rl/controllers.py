@@ -86,10 +86,7 @@ def of_groups(setup: Setup, estimate: _OfGroups) -> Iterator[Metrics]:
     """GRPO, Dr. GRPO, GSPO, CISPO and RLOO: a response against the others to its prompt."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
-        outcomes = rows.tensor("reward")
-        if "kl" in rows.columns and setup.algorithm.kl == "reward":
-            outcomes = penalised(outcomes, rows.ragged("kl"), setup.progress.kl_coefficient)
-        estimated = estimate(outcomes, rows.tensor("groups"))
+        estimated = estimate(outcomes_of(setup, rows), rows.tensor("groups"))
         yield learned(setup, rows, rows.ragged("old").spread(estimated.float()))
 
 
@@ -97,7 +94,7 @@ def reinforce_pp(setup: Setup) -> Iterator[Metrics]:
     """REINFORCE++: whitened rewards to go, a response a prompt."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
-        by_token = token_rewards(rows.tensor("reward"), kl_of(rows), setup.progress.kl_coefficient)
+        by_token = token_rewards(rows.tensor("reward"), kl_of(rows), in_rewards(setup))
         yield learned(setup, rows, advantages.reinforce_pp(by_token, gamma=setup.algorithm.gamma))
 
 
@@ -105,7 +102,7 @@ def reinforce_pp_baseline(setup: Setup) -> Iterator[Metrics]:
     """REINFORCE++ with the mean of the group as a baseline."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
-        outcomes, groups = rows.tensor("reward"), rows.tensor("groups")
+        outcomes, groups = outcomes_of(setup, rows), rows.tensor("groups")
         yield learned(setup, rows, advantages.reinforce_pp_baseline(outcomes, groups, rows.ragged("old")))
 
 
@@ -117,23 +114,24 @@ def remax(setup: Setup) -> Iterator[Metrics]:
         greedy = rewarded(setup, asked | setup.roles.actor.generate(asked, greedy=True))
         baseline = dict(zip(greedy.tensor("groups").tolist(), greedy.tensor("reward").tolist(), strict=True))
         of_greedy = torch.tensor([baseline[group] for group in rows.tensor("groups").tolist()])
-        by_token = token_rewards(rows.tensor("reward"), kl_of(rows), setup.progress.kl_coefficient)
+        by_token = token_rewards(rows.tensor("reward"), kl_of(rows), in_rewards(setup))
         yield learned(setup, rows, advantages.remax(by_token, of_greedy))
 
 
 def dapo(setup: Setup) -> Iterator[Metrics]:
     """DAPO: groups whose rewards are all equal leave, and others are drawn until the batch is full."""
     while True:
-        kept, rounds, num = list[Rows](), 0, 0
+        kept, rounds, num, tokens = list[Rows](), 0, 0, 0
         while num < setup.sizes.prompts * setup.sizes.responses and rounds < _MOST_ROUNDS:
             rows, rounds = overlong(setup, rewarded(setup, drawn(setup))), rounds + 1
+            tokens += sum(len(rows.ragged(name).values) for name in _TEXTS)
             kept.append(rows.take(~advantages.is_degenerate(rows.tensor("reward"), rows.tensor("groups"))))
             num += len(kept[-1])
         rows = cat(kept).take(range(min(num, setup.sizes.prompts * setup.sizes.responses)))
-        found: Metrics = {"group/rounds": float(rounds), "group/kept": float(len(rows))}
+        found: Metrics = {"group/rounds": float(rounds), "group/kept": float(len(rows)), "group/tokens": float(tokens)}
         if len(rows):
             rows = scored(setup, rows)
-            estimated = advantages.grpo(rows.tensor("reward"), rows.tensor("groups"))
+            estimated = advantages.grpo(outcomes_of(setup, rows), rows.tensor("groups"))
             found |= learned(setup, rows, rows.ragged("old").spread(estimated.float()))
         else:
             setup.progress.step += 1
@@ -144,7 +142,7 @@ def ppo(setup: Setup) -> Iterator[Metrics]:
     """PPO: a critic's values, generalised advantages, whitened."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
-        by_token = token_rewards(rows.tensor("reward"), kl_of(rows), setup.progress.kl_coefficient)
+        by_token = token_rewards(rows.tensor("reward"), kl_of(rows), in_rewards(setup))
         values = setup.roles.critic.values(only(rows, *_TEXTS)).ragged("values")
         estimated, returns = advantages.gae(by_token, values, gamma=setup.algorithm.gamma, lam=setup.algorithm.lam)
         found = fitted_values(setup, setup.roles.critic, rows, values, returns)
@@ -157,7 +155,7 @@ def safe_rlhf(setup: Setup) -> Iterator[Metrics]:
     while True:
         rows = rewarded(setup, drawn(setup))
         rows = scored(setup, rows | setup.roles.cost.rewards(rows))
-        costs, half = rows.tensor("cost"), setup.progress.kl_coefficient / 2
+        costs, half = rows.tensor("cost"), in_rewards(setup) / 2
         assert setup.progress.multiplier is not None, "Safe RLHF has a multiplier"
         setup.progress.multiplier = multiplier = setup.progress.multiplier.updated(costs.tolist())
         found = {"safe/lambda": multiplier.value, "safe/cost": float(costs.mean())}
@@ -241,6 +239,17 @@ def kl_of(rows: Rows) -> Ragged:
     if "kl" in rows.columns:
         return rows.ragged("kl")
     return rows.ragged("old").with_values(torch.zeros_like(rows.ragged("old").values))
+
+
+def in_rewards(setup: Setup) -> float:
+    """The coefficient of KL in rewards: 0 where KL counts in the loss, which `learned` sees to."""
+    return setup.progress.kl_coefficient if setup.algorithm.kl == "reward" else 0.0
+
+
+def outcomes_of(setup: Setup, rows: Rows) -> Tensor:
+    """Rewards of responses, less their KL where it counts there, for algorithms without token rewards."""
+    outcomes, coefficient = rows.tensor("reward"), in_rewards(setup)
+    return penalised(outcomes, rows.ragged("kl"), coefficient) if coefficient else outcomes
 
 
 def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:

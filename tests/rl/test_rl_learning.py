@@ -48,10 +48,11 @@ def place_of_each(tokens: Ragged) -> Tensor:
 class Table:
     """An actor."""
 
-    def __init__(self, name: str) -> None:
-        self.algorithm = algorithm_of({"name": name, **TABLES[name]})
+    def __init__(self, name: str, **more: Any) -> None:
+        self.algorithm = algorithm_of({"name": name, **TABLES[name], **more})
         self.theta = torch.zeros(LENGTH, VOCAB, requires_grad=True)
         self.optimizer, self.num_hand_overs = torch.optim.Adam([self.theta]), 0
+        self.given: list[dict[str, Tensor]] = []  # columns of each update
 
     def hand_over(self) -> None:
         self.num_hand_overs += 1
@@ -81,6 +82,7 @@ class Table:
         tokens, sums = rows.ragged("responses"), Sums(float)
         aggregation = self.algorithm.aggregate(LENGTH)
         given = {name: rows.ragged(name).values for name in columns}
+        self.given.append(given)
         logs = self.theta.log_softmax(-1)[place_of_each(tokens)]
         weights = aggregation.weights(tokens.lengths, torch.float32)
         x = tokens.with_values(logs.gather(-1, tokens.values[:, None])[:, 0])
@@ -148,10 +150,10 @@ class Asking:
         return ()
 
 
-def learned(name: str, num_steps: int = 25, shuffle: bool = False) -> tuple[list[Metrics], Setup]:
-    actor, single = Table(name), name in ("ppo", "reinforce++", "remax", "safe-rlhf")
+def setup_of(name: str, shuffle: bool = False, **more: Any) -> Setup:
+    actor, single = Table(name, **more), name in ("ppo", "reinforce++", "remax", "safe-rlhf")
     algorithm, is_safe = actor.algorithm, name == "safe-rlhf"
-    setup = Setup(
+    return Setup(
         roles=Roles(
             actor=actor,
             rewards=((0.5, Worth("reward", {1: 0.5, 2: 1.0}, shuffle)), (1.0, Worth("reward", {}))),
@@ -182,6 +184,10 @@ def learned(name: str, num_steps: int = 25, shuffle: bool = False) -> tuple[list
         lr=lambda step: 0.1,
         critic_lr=lambda step: 0.5,
     )
+
+
+def learned(name: str, num_steps: int = 25, shuffle: bool = False) -> tuple[list[Metrics], Setup]:
+    setup = setup_of(name, shuffle)
     return list(islice(CONTROLLERS[name](setup), num_steps)), setup
 
 
@@ -196,6 +202,22 @@ def test_every_algorithm_raises_the_reward(name: str) -> None:
     assert steps[-1]["actor/entropy"] < steps[0]["actor/entropy"]
     assert setup.progress.step == len(steps)
     assert setup.roles.actor.num_hand_overs >= len(steps)
+
+
+@pytest.mark.parametrize("place", ["reward", "loss"])
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_kl_counts_once_and_where_it_is_asked_for(name: str, place: str) -> None:
+    def columns(coefficient: float) -> dict[str, Tensor]:
+        setup = setup_of(name, kl=place, kl_estimator="k2", kl_coefficient=coefficient)
+        # Away from the reference, and otherwise at each place.
+        setup.roles.actor.theta.data = torch.sin(torch.arange(LENGTH * VOCAB).view(LENGTH, VOCAB).float())
+        next(CONTROLLERS[name](setup))
+        first: dict[str, Tensor] = setup.roles.actor.given[0]
+        return first
+
+    without, counted = columns(0.0), columns(0.1)
+    in_reward = not torch.equal(without["advantages"], counted["advantages"])
+    assert (in_reward, "kl_weight" in counted) == (place == "reward", place == "loss")
 
 
 def test_rewards_of_others_teach_nothing() -> None:
@@ -219,6 +241,9 @@ def test_dapo_draws_until_its_batch_is_full() -> None:
     assert max(rounds) > 1
     assert setup.progress.place == sum(rounds) * setup.sizes.prompts
     assert all(step["group/kept"] == NUM_RESPONSES for step in steps if step["group/rounds"] < 8)
+    # Prompts have one token. All that was drawn counts, kept or not.
+    assert steps[0]["group/tokens"] == pytest.approx(NUM_RESPONSES * (1 + steps[0]["response_length/mean"]))
+    assert all(step["group/tokens"] >= 2 * NUM_RESPONSES * turns for step, turns in zip(steps, rounds, strict=True))
 
 
 def test_a_critic_learns_the_returns() -> None:
