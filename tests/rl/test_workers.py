@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import TrainingError
+from terrace.generation.engine import GenerationEngine
 from terrace.launch.start import LocalPool, World
 from terrace.rl.algorithm import algorithm_of
 from terrace.rl.calls import calls_of
@@ -20,6 +21,7 @@ from terrace.rl.layout import RoleLayout
 from terrace.rl.prompts import rows_of
 from terrace.rl.rows import Rows, cat
 from terrace.rl.sort_task import END, SortPrompts
+from terrace.rl.workers import policy
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import EngineSettings
 from terrace.rl.workers.policy import Actor, Reference, Student
@@ -139,6 +141,34 @@ def test_a_student_leaves_the_start_of_other_roles(tmp_path: Path) -> None:
     of_critic = replace(settings, weights=folder, model=replace(MODEL, scalar_head=True))
     values = Critic(None, settings=of_critic).values(examples).ragged("values")
     assert values.lengths.tolist() == examples.ragged("responses").lengths.tolist()
+
+
+def test_keys_and_values_have_pages_for_the_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    class Counted(GenerationEngine):
+        def __init__(self, *given: Any, num_pages: int, **more: Any) -> None:
+            sizes.append(num_pages)
+            super().__init__(*given, num_pages=num_pages, **more)
+
+    monkeypatch.setattr(policy, "GenerationEngine", Counted)
+    settings = settings_of(1)
+    actor = Actor(None, settings=settings, algorithm=algorithm_of({}), num_tokens=NUM_TOKENS, stops=frozenset({END}))
+    prompts = rows_of([SortPrompts().prompt(place) for place in range(3)]) | Rows({"seeds": torch.arange(3)})
+    actor.hand_over()
+    for num in (3, 1):
+        assert len(actor.generate(prompts.take(range(num)))) == num
+    assert sizes == [3, 1], "a context of 16 tokens is one page"
+    # No former slices live beside the new ones.
+    hand_over, held = actor._hand_over.run, list[object]()
+
+    def watched(**given: bool) -> Any:
+        held.append(actor._blocks)
+        return hand_over(**given)
+
+    monkeypatch.setattr(actor._hand_over, "run", watched)
+    actor.hand_over()
+    assert held == [None]
 
 
 def test_a_resumed_actor_has_the_same_bits(tmp_path: Path) -> None:

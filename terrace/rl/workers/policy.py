@@ -1,14 +1,16 @@
 """The actor, which learns and draws responses, and the reference, which it is held near.
 
 The actor is an engine under its plan and, between two updates, replicas for generation that have its parameters by a
-hand-over. Generation ends with the next update: nothing keeps a second copy of the parameters during training.
+hand-over. Slices end with the next update, keys and values with the call that drew: nothing keeps a second copy of the
+parameters during training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from terrace.base.errors import TrainingError
 from terrace.checkpoint.reading import Checkpoint, resume
@@ -41,7 +43,7 @@ from terrace.rl.workers.engine_rows import (
 from terrace.runtime.reshard import HandOver
 
 _PAGE_TOKENS = 16  # of keys and values
-_MOST_REQUESTS = 256  # at a time: beyond it a pass over a CPU's matrices gains nothing; a guess
+_MOST_REQUESTS = 256  # with pages at a time: beyond it a pass over a CPU's matrices gains nothing; a guess
 
 
 class Actor:
@@ -68,7 +70,7 @@ class Actor:
         self.engine = engine_of(world, settings, objective, device_of())
         self._hand_over = HandOver(self.engine, rows)
         self._rows, self._version = rows, 0
-        self._generation: GenerationEngine | None = None
+        self._blocks: Sequence[nn.Module] | None = None  # of the replica, from a hand-over to the next update
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, rows: int = 1, **_: object) -> RoleLayout:
@@ -78,17 +80,11 @@ class Actor:
     @call()
     def hand_over(self) -> dict[str, float]:
         """Give the replicas the present parameters; bytes that all ranks sent, as planned and as counted."""
+        # Former slices go before new ones come: two sets may not fit.
+        self._blocks = None
         before = self._reshard_bytes()
         slices = self._hand_over.run(lend=True)
-        model, context = self._settings.model, self._settings.sequence + 1
-        self._generation = GenerationEngine(
-            sliced_blocks(model, slices, self._hand_over.group),
-            sliced_config(model, self._rows),
-            context=context,
-            num_pages=_MOST_REQUESTS * -(-context // _PAGE_TOKENS),
-            page_tokens=_PAGE_TOKENS,
-            version=self._version,
-        )
+        self._blocks = sliced_blocks(self._settings.model, slices, self._hand_over.group)
         planned = sum(self._hand_over.sent_bytes.values())
         sent = self.engine.comm.exchange([planned, self._reshard_bytes() - before])
         return dict(zip(("bytes_planned", "bytes_sent"), map(float, map(sum, zip(*sent, strict=True))), strict=True))
@@ -100,7 +96,7 @@ class Actor:
         `rows` have `prompts` and `seeds` (R), int64: a response depends on prompt, seed and weights alone. Responses
         are drawn from the policy itself, at temperature 1, or are its likeliest tokens where `greedy`.
         """
-        if self._generation is None:
+        if self._blocks is None:
             raise TrainingError("generation has no weights: call hand_over first")
         sampling = Sampling(temperature=0.0 if greedy else 1.0, top_k=0, seed=self._seed)
         requests = [
@@ -113,7 +109,7 @@ class Actor:
             )
             for prompt, seed in zip(rows.ragged("prompts").rows(), rows.tensor("seeds").tolist(), strict=True)
         ]
-        made = self._generation.run(requests) if requests else []
+        made = self._engine_for(self._blocks, len(requests)).run(requests) if requests else []
         offsets = offsets_of(torch.tensor([len(each.tokens) for each in made], dtype=torch.int64))
 
         def ragged(kind: str, dtype: torch.dtype) -> Ragged:
@@ -136,7 +132,7 @@ class Actor:
     @call()
     def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
         """One step on a mini-batch with `columns` (terrace.rl.algorithm.policy_loss); returns the actor's metrics."""
-        self._generation = None
+        self._blocks = None
         self._sums.clear()
         (step,) = step_batches(self.engine, own_rows(self.engine, rows), columns, self._aggregation)
         result = self.engine.step([batch for _, batch in step], lr)
@@ -154,7 +150,19 @@ class Actor:
         """Take up a checkpoint that `save` has written."""
         checkpoint = Checkpoint(folder)
         resume(self.engine, checkpoint)
-        self._version, self._generation = int(checkpoint.facts["version"]), None
+        self._version, self._blocks = int(checkpoint.facts["version"]), None
+
+    def _engine_for(self, blocks: Sequence[nn.Module], num: int) -> GenerationEngine:
+        # With pages for its `num` requests and no more; every rank of the replica has the same requests.
+        context = self._settings.sequence + 1
+        return GenerationEngine(
+            blocks,
+            sliced_config(self._settings.model, self._rows),
+            context=context,
+            num_pages=min(_MOST_REQUESTS, num) * -(-context // _PAGE_TOKENS),
+            page_tokens=_PAGE_TOKENS,
+            version=self._version,
+        )
 
     def _reshard_bytes(self) -> int:
         total = self.engine.comm.ledger.total()
