@@ -25,7 +25,7 @@ from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.metrics import Metrics
 from terrace.rl.predicted import predicted, stages_of
 from terrace.rl.prompt_file import read_prompts
-from terrace.rl.run import Run, RunInputs, check_roles
+from terrace.rl.run import Run, RunInputs, check_roles, checkpoint_of
 from terrace.rl.runtime import InlineRuntime, Runtime
 from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
@@ -46,17 +46,22 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
             load_function(each.function)
         else:
             _check_reward_model(each.model, inputs.tokenizer)
+    if resume is not None:
+        checkpoint_of(inputs, resume)
     chosen = resume or new_folder(folder)
     print(f"{_words(config)}\nrun folder {chosen}", flush=True)
     with folder_lock(chosen), _runtime(config) as runtime:
+        if resume is None:
+            # Before the supervised start, so that a run that ends in it can be resumed.
+            _write_config(chosen, config)
         made = Run(inputs, runtime, chosen, lambda text: print(text, flush=True))
         first = made.resume() if resume is not None else 0
         if first >= config.run.steps:
             raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")
-        write_atomic(chosen / CONFIG, sealed_toml(tomli_w.dumps(to_toml_table(config))))
+        _write_config(chosen, config)
         if first:
             print(f"going on after step {first}", flush=True)
-        else:
+        elif config.run.evaluate_every:
             print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
         with _log(chosen, config, first) as log:
             found = list[Metrics]()
@@ -66,6 +71,10 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
                 print(_line(step, metrics), flush=True)
     print(_summary(found, chosen))
     print(_beside_predicted(config, found))
+
+
+def _write_config(folder: Path, config: RlConfig) -> None:
+    write_atomic(folder / CONFIG, sealed_toml(tomli_w.dumps(to_toml_table(config))))
 
 
 def inputs_of(config: RlConfig) -> RunInputs:

@@ -3,6 +3,7 @@
 The rest of an algorithm is its controller (`terrace.rl.controllers`).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -82,6 +83,10 @@ class Algorithm:
         for name in ("clip_low", "clip_high", "kl_coefficient", "entropy", "overlong_window"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"algorithm.{name} = {getattr(self, name)} must be 0 or more")
+        for name in ("kl_coefficient", "kl_target", "entropy", "cost_threshold", "multiplier", "multiplier_rate"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"algorithm.{name} = {value} must be a finite number")
         for name in ("gamma", "lam"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"algorithm.{name} = {getattr(self, name)} must be above 0 and at most 1")
@@ -92,7 +97,7 @@ class Algorithm:
                 raise ConfigError(f"algorithm.{name} = {value} must be above 0")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"algorithm.dual_clip = {self.dual_clip} must be above 1")
-        if self.multiplier_largest < self.multiplier:
+        if not self.multiplier_largest >= self.multiplier:
             raise ConfigError(
                 f"algorithm.multiplier = {self.multiplier} must be at most multiplier_largest = "
                 f"{self.multiplier_largest}"
@@ -134,8 +139,10 @@ class Algorithm:
 
 def algorithm_of(table: Mapping[str, Any]) -> Algorithm:
     """The algorithm of a table `[algorithm]`: keys that it leaves out are those of the algorithm's paper."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"algorithm must be a table, not {table!r}")
     name = table.get("name", Algorithm.name)
-    if name not in _PAPERS:
+    if not isinstance(name, str) or name not in _PAPERS:
         raise ConfigError(f"algorithm.name = {name!r} is not known{did_you_mean(str(name), _PAPERS)}")
     return load(Algorithm, {**_PAPERS[name], **table}, "algorithm")
 

@@ -6,6 +6,7 @@
 Model, cluster and plan are what they are for `terrace train`: a name or a file. All sizes are global.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
@@ -18,10 +19,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.plan.layout import Layout
+from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
 from terrace.rl.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
+from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import section
 from terrace.train.trackers import check_names
@@ -78,6 +81,12 @@ class RunKeys:
                 f"run.task = {self.task!r} and run.prompts_file = {self.prompts_file!r}: give one of them, the prompts "
                 "of a task or those of a file"
             )
+        for name in ("held_out", "prompt_column"):
+            if self.task and getattr(self, name) != getattr(RunKeys, name):
+                raise ConfigError(
+                    f"run.{name} = {getattr(self, name)!r} has no effect under run.task = {self.task!r}, which has no "
+                    "file of prompts: leave it out"
+                )
         if self.prompts * self.responses % self.mini_batch:
             raise ConfigError(
                 f"run.mini_batch = {self.mini_batch} must divide the responses of a step, {self.prompts} x "
@@ -100,6 +109,8 @@ class RewardKeys:
                 f"a reward with function = {self.function!r} and model = {self.model!r}: give one of them, and "
                 "[[reward]] again for another"
             )
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"a reward with weight = {self.weight}: must be a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +154,8 @@ def resolve_table(
 ) -> dict[str, Any]:
     """Table of a run, not checked yet."""
     own: dict[str, Any] = {} if path is None else _with_paths(dict(read_table(Path(path))), Path(path).parent)
-    name = task or own.get("run", {}).get("task", "")
+    of_run = own.get("run")
+    name = task or (of_run.get("task", "") if isinstance(of_run, Mapping) else "")
     if name and name not in TASKS:
         raise ConfigError(f"task {name!r} is not known{did_you_mean(str(name), TASKS)}")
     table: dict[str, Any] = {}
@@ -158,26 +170,30 @@ def resolve_table(
     for key in ("model", "cluster", "plan"):
         if key in table:
             table[key] = section(key, table[key])
-    return merge(table, overrides)
+    # A command line names files as its shell does.
+    return merge(table, _with_paths(overrides, Path()))
 
 
-def _with_paths(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Names of files are relative to the file that has them."""
+def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`table` with absolute names of files, which are relative to `folder`: that of the file that has them."""
+    found = dict(table)
     for key in ("model", "cluster", "plan"):
-        if isinstance(table.get(key), str) and (folder / table[key]).exists():
-            table[key] = str((folder / table[key]).absolute())
-    run = table.get("run")
-    if isinstance(run, Mapping) and isinstance(run.get("prompts_file"), str) and run["prompts_file"]:
-        table["run"] = {**run, "prompts_file": str((folder / run["prompts_file"]).absolute())}
-    for part in (*_tables(table.get("reward")), *_tables([table.get("cost")])):
-        if isinstance(part.get("model"), str) and part["model"]:
-            part["model"] = str((folder / part["model"]).absolute())
-    return table
-
-
-def _tables(value: Any) -> list[dict[str, Any]]:
+        if isinstance(found.get(key), str) and (folder / found[key]).exists():
+            found[key] = str((folder / found[key]).absolute())
+    found |= _absolute(found, "weights", folder)
     # What is no table is refused by whoever reads the sections.
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    for section_name, key in (("run", "prompts_file"), ("cost", "model")):
+        if section_name in found:
+            found[section_name] = _absolute(found[section_name], key, folder)
+    if isinstance(found.get("reward"), list):
+        found["reward"] = [_absolute(each, "model", folder) for each in found["reward"]]
+    return found
+
+
+def _absolute(table: Any, key: str, folder: Path) -> Any:
+    if not isinstance(table, Mapping) or not isinstance(table.get(key), str) or not table[key]:
+        return table
+    return {**table, key: str((folder / table[key]).absolute())}
 
 
 def parse(table: Mapping[str, Any]) -> RlConfig:
@@ -192,6 +208,10 @@ def parse(table: Mapping[str, Any]) -> RlConfig:
     for name in ("cluster", "plan", "model"):
         if name not in table:
             raise ConfigError(f"section [{name}] is missing: give --{name}")
+        if not isinstance(table[name], Mapping):
+            raise ConfigError(f"{name} = {table[name]!r} must be a table, or the name of one or of its file")
+    if not isinstance(table.get("weights", ""), str):
+        raise ConfigError(f"weights = {table['weights']!r} must be the name of a folder")
     cluster = parse_cluster(dict(table["cluster"]))
     optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
     plan = replace(command_plan(table["plan"], cluster), update=optimizer.update)
@@ -207,7 +227,7 @@ def parse(table: Mapping[str, Any]) -> RlConfig:
         cost=load(RewardKeys, table["cost"], "cost") if "cost" in table else None,
         algorithm=algorithm_of(table.get("algorithm", {})),
         optimizer=optimizer,
-        weights=str(table.get("weights", "")),
+        weights=table.get("weights", ""),
     )
     _check(config)
     return config
@@ -230,6 +250,23 @@ def _check(config: RlConfig) -> None:
         raise ConfigError(
             f"[cost] and algorithm.name = {algorithm.name!r}: exactly safe-rlhf has a cost, by a function"
         )
+    if config.cost is not None and config.cost.weight != 1:
+        raise ConfigError(
+            f"cost.weight = {config.cost.weight} has no effect: the multiplier weighs the cost; leave it out, or set "
+            "algorithm.multiplier"
+        )
+    drawn = run.prompts * run.responses
+    if algorithm.kl_target is not None and drawn >= 5 * algorithm.kl_horizon:
+        raise ConfigError(
+            f"algorithm.kl_horizon = {algorithm.kl_horizon:g}: a step of {drawn} responses could turn the sign of the "
+            f"coefficient; it must be above {drawn / 5:g}"
+        )
+    if algorithm.entropy and any(Mesh.of(config.cluster, config.plan).total(axis) > 1 for axis in TENSOR):
+        raise ConfigError(
+            f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
+            "out, or give the ranks of that axis to another"
+        )
+    _check_task(run)
     if run.start_steps and not run.task:
         raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
     if algorithm.name not in NEEDS_CRITIC and run.critic_lr != RunKeys.critic_lr:
@@ -239,3 +276,16 @@ def _check(config: RlConfig) -> None:
     config.num_micros(run.mini_batch)
     if run.start_steps:
         config.num_micros(run.start_batch)
+
+
+def _check_task(run: RunKeys) -> None:
+    if run.task and run.max_prompt < LONGEST_PROMPT:
+        raise ConfigError(
+            f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {LONGEST_PROMPT} tokens; "
+            "raise it"
+        )
+    if run.task and run.start_steps and run.max_response < LONGEST_RESPONSE:
+        raise ConfigError(
+            f"run.max_response = {run.max_response}: the responses that a supervised start learns have up to "
+            f"{LONGEST_RESPONSE} tokens; raise it, or set run.start_steps = 0"
+        )

@@ -6,6 +6,7 @@ A checkpoint of the actor has the run's progress among its facts: steps, prompts
 multiplier. Prompts and responses are functions of seeds and places, so a resumed run has the bits of one that went on.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ import torch
 from terrace.base.errors import CheckpointError, ModelError, PlanError
 from terrace.base.schema import dump
 from terrace.base.words import counted
-from terrace.checkpoint.layout import folder_of, latest
+from terrace.checkpoint.layout import complete, folder_of, latest, step_of
 from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.writing import remove
 from terrace.data.tokenizer import Tokenizer
 from terrace.generation.sliced import sliced_config
 from terrace.model.config import load_model
@@ -49,6 +51,12 @@ _PHASES = {
     "values": "values",
     "update": "update",
 }
+# Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.
+_MAY_CHANGE = (
+    *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s"),
+    *("evaluate_every", "checkpoint_every", "keep_checkpoints"),
+)
+_ALL = 1 << 30  # more checkpoints than a run has
 _MULTIPLIER_WINDOW = 1024  # last responses whose mean cost the multiplier follows; a guess
 
 Examples = Callable[[int, int], Rows]  # (first, number) -> prompts with their right responses
@@ -221,6 +229,7 @@ class Run:
             rate=algorithm.multiplier_rate,
             window=_MULTIPLIER_WINDOW,
             largest=algorithm.multiplier_largest,
+            log_value=math.log(algorithm.multiplier),
         )
         return Progress(kl_coefficient=algorithm.kl_coefficient, multiplier=multiplier)
 
@@ -253,9 +262,9 @@ class Run:
             found = next(controller)
             seconds = time.perf_counter() - begin_s
             found |= dict(self._seen)
-            tokens = (found.get("prompt_length/mean", 0.0) + found.get("response_length/mean", 0.0)) * (
-                run.prompts * run.responses
-            )
+            lengths = (found.get(f"{kind}_length/mean", 0.0) for kind in ("prompt", "response"))
+            # DAPO draws more than it learns from.
+            tokens = found.get("group/tokens", sum(lengths) * run.prompts * run.responses)
             found |= {
                 "time/step": seconds,
                 "perf/tokens_per_s": tokens / seconds,
@@ -284,9 +293,17 @@ class Run:
     def _save(self) -> None:
         facts = {"rl": _facts(self._progress, self._inputs.tokenizer, self._inputs.config)}
         keep = self._inputs.config.run.keep_checkpoints
-        # By updates, as checkpoints count. The actor last: a step counts as saved when it is there.
-        for name, role in reversed(self._learning()):
-            role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=keep)
+        (actor, of_actor), *critics = self._learning()
+        # By updates, as checkpoints count. The actor last: a step counts as saved when it is there. Until then its
+        # earlier step needs the critics of that step.
+        for name, role in critics:
+            role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=_ALL)
+        of_actor.save(folder=self._folder / actor, step=self._progress.updates, facts=facts, keep=keep)
+        kept = {step_of(path) for path in _checkpoints(self._folder / actor)}
+        for name, _ in critics:
+            for path in _checkpoints(self._folder / name):
+                if step_of(path) not in kept:
+                    remove(path)
 
     def _learning(self) -> list[tuple[str, Any]]:
         roles = self._roles
@@ -298,17 +315,11 @@ class Run:
 
         Raises `CheckpointError` for one that is damaged or of another run.
         """
-        newest = latest(self._folder / ACTOR)
-        if newest is None:
+        checkpoint = checkpoint_of(self._inputs, self._folder)
+        if checkpoint is None:
             return 0
-        folder, checkpoint = newest, Checkpoint(newest)
         checkpoint.verify()
-        facts, own = checkpoint.facts.get("rl"), _facts(self._progress, self._inputs.tokenizer, self._inputs.config)
-        if not isinstance(facts, Mapping) or facts.get("run") != own["run"]:
-            raise CheckpointError(
-                f"{folder} was written by another run than {own['run']}: resume it with its own algorithm, seed, "
-                "tokenizer and sizes of a step"
-            )
+        facts = checkpoint.facts["rl"]
         for name in ("step", "updates", "place"):
             setattr(self._progress, name, int(facts[name]))
         self._progress.kl_coefficient = float(facts["kl_coefficient"])
@@ -322,16 +333,46 @@ class Run:
         return self._progress.step
 
 
+def checkpoint_of(inputs: RunInputs, folder: Path) -> Checkpoint | None:
+    """The newest checkpoint in the folder of a run, or None; raises `CheckpointError` for one of another run."""
+    newest = latest(folder / ACTOR)
+    if newest is None:
+        return None
+    checkpoint, own = Checkpoint(newest), _identity(inputs.tokenizer, inputs.config)
+    facts = checkpoint.facts.get("rl")
+    written = facts.get("run") if isinstance(facts, Mapping) else None
+    if not isinstance(written, Mapping):
+        raise CheckpointError(f"{newest} is no checkpoint of terrace rl: resume the folder of such a run")
+    for name in sorted(own.keys() | written.keys()):
+        if written.get(name) != own.get(name):
+            raise CheckpointError(
+                f"{newest} was written by another run: its {name} is {written.get(name)!r}, not {own.get(name)!r}; "
+                "resume it with its own, or start a new run"
+            )
+    return checkpoint
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return complete(folder / "checkpoints")
+
+
+def _identity(tokenizer: Tokenizer, config: RlConfig) -> dict[str, Any]:
+    """By dotted name, what a resumed run must have in common with the one that began."""
+    sections = {name: dump(getattr(config, name)) for name in ("run", "algorithm", "optimizer", "cost")}
+    sections |= {f"reward[{index}]": dump(reward) for index, reward in enumerate(config.reward)}
+    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
+    for name in _MAY_CHANGE:
+        del found[f"run.{name}"]
+    return found | {"weights": config.weights, "tokenizer": tokenizer.fingerprint}
+
+
 def _facts(progress: Progress, tokenizer: Tokenizer, config: RlConfig) -> dict[str, Any]:
-    """The progress, and what a resumed run must have in common with the one that wrote it."""
-    multiplier, run = progress.multiplier, config.run
-    sizes = (run.prompts, run.responses, run.mini_batch, run.epochs, run.max_prompt, run.max_response)
-    same = {"algorithm": dump(config.algorithm), "seed": run.seed, "sizes": list(sizes)}
+    multiplier = progress.multiplier
     return {
         "step": progress.step,
         "updates": progress.updates,
         "place": progress.place,
         "kl_coefficient": progress.kl_coefficient,
         "multiplier": None if multiplier is None else {"log_value": multiplier.log_value, "costs": multiplier.costs},
-        "run": same | {"tokenizer": tokenizer.fingerprint},
+        "run": _identity(tokenizer, config),
     }

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import tomli_w
 
-from terrace.base.errors import ConfigError, DataError
+from terrace.base.errors import ConfigError, DataError, TrainingError
+from terrace.rl.config import resolve_table
 from terrace.rl.prompt_file import read_prompts
+from terrace.rl.run import Run
 from terrace.rl.sort_task import SortTokenizer
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model, write_tokenizer
@@ -117,8 +119,43 @@ def test_wrong_input_is_one_line_before_anything_starts(here: CommandLine) -> No
     assert "model is not a run folder" in refused("--resume", "model")
     assert "line 2 has a prompt of" in refused("--config", config, *ALONE, "--run.max_prompt", 3)
     assert "leave some to train on" in refused("--config", config, *ALONE, "--run.held_out", 5)
+    for text in ("run = 3", "algorithm = 3", "[algorithm]\nname = []"):
+        (here.folder / "wrong.toml").write_text(text + "\n")
+        refused("--config", "wrong.toml")
+        refused("--config", "wrong.toml", "--task", "sort")
     context = ["--plan.mapping.package.context", 2]
     assert "leave out the context axis" in refused("--task", "sort", *context)
+
+
+def test_files_are_named_from_where_their_names_stand(here: CommandLine) -> None:
+    (here.folder / "sub").mkdir()
+    config = write_run(here.folder / "sub", weights="model")
+
+    def table(*layers: dict[str, Any]) -> dict[str, Any]:
+        return resolve_table(None, str(config), {}, *layers)
+
+    own = table({})
+    assert own["run"]["prompts_file"] == str(here.folder / "sub" / "prompts.jsonl")
+    assert own["weights"] == str(here.folder / "sub" / "model")
+    assert table({"run": {"prompts_file": "b.jsonl"}})["run"]["prompts_file"] == str(here.folder / "b.jsonl")
+    given = {"cost": {"model": "judge"}}
+    assert table(given)["cost"]["model"] == str(here.folder / "judge")
+    assert given == {"cost": {"model": "judge"}}
+
+
+def test_a_run_that_ends_in_its_supervised_start_goes_on(here: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> None:
+        raise TrainingError("ended early")
+
+    words = ["rl", "--task", "sort", *SMALL, "--run.steps", 1, "--run.evaluate_every", 0, "--folder", "made"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_start", ended)
+        assert "ended early" in here.call(*words).error
+    said = here.call("rl", "--resume", "made")
+    assert (said.code, said.error) == (0, "")
+    assert "step    1   reward" in said.out
+    assert "before" not in said.out
+    assert "held out" not in said.out
 
 
 def test_prompts_of_a_file_by_place(tmp_path: Path) -> None:

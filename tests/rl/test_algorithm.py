@@ -1,5 +1,6 @@
 """Numbers of algorithms: those of papers, those that cannot be, and those without effect."""
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -39,10 +40,14 @@ def test_keys_that_are_left_out_are_those_of_the_paper() -> None:
         ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "'k1' has a gradient of mean 0 as a loss"),
         ({"name": "safe-rlhf"}, "algorithm.cost_threshold = None .* exactly safe-rlhf has one"),
         ({"cost_threshold": 0.1}, "exactly safe-rlhf has one"),
+        ({"name": "safe-rlhf", "cost_threshold": math.nan}, "algorithm.cost_threshold = nan must be a finite number"),
+        ({"entropy": math.inf}, "algorithm.entropy = inf must be a finite number"),
+        ({"name": []}, r"algorithm.name = \[\] is not known"),
+        (3, "algorithm must be a table, not 3"),
         ({"name": "safe-rlhf", "cost_threshold": 0.1, "multiplier": 20.0}, "must be at most multiplier_largest"),
     ],
 )
-def test_what_cannot_be_or_has_no_effect_is_refused(table: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_or_has_no_effect_is_refused(table: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         algorithm_of(table)
 

@@ -1,5 +1,6 @@
 """Whole runs in one process: their numbers, their checkpoints, and runs that go on with the same bits."""
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,10 @@ from terrace.base.errors import CheckpointError, ConfigError, PlanError
 from terrace.base.schema import merge
 from terrace.rl.config import RewardKeys, RunKeys, parse, resolve, to_toml_table
 from terrace.rl.metrics import Metrics
-from terrace.rl.run import ACTOR, Run, RunInputs
+from terrace.rl.run import ACTOR, Run, RunInputs, checkpoint_of
 from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
+from terrace.rl.workers import policy
 
 SMALL: dict[str, Any] = {
     "cluster": {"tiers": {name: {"size": 1} for name in ("package", "node", "system")}},
@@ -27,18 +29,24 @@ SAFE = {
     "cost": {"function": "terrace.rl.sort_task:length_cost"},
 }
 PPO = {"algorithm": {"name": "ppo"}}
+REWARD = [{"function": "terrace.rl.sort_task:reward"}]
 
 
-def ran(folder: Path, *overrides: Mapping[str, Any]) -> list[Metrics]:
+def inputs_of(*overrides: Mapping[str, Any]) -> RunInputs:
     table = SMALL
     for each in overrides:
         table = merge(table, each)
     table["plan"]["schedule"] = None
     config = resolve("sort", None, {}, table)
     task = SortPrompts(config.run.seed)
-    inputs = RunInputs(
+    return RunInputs(
         config=config, prompts=task, tokenizer=SortTokenizer(), stops=frozenset({END}), examples=task.examples
     )
+
+
+def ran(folder: Path, *overrides: Mapping[str, Any]) -> list[Metrics]:
+    inputs = inputs_of(*overrides)
+    config = inputs.config
     with InlineRuntime() as runtime:
         run = Run(inputs, runtime, folder, lambda text: None)
         first = run.resume()
@@ -74,11 +82,50 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path, given: Mapping[str
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     ran(tmp_path, {"run": {"steps": 1, "evaluate_every": 0}})
     assert (tmp_path / ACTOR).is_dir()
-    with pytest.raises(CheckpointError, match=r"was written by another run .* its own algorithm, seed"):
+    others: dict[str, dict[str, Any]] = {
+        "run.seed": {"run": {"seed": 1}},
+        "run.start_lr": {"run": {"start_lr": 0.5}},
+        "run.warmup_steps": {"run": {"warmup_steps": 3}},
+        "optimizer.lr": {"optimizer": {"lr": 0.5}},
+        "algorithm.clip_low": {"algorithm": {"clip_low": 0.1}},
+        r"reward\[0\].function": {"reward": [{"function": "terrace.rl.sort_task:length_cost"}]},
+        r"reward\[1\].function": {"reward": [*REWARD, {"function": "terrace.rl.sort_task:length_cost"}]},
+        r"reward\[0\].weight": {"reward": [{**REWARD[0], "weight": 2.0}]},
+        "weights": {"weights": "elsewhere"},
+    }
+    for name, other in others.items():
+        with pytest.raises(CheckpointError, match=f"was written by another run: its {name} is .*; resume it with"):
+            checkpoint_of(inputs_of(other), tmp_path)
+    with pytest.raises(CheckpointError, match=r"its run.seed is 0, not 1; resume it with its own"):
         ran(tmp_path, {"run": {"seed": 1}})
+    assert checkpoint_of(inputs_of({"run": {"steps": 9, "evaluate_every": 1, "timeout_s": 9.0}}), tmp_path) is not None
     # Without checkpoints the same folder is a new run, whose supervised start is there already.
     shutil.rmtree(tmp_path / ACTOR)
     assert len(ran(tmp_path, {"run": {"steps": 1, "evaluate_every": 0}})) == 1
+
+
+def test_an_actor_that_was_not_saved_leaves_the_critics_of_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> str:
+        raise CheckpointError("no space is left")
+
+    given = merge(PPO, {"run": {"keep_checkpoints": 1, "evaluate_every": 0, "steps": 2}})
+    ran(tmp_path, given, {"run": {"steps": 1}})
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "saved", full)
+        with pytest.raises(CheckpointError, match="no space is left"):
+            ran(tmp_path, given)
+    assert len(ran(tmp_path, given)) == 1
+    for name in (ACTOR, "critic"):
+        assert [path.name for path in (tmp_path / name / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_the_multiplier_begins_where_it_is_set(tmp_path: Path) -> None:
+    more = {"run": {"steps": 1, "evaluate_every": 0}, "algorithm": {"multiplier": 0.2, "multiplier_largest": 0.5}}
+    (found,) = ran(tmp_path, SAFE, more)
+    # The first step has moved it already, by rate x multiplier x violation.
+    assert found["safe/lambda"] == pytest.approx(0.2 * math.exp(0.1 * 0.2 * found["safe/violation"]), rel=1e-6)
 
 
 def test_the_file_of_a_run_comes_back_as_it_was() -> None:
@@ -102,6 +149,27 @@ def test_the_file_of_a_run_comes_back_as_it_was() -> None:
         ("sort", {"run": {"critic_lr": 0.1}}, ConfigError, "run.critic_lr = 0.1 has no effect: .* no critic"),
         ("sort", {"cost": {"function": "a:b"}}, ConfigError, "exactly safe-rlhf has a cost"),
         ("sort", {"reward": []}, ConfigError, "reward is missing"),
+        ("sort", {"reward": [{**REWARD[0], "weight": math.nan}]}, ConfigError, "weight = nan: must be a finite number"),
+        ("sort", merge(SAFE, {"cost": {"weight": 2.0}}), ConfigError, "cost.weight = 2.0 has no effect"),
+        ("sort", {"run": {"held_out": 3}}, ConfigError, "run.held_out = 3 has no effect under run.task = 'sort'"),
+        ("sort", {"run": {"prompt_column": "text"}}, ConfigError, "run.prompt_column = 'text' has no effect"),
+        ("sort", {"run": {"max_prompt": 4}}, ConfigError, "prompts of task 'sort' have up to 11 tokens; raise it"),
+        ("sort", {"run": {"max_response": 4}}, ConfigError, "run.max_response = 4: the responses that a supervised"),
+        (
+            "sort",
+            {"algorithm": {"kl_coefficient": 0.1, "kl_target": 0.1, "kl_horizon": 102.4}},
+            ConfigError,
+            "algorithm.kl_horizon = 102.4: a step of 512 responses .* above 102.4",
+        ),
+        (
+            "sort",
+            {"algorithm": {"entropy": 0.1}, "plan": {"mapping": {"package": {"tensor": 2}}}},
+            ConfigError,
+            "algorithm.entropy = 0.1 has no form where a tensor axis cuts the vocabulary",
+        ),
+        ("sort", {"run": 3}, ConfigError, "run must be a table, not 3"),
+        ("sort", {"cluster": 3}, ConfigError, "cluster = 3 must be a table"),
+        ("sort", {"weights": 3}, ConfigError, "weights = 3 must be the name of a folder"),
         (
             "sort",
             {"run": {"reference": False}, "algorithm": {"kl_coefficient": 0.1}},
