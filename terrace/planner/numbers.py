@@ -25,16 +25,19 @@ _MOST = 4096  # sequences in a micro-batch, and micro-batches in a unit, that ar
 _SLOWER = 2  # options in a row after which no smaller one is tried
 
 
-def with_best_numbers(step: Step, free: Collection[str]) -> Step:
+def with_best_numbers(step: Step, free: Collection[str], *, multiple_of: int = 1) -> Step:
     """The step with the numbers in `free` chosen, "micro_batch" and "unit" or one of them.
 
-    The step as it was where no choice fits or can run.
+    A micro-batch that is chosen is a multiple of `multiple_of`, which divides the share of a data rank. The step as it
+    was where no choice fits or can run.
     """
     work, share = step.work, step.num_micros * step.plan.micro_batch
     assert isinstance(work, Work), "FLOPs of one micro-batch say nothing of another"
     # A unit that is given has its micro-batches, unless the share is smaller.
-    least = 1 if "unit" in free else min(step.plan.unit, share)
-    sizes = _divisors(share, share // least) if "micro_batch" in free else (step.plan.micro_batch,)
+    least = 1 if "unit" in free else min(step.plan.unit, share // multiple_of)
+    sizes: Sequence[int] = (step.plan.micro_batch,)
+    if "micro_batch" in free:
+        sizes = [size for size in _divisors(share, share // least) if size % multiple_of == 0]
     found = _least(sizes, lambda size: _of_size(step, work, size, share // size, "unit" in free))
     return step if found is None else found[1]
 

@@ -231,7 +231,9 @@ def parse_run(table: Mapping[str, Any]) -> RunConfig:
     run = parse_sections(table)
     _check(run)
     free = [name for name in ("micro_batch", "unit") if name not in table["plan"]]
-    return with_whole_pairs(_with_best_numbers(run, free) if free else run, free)
+    # Where no choice fits, a micro-batch of a pair stays.
+    run = with_whole_pairs(run, free)
+    return _with_best_numbers(run, free) if free else run
 
 
 def parse_sections(table: Mapping[str, Any]) -> RunConfig:
@@ -269,7 +271,7 @@ def _with_best_numbers(run: RunConfig, free: Sequence[str]) -> RunConfig:
     # Imported here: a finished run names its numbers, and who reads it needs no planner.
     from terrace.planner.numbers import with_best_numbers
 
-    return replace(run, plan=with_best_numbers(run.step(), free).plan)
+    return replace(run, plan=with_best_numbers(run.step(), free, multiple_of=2 if run.on_pairs else 1).plan)
 
 
 def sections_with(key: str) -> list[str]:

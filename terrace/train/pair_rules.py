@@ -55,7 +55,7 @@ def check_objective(run: "RunConfig") -> None:
 
 
 def with_whole_pairs(run: "RunConfig", free: Collection[str]) -> "RunConfig":
-    """The run with an even micro-batch, where it trains on pairs and the plan leaves the number `free`.
+    """The run with a pair in its micro-batch, where it trains on pairs and the plan leaves the number `free`.
 
     Raises `PlanError` where the plan gives an odd one.
     """
@@ -66,6 +66,4 @@ def with_whole_pairs(run: "RunConfig", free: Collection[str]) -> "RunConfig":
             f"plan.micro_batch = {run.plan.micro_batch} is odd, and both sequences of a pair are in one micro-batch: "
             "make it even, or leave it out"
         )
-    # At least a pair; a size that the plan's search has found is doubled where that divides the share.
-    size, share = 2 * run.plan.micro_batch, run.num_micros() * run.plan.micro_batch
-    return replace(run, plan=replace(run.plan, micro_batch=2 if share % size else size))
+    return replace(run, plan=replace(run.plan, micro_batch=2))

@@ -12,6 +12,7 @@ from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import step_of
+from tests.support.tiny_runs import MODEL
 
 RUNS: list[dict[str, Any]] = [
     {},
@@ -87,3 +88,30 @@ def test_a_cpu_that_is_slower_in_bf16_computes_in_fp32_and_sends_bf16() -> None:
     control = {each: size for each, size in before.items() if each[0].value == "control"}
     assert control
     assert sent == {each: size if each in control else size // 2 for each, size in before.items()}
+
+
+def tight_run(memory_bytes: float, **plan: Any) -> RunConfig:
+    model = {"hidden_size": 512, "num_hidden_layers": 8, "max_position_embeddings": 512}
+    return resolve(
+        None,
+        {"cluster": "local"},
+        {
+            "cluster": {"device": {"memory_bytes": memory_bytes}},
+            "model": MODEL | model | {"intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8},
+            "plan": plan,
+            "data": {"path": "pairs.jsonl", "format": "pairs"},
+            "train": {"batch": 24, "sequence": 512, "objective": "dpo"},
+        },
+    )
+
+
+def test_the_micro_batch_that_is_chosen_fits_with_whole_pairs() -> None:
+    # Of the six sequences of a rank three would fit, too.
+    pair, share = (needed_bytes(tight_run(1e12, micro_batch=size, unit=1)) for size in (2, 6))
+    run = tight_run((pair + share) / 2)
+    assert run.plan.micro_batch == 2
+    assert needed_bytes(run) <= run.cluster.device.memory_bytes < share
+    # A pair where nothing fits; a unit that is given keeps its micro-batches.
+    assert tight_run(1e6).plan.micro_batch == 2
+    run = tight_run(1e12, unit=2)
+    assert run.plan.unit == 2 <= run.num_micros()
