@@ -7,6 +7,7 @@ conversation what the assistant says last.
 """
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from terrace.data.chat import ChatReader, Ids, Mask
 from terrace.data.chat_tokens import Tokenized, lines_of
 from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
 from terrace.data.pieces import json_object, kind_of
+from terrace.data.rendering import TemplateRefusalError
 from terrace.data.sources import STDLIB
 from terrace.data.tables import PARQUET, parquet_records
 from terrace.data.template import load_template
@@ -25,7 +27,7 @@ from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
 MEMBERS = ("chosen", "rejected")
-_FORMAT = "terrace-pairs-1"  # part of the key: raise it when the same data would give other bytes
+_FORMAT = "terrace-pairs-2"  # part of the key: raise it when the same data would give other bytes
 _FORM = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 
 
@@ -50,43 +52,83 @@ def prepare_pairs(
 
 
 def _responses(files: list[Path], reader: ChatReader) -> Iterator[tuple[Ids, Mask, str]]:
-    lines = ((line, where) for record, place in _records(files) for line, where in _conversations(record, place))
-    for ids, mask, where in reader.read(lines):
+    asked: deque[dict[str, Any]] = deque()  # the reader looks some lines ahead
+
+    def lines() -> Iterator[tuple[str, str]]:
+        for record, place in _records(files):
+            for member, where in _members(record, place):
+                asked.append(member)
+                yield json.dumps(member), where
+
+    for ids, mask, where in reader.read(lines()):
         # Of a conversation the assistant's earlier turns are in the prompt.
         starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+        num_earlier = _num_earlier(asked.popleft(), reader, where)
+        if len(starts) <= num_earlier:
+            raise DataError(
+                f"{where}: {reader.template.name} renders nothing of the last message that can be told from the "
+                "assistant's earlier ones; repair or drop the record"
+            )
+        first = starts[num_earlier]
         last = np.zeros_like(mask)
-        last[starts[-1] :] = mask[starts[-1] :]
-        if not starts[-1]:
+        last[first:] = mask[first:]
+        if not first:
             raise DataError(f"{where}: the response begins the text, so no token comes before it; give a prompt")
         yield ids, last, where
 
 
-def _conversations(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
-    """The two members of a pair, each as a line of chat data and its place."""
+def _num_earlier(member: Mapping[str, Any], reader: ChatReader, where: str) -> int:
+    # Stretches of text that the assistant says before its last message.
+    *earlier, _ = member.get("messages", [None])
+    num_turns = len([message for message in earlier if message["role"] == "assistant"])
+    if not num_turns or not reader.template.has_tags:
+        return num_turns  # told by prefixes, every turn has text
+    # Tags may mark nothing of a turn, or several parts of it.
+    try:
+        _, spans = reader.template.render(earlier, member.get("tools"), add_generation_prompt=True)
+    except TemplateRefusalError as error:
+        raise DataError(f"{where}: {error}") from error
+    parts = [(first, end) for first, end in spans or () if first < end]
+    ends = [-1, *(end for _, end in parts)]
+    return sum(first > before for (first, _), before in zip(parts, ends, strict=False))
+
+
+def _members(record: Mapping[str, Any], where: str) -> list[tuple[dict[str, Any], str]]:
+    """The two members of a pair, each as a record of chat data and its place."""
     missing = [key for key in MEMBERS if key not in record]
     if missing:
         keys = ", ".join(map(repr, list(record)[:8])) or "none"
         raise DataError(f"{where} has no key {missing[0]!r} (keys: {keys}); a pair is {_FORM}")
-    prompt, members = record.get("prompt"), [record[key] for key in MEMBERS]
-    if members[0] == members[1]:
+    found = [(_member(record, key, f"{where}: {key!r}"), f"{where}: {key!r}") for key in MEMBERS]
+    if found[0][0] == found[1][0]:
         raise DataError(f"{where}: 'chosen' and 'rejected' are equal, so nothing is preferred; drop the record")
-    for key, member in zip(MEMBERS, members, strict=True):
-        here = f"{where}: {key!r}"
-        if isinstance(member, str) and isinstance(prompt, str):
-            if not member:
-                raise DataError(f"{here} is empty; drop the record")
-            yield json.dumps({"prompt": prompt, "completion": member}), here
-        elif isinstance(member, list) and isinstance(prompt, list | None):
-            if not member or not isinstance(member[-1], Mapping) or member[-1].get("role") != "assistant":
-                raise DataError(f"{here} does not end with a message of the assistant; repair or drop the record")
-            messages = [_plain(message) for message in (*(prompt or ()), *member)]
-            tools = {} if record.get("tools") is None else {"tools": record["tools"]}
-            yield json.dumps({"messages": messages, **tools}), here
-        else:
-            raise DataError(
-                f"{here} is {kind_of(member)} and 'prompt' {'absent' if prompt is None else kind_of(prompt)}: "
-                f"write {_FORM} as texts, or as lists of messages"
-            )
+    return found
+
+
+def _member(record: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    prompt, member = record.get("prompt"), record[key]
+    if isinstance(member, str) and isinstance(prompt, str):
+        if not member:
+            raise DataError(f"{where} is empty; drop the record")
+        return {"prompt": prompt, "completion": member}
+    if not isinstance(member, list) or not isinstance(prompt, list | None):
+        raise DataError(
+            f"{where} is {kind_of(member)} and 'prompt' {'absent' if prompt is None else kind_of(prompt)}: "
+            f"write {_FORM} as texts, or as lists of messages"
+        )
+    last = member[-1] if member else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        raise DataError(f"{where} does not end with a message of the assistant; repair or drop the record")
+    if not last.get("content") and not last.get("tool_calls"):
+        raise DataError(f"{where} ends with an empty message of the assistant; repair or drop the record")
+    tools = {} if record.get("tools") is None else {"tools": record["tools"]}
+    made = {"messages": [_plain(message) for message in (*(prompt or ()), *member)], **tools}
+    try:
+        # Tables have values without a form in JSON, such as times and bytes.
+        json.dumps(made)
+    except TypeError as error:
+        raise DataError(f"{where}: {error}; write the value as a string") from error
+    return made
 
 
 def _plain(message: Any) -> Any:
