@@ -161,7 +161,7 @@ def task_of(run: RunConfig, cluster: Cluster) -> Task:
     return Task(
         model=run.model,
         cluster=cluster,
-        batch=run.train.batch,
+        batch=run.rows,
         sequence=run.train.sequence,
         compute=plan.compute,
         messages=plan.messages,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from terrace.base.errors import ConfigError
 from terrace.cli import checks, screen
 from terrace.cli.checks import check_run, slow_warning, task_of
+from terrace.cli.doctor import _plan_command
 from terrace.cli.main import main
 from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
@@ -165,6 +167,20 @@ def test_a_plan_of_stages_is_looked_at_as_well(slow_run: RunConfig) -> None:
     slow = bottleneck(task_of(slow_run, slow_run.cluster), plan)
     assert 0 <= slow.share < 1
     assert slow.step_s > 0
+
+
+def test_a_run_on_pairs_is_priced_by_its_sequences(slow_run: RunConfig) -> None:
+    rows = replace(slow_run.train, batch=32, sequence=256)
+    pairs = replace(rows, batch=16, objective="dpo")
+    plan = replace(slow_run.plan, micro_batch=2)
+    run, like = (replace(slow_run, train=train, plan=plan) for train in (pairs, rows))
+    assert task_of(run, run.cluster) == task_of(like, like.cluster)
+    assert _of(check_run(run, SOUND, ""), "speed") == _of(check_run(like, SOUND, ""), "speed")
+    warning = slow_warning(run, run.cluster, 10.0)
+    assert warning is not None
+    assert warning == slow_warning(like, like.cluster, 10.0)
+    options = Namespace(model="m.json", cluster="ethernet")
+    assert "--batch 32 " in _plan_command(options, run)
 
 
 def test_what_does_not_fit_blocks(slow_run: RunConfig) -> None:
