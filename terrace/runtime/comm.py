@@ -98,6 +98,14 @@ class Comm:
         """The CPU tensors of every rank, in rank order. Every rank calls this."""
         return [list(tensors)] if self._world is None else gather_tensors(tensors, self.device, self._world)
 
+    def of_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's CPU tensor; others give one of its shape and dtype. Every rank calls this."""
+        if self._world is None:
+            return tensor
+        there = tensor.to(self.device)
+        dist.broadcast(there, 0, group=self._world)
+        return there.cpu()
+
     def participants(self, instruction: Instruction) -> tuple[int, ...]:
         """The ranks that take part in a message, sorted; the watchdog is told them while this rank waits."""
         if instruction.peer >= 0:

@@ -71,8 +71,8 @@ def reward_objective(figures: PairFigures) -> ValueObjective:
     """Bradley-Terry of the values at the one label of each row."""
 
     def loss(values: Tensor, batch: Batch) -> Tensor:
-        rewards = values[batch.labels != IGNORE_INDEX]
-        assert len(rewards) == len(values), "a row has its reward at one token"
+        # All other tokens add nothing; choosing the one by a mask would wait for the device.
+        rewards = values.masked_fill(batch.labels == IGNORE_INDEX, 0.0).sum(1)
         chosen, rejected = rewards.view(-1, 2).unbind(1)
         figures.add(chosen, rejected)
         return bradley_terry(chosen, rejected)

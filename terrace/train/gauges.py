@@ -33,13 +33,15 @@ class Gauges:
         self._before: dict[str, int] = {}
         self._sent()
 
-    def read(self, step: int, result: StepResult, step_s: float) -> dict[str, Any]:
-        """Fields of a `StepRecord` for the step, counted from 1, that has just ended."""
+    def read(self, step: int, result: StepResult, num_tokens: int, step_s: float) -> dict[str, Any]:
+        """Fields of a `StepRecord` for the step, counted from 1, that has just ended; `num_tokens` are an island's."""
         if self._loads is not None and result.loads is not None:
             self._loads.add(step, result.loads)
-        islands = self._engine.program.layout.num_islands
+        # Each island makes steps of its own.
+        tokens_per_s = self._engine.program.layout.num_islands * num_tokens / step_s
         return {
-            "tokens_per_s_per_device": islands * result.num_tokens / step_s / self._used.num_devices,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": tokens_per_s / self._used.num_devices,
             "load": {} if result.loads is None else result.loads.figures,
             "mfu": self._used.mfu(step_s),
             "hfu": self._used.hfu(step_s),

@@ -136,7 +136,6 @@ class RankOfRun:
             verified=True,  # by the process that prepared the job
         )
         self._pretrained = None  # the engine has copied the values; this closes the files
-        self._islands = self.engine.program.layout.num_islands  # each makes steps of its own
         if self.engine.island is not None:
             dog.name_island(self.engine.island.numbers.island)
             self.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
@@ -169,8 +168,8 @@ class RankOfRun:
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self.micro_batches(cluster)
-        self.dog.idle("scoring pairs with the starting weights")
-        self.learning.begin(self.engine, self.batches, self.job)
+        self.dog.idle("reading the reference of DPO")
+        self.learning.begin(self.engine, self.batches, self.job, self.observer.note, self.dog.idle)
         self.saver = self._saver()
         facts = facts_of(self.job, self.cost)
         self.copies = Copies(self.engine, self.world, self.job, facts, self._at, self.observer.note)
@@ -261,15 +260,15 @@ class RankOfRun:
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
-            micros, balance = self._next_batches(feeder)
+            batches = self._next_batches(feeder)
             data_s = time.perf_counter() - started
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
             with self._saved_first(), self.profiler.around(self.step):
-                result, problem = self._try(micros, rate)
+                result, problem = self._try(batches.micros, rate)
             self.copies.after(self.step + 1, is_finite=problem is None)
             self.compiling = False
-            record = self._record(result, rate, balance, data_s, time.perf_counter() - started)
+            record = self._record(result, rate, batches, data_s, time.perf_counter() - started)
             self.slow.stepped(result, data_s, record.step_s)
             summary.add(record)
             if metrics is not None:
@@ -338,16 +337,16 @@ class RankOfRun:
     def _next_batches(self, feeder: Feeder[StepBatches]) -> StepBatches:
         self._at(0, "READ DATA", ())
         # Only the copy to the device is left; batches were made in the feeder's thread.
-        micros, balance = feeder.next()
-        return StepBatches([micro.to(self.engine.device) for micro in micros], balance)
+        made = feeder.next()
+        return made._replace(micros=[micro.to(self.engine.device) for micro in made.micros])
 
     def _record(
-        self, result: StepResult, rate: float, balance: float | None, data_s: float, step_s: float
+        self, result: StepResult, rate: float, batches: StepBatches, data_s: float, step_s: float
     ) -> StepRecord:
         # The clock's categories cover the engine's step; the rest of the wall time is `other`.
         time_s = {**result.time_s, **self.copies.time_s, "data": data_s}
         time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
-        num_tokens = self.learning.num_tokens(self.step, result)
+        num_tokens = result.num_tokens if batches.num_tokens is None else batches.num_tokens
         return StepRecord(
             step=self.step + 1,
             loss=result.loss,
@@ -355,16 +354,15 @@ class RankOfRun:
             learning_rate=rate,
             num_tokens=num_tokens,
             step_s=step_s,
-            tokens_per_s=self._islands * num_tokens / step_s,
             outer=outer_figures(result.outer),
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
             pairs=self.learning.figures(self.step, self.engine),
             dropped=result.dropped,
             time_s=time_s,
-            balance=balance,
+            balance=batches.balance,
             slow_ranks=self.slow.factors,
-            **self.gauges.read(self.step + 1, result, step_s),
+            **self.gauges.read(self.step + 1, result, num_tokens, step_s),
         )
 
     def _save(self, step: int) -> None:

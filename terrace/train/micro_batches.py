@@ -15,10 +15,13 @@ from terrace.train.context_batches import ContextBatches
 
 
 class StepBatches(NamedTuple):
-    """The micro-batches of a step, and its balance on the context axis (`StepRecord.balance`)."""
+    """The micro-batches of a step, its balance on the context axis (`StepRecord.balance`), and the tokens that it
+    trains on over all ranks, where the labels do not tell them.
+    """
 
     micros: list[Batch]
     balance: float | None
+    num_tokens: int | None = None
 
 
 class MicroBatches:

@@ -16,6 +16,7 @@ from torch import Tensor
 from terrace.base.errors import CheckpointError, TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.sealed import checksum
+from terrace.base.words import counted
 from terrace.data.batches import Batches
 from terrace.model.decoder import token_loss
 from terrace.plan.dims import has_routers
@@ -23,7 +24,6 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.objective import Objective
 from terrace.runtime.pairs import PairFigures, dpo_batch, dpo_objective, reward_batch, reward_objective
-from terrace.runtime.step_sums import StepResult
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 from terrace.train.micro_batches import MicroBatches, StepBatches
@@ -53,10 +53,20 @@ class Learning:
             case _:
                 return token_loss
 
-    def begin(self, engine: Engine, batches: Batches, job: RunJob, *, keeps: bool = True) -> None:
+    def begin(
+        self,
+        engine: Engine,
+        batches: Batches,
+        job: RunJob,
+        note: Callable[[str], None],
+        idle: Callable[[str], None],
+        *,
+        keeps: bool = True,
+    ) -> None:
         """Before the first step; computes the reference of DPO, and keeps it if asked, or reads it if the run goes on.
 
-        Raises `CheckpointError` where it is gone, and `TrainingError` where the starting weights give none.
+        `note` tells the user what is computed, `idle` the watchdog how far it is. Raises `CheckpointError` where it is
+        gone, and `TrainingError` where the starting weights give none.
         """
         self._batches, layout = batches, engine.program.layout
         self._place = layout.data_place(engine.rank), layout.data_degree
@@ -65,24 +75,33 @@ class Learning:
         file, rows = job.folder / REFERENCE, batches.pairs
         assert rows is not None, "DPO runs on pairs"
         if job.resume is None:
-            self._reference = reference_of(engine, batches, self._run.plan.micro_batch)
+            note(f"scoring {counted(rows.num_samples, 'response')} with the starting weights, the reference of DPO")
+            self._reference = reference_of(engine, batches, self._run.plan.micro_batch, idle)
             if engine.rank == 0 and keeps:
                 _write(file, self._reference, job.sources[0].tokens.digest)
         else:
             # Rank 0 reads for all: others may not see its disk.
-            digest = job.sources[0].tokens.digest
-            own = [_read(file, digest, rows.num_samples)] if engine.rank == 0 else []
-            self._reference = engine.comm.exchange_tensors(own)[0][0]
+            own = torch.empty(rows.num_samples, dtype=torch.float64)
+            if engine.rank == 0:
+                own = _read(file, job.sources[0].tokens.digest, rows.num_samples)
+            self._reference = engine.comm.of_first(own)
 
     def fed(self, made: MicroBatches) -> Callable[[int], StepBatches]:
         """The micro-batches of a step as the objective takes them."""
-        match self._run.train.objective:
-            case "reward":
-                return lambda step: StepBatches([reward_batch(micro) for micro in made.step(step).micros], None)
-            case "dpo":
-                return lambda step: StepBatches(self._with_reference(step, made.step(step).micros), None)
-            case _:
-                return made.step
+        return self._pairs_of(made) if self._run.on_pairs else made.step
+
+    def _pairs_of(self, made: MicroBatches) -> Callable[[int], StepBatches]:
+        batches, is_dpo = self._batches, self._run.train.objective == "dpo"
+        assert batches is not None, "`begin` comes first"
+
+        def step_of(step: int) -> StepBatches:
+            micros = made.step(step).micros
+            micros = self._with_reference(step, micros) if is_dpo else [reward_batch(micro) for micro in micros]
+            # Of all texts, prompts too. They are counted here, beside the steps.
+            num_tokens = sum(length for parts in batches.parts(step) for _, length in parts)
+            return StepBatches(micros, None, num_tokens)
+
+        return step_of
 
     def _with_reference(self, step: int, micros: list[Batch]) -> list[Batch]:
         assert self._batches is not None, "`begin` comes first"
@@ -90,13 +109,6 @@ class Learning:
         samples = self._batches.samples_of(step, *self._place, size)
         references = torch.split(self._reference[torch.from_numpy(samples)], size)
         return [dpo_batch(micro, reference) for micro, reference in zip(micros, references, strict=True)]
-
-    def num_tokens(self, step: int, result: StepResult) -> int:
-        """Tokens that a step trained on; of pairs, all of their texts."""
-        rows = None if self._batches is None else self._batches.pairs
-        if self._batches is None or rows is None:
-            return result.num_tokens
-        return int(rows.lengths[self._batches.samples_of(step, 0, 1, self._run.rows)].sum())
 
     def figures(self, step: int, engine: Engine) -> dict[str, float]:
         """Part of the pairs that are right and mean margin of rewards, since the last steps that had them.
@@ -111,21 +123,30 @@ class Learning:
         return {"accuracy": right / pairs, "margin": margin / pairs}
 
 
-def reference_of(engine: Engine, batches: Batches, micro_batch: int) -> Tensor:
-    """Log-probability of every response of the pairs under the engine's parameters, fp64 (samples), on every rank."""
+def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Callable[[str], None]) -> Tensor:
+    """Log-probability of every response of the pairs under the engine's parameters, fp64 (samples), on every rank.
+
+    `idle` is told the progress, pass by pass.
+    """
     rows, layout, num_micros = batches.pairs, engine.program.layout, engine.program.num_micros
     assert rows is not None, "only pairs have responses"
     degree, place = layout.data_degree, layout.data_place(engine.rank)
     found = torch.full((rows.num_samples,), torch.nan, dtype=torch.float64)
-    for first in range(0, rows.num_samples, degree * micro_batch * num_micros):
-        starts = [first + (micro * degree + place) * micro_batch for micro in range(num_micros)]
-        # The last pass goes on with the first samples.
-        samples = [np.arange(start, start + micro_batch, dtype=np.int64) % rows.num_samples for start in starts]
-        micros = [_batch(engine, batches, each, start) for each, start in zip(samples, starts, strict=True)]
-        for each, numbers in zip(samples, engine.score(micros), strict=False):  # other stages than the last have none
-            found[torch.from_numpy(each)] = numbers.log_probs.sum(1).double().cpu()
-    for (theirs,) in engine.comm.exchange_tensors([found]):
-        found = torch.where(theirs.isnan(), found, theirs)
+    size, ranks = degree * micro_batch * num_micros, range(engine.program.cluster.world_size)
+    places = [layout.data_place(rank) for rank in ranks]
+    for first in range(0, rows.num_samples, size):
+        # Micro-batches are dealt to data ranks in turn: (num_micros, degree, micro_batch).
+        at = np.arange(first, first + size, dtype=np.int64).reshape(num_micros, degree, micro_batch)
+        # The last pass goes on with the first samples, whose numbers are there already.
+        micros = [_batch(engine, batches, each % rows.num_samples, int(each[0])) for each in at[:, place]]
+        scores = [numbers.log_probs.sum(1).double().cpu() for numbers in engine.score(micros)]
+        idle(f"scoring pairs with the starting weights, {min(first + size, rows.num_samples)} of {rows.num_samples}")
+        # Exchanged now: at the end every rank would hold the samples of all ranks at once. Other stages than the last
+        # have none.
+        for there, theirs in zip(places, engine.comm.exchange_tensors(scores), strict=True):
+            for samples, values in zip(at[:, there], theirs, strict=False):
+                is_new = torch.from_numpy(samples < rows.num_samples)
+                found[torch.from_numpy(samples)[is_new]] = values[is_new]
     wrong = (~found.isfinite()).nonzero()
     if len(wrong):
         raise TrainingError(

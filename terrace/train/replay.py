@@ -43,7 +43,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         engine = rank.engine
         first_step = rank.resume()
         made = rank.micro_batches(job.run.cluster)
-        rank.learning.begin(engine, rank.batches, job, keeps=False)
+        rank.learning.begin(engine, rank.batches, job, rank.observer.note, dog.idle, keeps=False)
         batches_of = rank.learning.fed(made)
         for rank.step in range(first_step, number):
             micros = [micro.to(engine.device) for micro in batches_of(rank.step).micros]

@@ -4,9 +4,12 @@ The reference knows a pair as two texts, runs each alone, and writes the losses 
 """
 
 import json
+import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,14 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import DataError, TerraceError
+from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches, Source
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.tokenizer import ByteTokenizer
+from terrace.launch.start import World, launch_local
+from terrace.launch.watchdog import Watchdog
 from terrace.model.config import load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initialise
+from terrace.runtime.comm import Comm
 from terrace.train.config import resolve
+from terrace.train.job import RunJob
+from terrace.train.loop import train
+from terrace.train.metrics import Silent
 from terrace.train.pairs import REFERENCE
 from tests.support.chats import CHATML
 from tests.support.nightly import nightly
@@ -134,6 +144,10 @@ def test_steps_equal_a_loop_over_single_responses(tmp_path: Path, plan: str, obj
         assert line["grad_norm"] == pytest.approx(norm, abs=1e-10, rel=0)
         assert line["pairs"] == {"accuracy": accuracy, "margin": pytest.approx(margin, abs=1e-10, rel=0)}
         assert line["num_tokens"] == num_tokens
+        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(num_tokens)
+        assert line["tokens_per_s_per_device"] == pytest.approx(line["tokens_per_s"] / math.prod(PLANS[plan][0]))
+    scored = f"scoring {2 * len(PAIRS)} responses with the starting weights"
+    assert (scored in done.stdout) == (objective == "dpo")
     if plan == "one":
         check_replay(tmp_path)
     elif objective == "reward":
@@ -171,6 +185,35 @@ def check_resume(folder: Path) -> None:
     assert terrace(*again, cwd=folder).returncode == 0
     both = [[(line["loss"], line["grad_norm"]) for line in metrics(folder / run)] for run in ("run", "apart")]
     assert both[0] == both[1]
+
+
+def scoring(world: World, job: RunJob, folder: Path) -> None:
+    """A rank of a run that keeps the number of values in its messages, and what it told its watchdog."""
+    sent, told, send, idle = list[int](), list[str](), Comm.exchange_tensors, Watchdog.idle
+
+    def counting(comm: Comm, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        sent.append(sum(each.numel() for each in tensors))
+        return send(comm, tensors)
+
+    def telling(dog: Watchdog, what: str = "") -> None:
+        told.append(what)
+        idle(dog, what)
+
+    with patch.object(Comm, "exchange_tensors", counting), patch.object(Watchdog, "idle", telling):
+        train(world, job, Silent())
+    (folder / f"{world.rank}.json").write_text(json.dumps([sent, told]))
+
+
+def test_ranks_exchange_the_scores_of_one_pass_and_tell_how_far_they_are(tmp_path: Path) -> None:
+    write_preferences(tmp_path, "zero3", "dpo")
+    run = resolve(str(tmp_path / "run.toml"), {}, {"train": {"batch": 2, "steps": 1}, "data": {"cache": str(tmp_path)}})
+    launch_local(2, scoring, (prepare(run, tmp_path / "run", None), tmp_path))
+    for rank in range(2):
+        sent, told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert sent[:4] == [2] * 4
+        assert [each.split(", ")[1] for each in told if each.startswith("scoring")] == [
+            f"{done} of 16" for done in (4, 8, 12, 16)
+        ]
 
 
 def prepared(folder: Path, records: list[dict[str, Any]], template: str = "") -> Source:
