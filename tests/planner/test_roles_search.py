@@ -10,13 +10,15 @@ import pytest
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.model.config import ModelConfig
+from terrace.planner.roles import search
 from terrace.planner.roles.choices import Choices
 from terrace.planner.roles.costs import Costs
 from terrace.planner.roles.dataflow import Dataflow, Role, ppo
 from terrace.planner.roles.generation import rows_of
 from terrace.planner.roles.placement import PlacedRole, Pool, RolePlacement, price
 from terrace.planner.roles.pools import first_ranks, partitions, pool_cluster, pool_sizes
-from terrace.planner.roles.search import find
+from terrace.planner.roles.search import Places, find, find_among
 from tests.support.dataflows import llama, nodes, ppo_flow, small
 from tests.support.nightly import nightly
 
@@ -114,20 +116,36 @@ def test_partitions_are_all_ways_to_group() -> None:
 
 @pytest.mark.nightly
 def test_five_roles_on_128_devices_take_seconds() -> None:
-    model = llama()
-    flow = Dataflow(
-        roles=ppo(model, model, model, model)[:5],
-        prompts=1024,
-        prompt_tokens=1024,
-        response_tokens=1024,
-        updates=8,
-    )
+    flow = five_roles(llama())
     start = time.process_time()
     found = find(flow, nodes(16))
     # 10 s on an idle core; other work on the machine stretches the time of the processor, too.
     assert time.process_time() - start < 25
     assert found.best[0].report.fits
     assert {role.name for role in found.best[0].report.roles} == {role.name for role in flow.roles}
+
+
+def five_roles(model: ModelConfig) -> Dataflow:
+    return Dataflow(
+        roles=ppo(model, model, model, model)[:5],
+        prompts=1024,
+        prompt_tokens=1024,
+        response_tokens=1024,
+        updates=8,
+    )
+
+
+def test_five_pools_on_many_devices_are_shared_out_without_trying_all() -> None:
+    places = Places(five_roles(small()), nodes(32))
+    found = find_among(places, [[(0,), (1,), (2,), (3,), (4,)]], 1)
+    assert found.num_tried < 10_000  # in part or whole; 32 nodes and their parts have 31,465 whole ways
+    assert sum(pool.devices for pool in found.best[0].placement.pools) == 256
+
+
+def test_too_many_ways_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MOST_TRIED", 3)
+    with pytest.raises(PlanError, match=r"more than 3 placements that may be the fastest .*: search fewer devices"):
+        find(ppo_flow(small()), nodes(1))
 
 
 def test_what_has_no_room_is_one_line() -> None:

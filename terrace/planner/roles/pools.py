@@ -1,19 +1,19 @@
-"""Pools: neighbouring devices that a set of roles shares, as clusters of their own; and all ways to share devices out.
+"""Pools: neighbouring devices that a set of roles shares, as clusters of their own; and all ways to group roles.
 
 A pool is a part of a tier's members that divides them, or whole members of the outermost tier, so that all pools of a
 size are alike wherever they are. Pools lie one after the other, the largest first, and none straddles a unit of a tier
 that it could lie in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 
 
-@cache
+@lru_cache(maxsize=64)
 def pool_sizes(cluster: Cluster) -> tuple[int, ...]:
     """Sizes of pools that the cluster can be cut into, ascending; its own is the last."""
     found = {1}
@@ -23,7 +23,7 @@ def pool_sizes(cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def pool_cluster(cluster: Cluster, size: int) -> Cluster:
     """`size` neighbouring devices of the cluster as a cluster; raises `PlanError` for a size that pools cannot have."""
     sizes = pool_sizes(cluster)
@@ -42,7 +42,6 @@ def pool_cluster(cluster: Cluster, size: int) -> Cluster:
     return replace(cluster, tiers=tuple(tiers))
 
 
-@cache
 def first_ranks(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     """The first rank of each pool, in the order of `sizes`; None where pools do not lie side by side."""
     starts, at = [0] * len(sizes), 0
@@ -54,24 +53,6 @@ def first_ranks(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...] | N
         starts[index] = at
         at += sizes[index]
     return tuple(starts) if at <= cluster.world_size else None
-
-
-def allocations(cluster: Cluster, least: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to share all devices among pools that have at least `least` devices each."""
-    sizes, world = pool_sizes(cluster), cluster.world_size
-
-    def extend(chosen: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
-        further = least[len(chosen) :]
-        if not further:
-            if not left and first_ranks(cluster, chosen) is not None:
-                yield chosen
-            return
-        room = left - sum(further[1:])
-        for size in sizes:
-            if further[0] <= size <= room:
-                yield from extend((*chosen, size), left - size)
-
-    yield from extend((), world)
 
 
 def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -2,17 +2,19 @@
 
 1. Every partition of the roles into pools (`partitions`).
 2. For each pool the least devices that have the memory for its roles' states.
-3. Every way to share the devices among the pools, with at least so many each (`allocations`).
+3. Every way to share the devices among the pools, with at least so many each (`_Sharing`).
 4. For each pool the plans of its roles (`Choices`), found once for a role and a number of devices. Of their
    combinations that fit together only those stay that no other beats in generation, scores and training at once.
 5. The iteration is the sum over stages of the slowest pool.
 
-Before any plan is searched, pools have bounds on their seconds: an allocation whose bounds add up to more than the
-`count` best partitions so far is left. So these partitions, each with its best allocation and plans, are found exactly
-among the plans of step 4; tests/planner/test_roles_search.py compares them with pricing everything.
+Before any plan is searched, pools have bounds on their seconds: pools whose bounds add up to more than the `count` best
+partitions so far, or leave the others too few devices to be faster, are left. So these partitions, each with its best
+allocation and plans, are found exactly among the plans of step 4, without keeping allocations;
+tests/planner/test_roles_search.py compares them with pricing everything.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,11 +33,13 @@ from terrace.planner.roles.placement import (
     RolePlacement,
     price,
 )
-from terrace.planner.roles.pools import allocations, first_ranks, partitions, pool_cluster, pool_sizes
+from terrace.planner.roles.pools import first_ranks, partitions, pool_cluster, pool_sizes
 from terrace.planner.roles.reshard import between_pools
 
 Seconds = tuple[float, float, float]  # of generation, scores and training
 Roles = tuple[int, ...]  # indexes of the roles of a pool, ascending
+_EXCESS, _MOST_EXCESS = 0.02, 16.0  # of the first limit over the bound on all ways, and of the last; guesses
+MOST_TRIED = 1_000_000  # placements, whole or in part, after which a search gives up: minutes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,10 +101,10 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlacements:
-    """The best placement of each of the best partitions, the fastest first, and how many allocations were opened."""
+    """The best placement of each of the best partitions, the fastest first; how many were tried in part or whole."""
 
     best: tuple[Placed, ...]
-    num_opened: int
+    num_tried: int
 
 
 class Places:
@@ -139,7 +143,12 @@ class Places:
         """Pools of `size` devices with the roles, none of them worse in all stages than another."""
         key = roles, size
         if key not in self._options:
-            self._options[key] = tuple(undominated(self._all_options(roles, size), _ways))
+            found = tuple(undominated(self._all_options(roles, size), _ways))
+            self._options[key] = found
+            # From now on the bound is what these plans take.
+            each = [option.seconds for option in found] or [(math.inf, math.inf, math.inf)]
+            generate_s, prepare_s, train_s = map(min, zip(*each, strict=True))
+            self._least_seconds[key] = generate_s, prepare_s, train_s
         return self._options[key]
 
     def _all_options(self, roles: Roles, size: int) -> Iterator[Option]:
@@ -212,18 +221,15 @@ def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacement
 
 def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> FoundPlacements:
     """`find` among the partitions `among`, with what `places` knows already."""
-    cluster, found, num_opened = places.cluster, list[_Best](), 0
+    cluster, found, num_tried = places.cluster, list[_Best](), 0
     for sets in among:
-        least = [places.least(roles) for roles in sets]
-        if None in least or sum(filter(None, least)) > cluster.world_size:
+        least = [size for size in map(places.least, sets) if size is not None]
+        if len(least) < len(sets) or sum(least) > cluster.world_size:
             continue
         limit_s = found[count - 1][0] if len(found) >= count else math.inf
-        best: _Best = limit_s, []
-        for bound_s, sizes in sorted(_bounded(places, sets, list(filter(None, least)), limit_s)):
-            if bound_s >= best[0]:
-                break
-            num_opened += 1
-            best = _best(places, sets, sizes, best)
+        sharing = _Sharing(places, sets, least, num_tried)
+        best = sharing.best(limit_s)
+        num_tried = sharing.num_tried
         if best[1]:
             # Of equals the one of fewer pools comes first.
             found = sorted([*found, best], key=lambda each: each[0])
@@ -231,24 +237,92 @@ def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> 
         raise PlanError(_no_room(places))
     placements = [RolePlacement(pools=tuple(option.pool for option in options)) for _, options in found[:count]]
     priced = [Placed(placement=each, report=price(places.dataflow, each, cluster, places.costs)) for each in placements]
-    return FoundPlacements(best=tuple(priced), num_opened=num_opened)
+    return FoundPlacements(best=tuple(priced), num_tried=num_tried)
 
 
 _Best = tuple[float, list[Option]]
 
 
-def _bounded(
-    places: Places, sets: Sequence[Roles], least: Sequence[int], limit_s: float
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Allocations that may take less than `limit_s`, with their bounds."""
-    for sizes in allocations(places.cluster, least):
-        pools = [places.least_seconds(roles, size) for roles, size in zip(sets, sizes, strict=True)]
-        bound_s = sum(max(each) for each in zip(*pools, strict=True))
-        if bound_s < limit_s:
-            yield bound_s, sizes
+class _Sharing:
+    """All ways to share the devices among the pools of one partition, those with the least bounds first.
+
+    Pools get their sizes one after the other, those that take longest first. Under a limit in seconds a pool that has
+    none yet needs a least size, since it takes as long as its fastest stages with so many devices or fewer do; where
+    these sizes have no room together nothing further is tried. The limit begins a little above what any way takes and
+    is raised until the best is below it, so that few ways are kept and few plans are searched.
+    """
+
+    def __init__(self, places: Places, sets: Sequence[Roles], least: Sequence[int], num_tried: int) -> None:
+        world = places.cluster.world_size
+        self.places, self.sizes, self.num_tried = places, pool_sizes(places.cluster), num_tried
+        self.order = sorted(range(len(sets)), key=lambda index: -sum(places.least_seconds(sets[index], world)))
+        self.sets = [sets[index] for index in self.order]
+        self.least = [least[index] for index in self.order]
+
+    def best(self, limit_s: float) -> _Best:
+        """The fastest way, if it takes less than `limit_s`; no options where none does."""
+        best: _Best = limit_s, []
+        excess, before_s = _EXCESS, 0.0
+        while True:
+            self.floors = [self._floors(at) for at in range(len(self.sets))]
+            root_s = sum(max(each) for each in zip(*(floors[-1] for floors in self.floors), strict=True))
+            self.limit_s = min(best[0], root_s * (1 + excess) if excess < _MOST_EXCESS else math.inf)
+            whole = self._sized((), self.places.cluster.world_size, (0.0, 0.0, 0.0))
+            for bound_s, sizes in sorted(each for each in whole if each[0] >= before_s):
+                if bound_s >= best[0]:
+                    break
+                best = self._opened(sizes, best)
+            if self.limit_s >= best[0]:
+                return best
+            excess, before_s = 2 * excess, self.limit_s
+
+    def _sized(self, chosen: tuple[int, ...], left: int, slowest: Seconds) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Bounds and sizes of ways that begin with `chosen` and may take less than the limit."""
+        self.num_tried += 1
+        if self.num_tried > MOST_TRIED:
+            raise PlanError(_too_many(self.places))
+        at = len(chosen)
+        if at == len(self.sets):
+            yield sum(slowest), chosen
+            return
+        needed = [self._needed(each, slowest) for each in range(at, len(self.sets))]
+        # All devices are shared, so the last pool has the rest.
+        first, last = (left, left) if at == len(self.sets) - 1 else (0, left - sum(needed[1:]))
+        for size in self.sizes:
+            if max(first, needed[0]) <= size <= last:
+                found = _slower(slowest, self.places.least_seconds(self.sets[at], size))
+                if sum(found) < self.limit_s:
+                    yield from self._sized((*chosen, size), left - size, found)
+
+    def _opened(self, chosen: Sequence[int], best: _Best) -> _Best:
+        sizes = [chosen[self.order.index(index)] for index in range(len(chosen))]
+        sets = [self.sets[self.order.index(index)] for index in range(len(chosen))]
+        firsts = first_ranks(self.places.cluster, tuple(sizes))
+        return best if firsts is None else _best(self.places, sets, sizes, firsts, best)
+
+    def _floors(self, at: int) -> list[Seconds]:
+        """For each size of pools the seconds below which a pool of at most this size does not go."""
+        room = self.places.cluster.world_size - sum(self.least) + self.least[at]
+        found, lowest = list[Seconds](), (math.inf, math.inf, math.inf)
+        for size in self.sizes:
+            if self.least[at] <= size <= room:
+                generate_s, prepare_s, train_s = self.places.least_seconds(self.sets[at], size)
+                lowest = min(lowest[0], generate_s), min(lowest[1], prepare_s), min(lowest[2], train_s)
+            found.append(lowest)
+        return found
+
+    def _needed(self, at: int, slowest: Seconds) -> float:
+        """The least size of a pool with which all may end within the limit."""
+        floors = self.floors[at]
+        index = bisect_left(floors, True, key=lambda floor: sum(map(max, slowest, floor)) < self.limit_s)
+        return self.sizes[index] if index < len(floors) else math.inf
 
 
-def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], best: _Best) -> _Best:
+def _slower(first: Seconds, second: Seconds) -> Seconds:
+    return max(first[0], second[0]), max(first[1], second[1]), max(first[2], second[2])
+
+
+def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], firsts: Sequence[int], best: _Best) -> _Best:
     """The better of `best` and the fastest options of the pools; pools are added one by one while that may be."""
     found, bounds = best, [places.least_seconds(*each) for each in zip(sets, sizes, strict=True)]
 
@@ -258,7 +332,7 @@ def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], best: _Be
         if sum(max(each) for each in zip(slowest, *least, strict=True)) >= found[0]:
             return
         if not least:
-            seconds = sum(slowest) + _between(places, sets, chosen)
+            seconds = sum(slowest) + _between(places, firsts, chosen)
             if seconds < found[0]:
                 found = seconds, chosen
             return
@@ -269,19 +343,24 @@ def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], best: _Be
     return found
 
 
-def _between(places: Places, sets: Sequence[Roles], chosen: Sequence[Option]) -> float:
-    """Seconds of the hand-over between pools; inside a pool its options have it."""
+def _between(places: Places, firsts: Sequence[int], chosen: Sequence[Option]) -> float:
+    """Seconds of the hand-over between pools that begin at `firsts`; inside a pool its options have it."""
     flow, names = places.dataflow, [{role.name for role in option.pool.roles} for option in chosen]
     source, target = (
         next(index for index, own in enumerate(names) if role.name in own) for role in (flow.source, flow.generator)
     )
     if source == target:
         return 0.0
-    sizes = tuple(option.pool.devices for option in chosen)
-    firsts = first_ranks(places.cluster, sizes)
-    assert firsts is not None, "allocations lie side by side"
-    spans = [(firsts[index], sizes[index]) for index in (source, target)]
+    spans = [(firsts[index], chosen[index].pool.devices) for index in (source, target)]
     return between_pools(places.cluster, spans[0], spans[1], chosen[target].rows, flow).seconds
+
+
+def _too_many(places: Places) -> str:
+    flow, cluster = places.dataflow, places.cluster
+    return (
+        f"the roles {names_of(flow.roles)} have more than {MOST_TRIED:,} placements that may be the fastest on the "
+        f"{cluster.world_size} devices of cluster {cluster.name!r}: search fewer devices or fewer roles"
+    )
 
 
 def _no_room(places: Places) -> str:
