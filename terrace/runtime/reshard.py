@@ -86,7 +86,7 @@ class HandOver:
         # Groups of its own, since the world's may have no timeout.
         tiers = sorted({each.tier for each in self.program.instructions})
         self._groups = {tier: dist.new_group(timeout=timeout) for tier in tiers}
-        if dist.get_backend() == "nccl":
+        if self._groups and dist.get_backend() == "nccl":
             # All ranks of a group must take part in its first call there, and not all have messages at once.
             for group in self._groups.values():
                 dist.all_reduce(torch.zeros(1, device=engine.comm.device), group=group)
