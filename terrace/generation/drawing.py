@@ -28,6 +28,12 @@ def uniform(seed: int, position: int) -> float:
     return (_scrambled(_scrambled(seed + _GOLDEN) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
 
 
+def seed_of(run_seed: int, seed: int) -> int:
+    """The seed of a request from that of its run and its own: neighbours in both have nothing in common."""
+    # The sum of both would give a request of one run the numbers of its neighbour in the next run.
+    return _scrambled(run_seed) + seed
+
+
 def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
     """A token for each row of logits (B, V), and its log-probability under the distribution drawn from.
 

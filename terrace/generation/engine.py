@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError
 from terrace.generation.attention import PagedLayer, Passing, order
-from terrace.generation.drawing import draw, uniform
+from terrace.generation.drawing import draw, seed_of, uniform
 from terrace.generation.pages import BuildPool, GatheredPages, Span, page_bytes
 from terrace.generation.request import Completion, Request
 from terrace.generation.scheduler import Part, Scheduler, Turn
@@ -122,7 +122,7 @@ class GenerationEngine:
         if logits is not None:
             requests = [part.text.request for part in turn.drawing]
             uniforms = [
-                uniform(request.sampling.seed + request.seed, len(part.text.tokens))
+                uniform(seed_of(request.sampling.seed, request.seed), len(part.text.tokens))
                 for part, request in zip(turn.drawing, requests, strict=True)
             ]
             tokens, logprobs = draw(logits, [request.sampling for request in requests], uniforms)

@@ -22,7 +22,7 @@ class Sampling:
     top_k: int = 40
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # a request draws from a generator keyed by this + its own seed, and the token's position
+    seed: int = 0  # a request draws from a generator keyed by this, its own seed, and the token's position
 
     def __post_init__(self) -> None:
         for name, least in (("temperature", 0), ("top_k", 0), ("seed", 0)):

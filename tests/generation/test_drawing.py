@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, TrainingError
-from terrace.generation.drawing import draw, uniform
+from terrace.generation.drawing import draw, seed_of, uniform
 from terrace.generation.request import Sampling
 
 ODDS = [0.1, 0.5, 0.25, 0.15]
@@ -90,6 +90,12 @@ def test_numbers_of_requests_and_positions_are_apart() -> None:
     assert uniform(2**63 + 5, 3) != uniform(5, 3)
     assert len({uniform(0, 2**40 + step) for step in range(3)}) == 3
     assert all(before != after for before, after in pairwise(table[0].tolist()))
+
+
+def test_responses_of_one_run_are_not_those_of_the_next() -> None:
+    seeds = {seed_of(run, request) for run in range(100) for request in range(100)}
+    assert len({uniform(seed, 0) for seed in seeds}) == 100 * 100
+    assert seed_of(1, 2) != seed_of(2, 1)
 
 
 def test_values_out_of_range_are_refused() -> None:
