@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -44,7 +44,7 @@ def read_prompts(
     `longest` or of none; `ConfigError` where nothing is left to train on.
     """
     found = list[Prompt]()
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in _lines(file):
         text = line.get(column)
         if not isinstance(text, str) or not text:
             raise DataError(f"{file} line {number} has no text in {column!r}: it has {', '.join(map(str, line))}")
@@ -70,7 +70,8 @@ def _order(seed: int, turn: int, num: int) -> Sequence[int]:
     return order
 
 
-def _lines(file: Path) -> list[Mapping[str, Any]]:
+def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Numbers of lines (of Parquet: rows), from 1, and their tables."""
     if not file.is_file():
         raise DataError(f"cannot read {file}: there is no such file; name one with run.prompts_file")
     if file.suffix == ".parquet":
@@ -80,17 +81,22 @@ def _lines(file: Path) -> list[Mapping[str, Any]]:
             raise ConfigError(f"{file} needs the package pyarrow: pip install 'terrace[data]'") from error
         except Exception as error:  # whatever the package raises for a damaged file
             raise DataError(f"cannot read {file}: {' '.join(str(error).split())}") from error
-        rows: list[Mapping[str, Any]] = table.to_pylist()
-        return rows
-    found = list[Mapping[str, Any]]()
-    for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file} line {number} is not JSON: {error}") from error
-        if not isinstance(line, dict):
-            raise DataError(f"{file} line {number} is no table: write an object with the prompt in it")
-        found.append(line)
+        yield from enumerate(table.to_pylist(), start=1)
+        return
+    # Of bytes, whose lines end at \n alone: strings of JSON may have U+2028, and other ends of lines of text.
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _table(line, f"{file} line {number}")
+
+
+def _table(line: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is not UTF-8, at its byte {error.start + 1}: write the file anew as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{place} is no table: write an object with the prompt in it")
     return found

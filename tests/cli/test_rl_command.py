@@ -174,6 +174,9 @@ def test_prompts_of_a_file_by_place(tmp_path: Path) -> None:
     [
         ('{"prompt": "1>"}\n{"text": "2>"}\n', DataError, "line 2 has no text in 'prompt': it has text"),
         ('{"prompt": "1>"\n', DataError, "line 1 is not JSON"),
+        ('{"prompt": "1>"}\n\n{"prompt": "2>"\n', DataError, "line 3 is not JSON"),
+        ('{"prompt": "1>"}\n\n{"text": "2>"}\n', DataError, "line 3 has no text"),
+        ('{"prompt": "1>"}\n{"prompt": "\udcff2>"}\n', DataError, "line 2 is not UTF-8, at its byte 13"),
         ("[1]\n", DataError, "line 1 is no table"),
         ('{"prompt": "123>"}\n', DataError, "line 1 has a prompt of 4 tokens: 1 to run.max_prompt = 3"),
         ("", ConfigError, "has 0 prompts, and run.held_out = 0"),
@@ -181,9 +184,17 @@ def test_prompts_of_a_file_by_place(tmp_path: Path) -> None:
 )
 def test_wrong_files_of_prompts_are_refused(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(error, match=message):
         read_prompts(path, "prompt", SortTokenizer(), longest=3, num_held_out=0, seed=0)
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    notes = ["a\u2028b", "a\u0085b"]
+    path.write_text("\r\n".join(json.dumps({"prompt": "1>", "note": note}, ensure_ascii=False) for note in notes))
+    source = read_prompts(path, "prompt", SortTokenizer(), longest=3, num_held_out=1, seed=0)
+    assert [each.data["note"] for each in source.prompts] == notes
 
 
 def test_a_parquet_file_has_the_same_prompts(tmp_path: Path) -> None:
