@@ -27,7 +27,7 @@ from terrace.rl.predicted import predicted, stages_of
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import Run, RunInputs, check_roles, checkpoint_of
 from terrace.rl.runtime import InlineRuntime, Runtime
-from terrace.rl.runtime_local import LocalRuntime
+from terrace.rl.runtime_local import LocalRuntime, unused_gpus
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.lock import folder_lock
@@ -49,7 +49,7 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
     if resume is not None:
         checkpoint_of(inputs, resume)
     chosen = resume or new_folder(folder)
-    print(f"{_words(config)}\nrun folder {chosen}", flush=True)
+    print(f"{_words(config)}{unused_gpus()}\nrun folder {chosen}", flush=True)
     with folder_lock(chosen), _runtime(config) as runtime:
         if resume is None:
             # Before the supervised start, so that a run that ends in it can be resumed.

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from terrace.base.errors import ConfigError, did_you_mean
 
+Balance = Literal["tokens", "rows"]
 Split = Literal["data", "replica"] | None
 Take = Literal["data", "replica", "first", "all", "mean"]
 
@@ -37,11 +38,15 @@ class Call:
     `split`: rows are shared over data ranks of the role's plan, over replicas for generation, or all ranks get all.
     `take`: rows of each data rank or replica, joined in order; what the first rank returns, or a list of all ranks';
     or the mean of numbers by name over the shares of `split` (of data ranks without one), weighted by their rows.
+    `balance`: shares have as even tokens as can be, or as even rows, for work that pads every row to one length.
+    `reads`: the columns that the method reads, so that no others are sent; empty: it may read all.
     """
 
     method: str
     split: Split
     take: Take
+    balance: Balance = "tokens"
+    reads: tuple[str, ...] = ()
 
     @property
     def axis(self) -> str:
@@ -49,21 +54,25 @@ class Call:
         return self.take if self.take in ("data", "replica") else self.split or "data"
 
 
-def call(*, split: Split = None, take: Take = "first") -> Callable[[_Method], _Method]:
+def call(
+    *, split: Split = None, take: Take = "first", balance: Balance = "tokens", reads: tuple[str, ...] = ()
+) -> Callable[[_Method], _Method]:
     """Let a controller call the decorated method.
 
-    Raises `ConfigError` for an unknown `split` or `take`, and for rows that are split over one axis and taken over
-    another: rows would be missing or doubled.
+    Raises `ConfigError` for an unknown `split`, `take` or `balance`, and for rows that are split over one axis and
+    taken over another: rows would be missing or doubled.
     """
     if split not in _SPLITS:
         raise ConfigError(f"split = {split!r}: must be one of {', '.join(map(repr, _SPLITS))}")
     if take not in get_args(Take):
         raise ConfigError(f"take = {take!r}{did_you_mean(str(take), get_args(Take))}")
+    if balance not in get_args(Balance):
+        raise ConfigError(f"balance = {balance!r}{did_you_mean(str(balance), get_args(Balance))}")
     if split is not None and take in ("data", "replica") and take != split:
         raise ConfigError(f"split = {split!r} with take = {take!r}: take rows over the axis that they were split over")
 
     def mark(method: _Method) -> _Method:
-        setattr(method, _MARK, Call(method.__name__, split, take))
+        setattr(method, _MARK, Call(method.__name__, split, take, balance, reads))
         return method
 
     return mark

@@ -77,6 +77,12 @@ class Store(Protocol):
     def drop(self, place: Any) -> None:
         """Forget rows that `keep` kept here."""
 
+    def part(self, place: Any, start: int, stop: int, columns: Sequence[str] = ()) -> Any:
+        """The place for who reads rows `start` to `stop` alone, and of these `columns`, if it has one of them.
+
+        It is as long as before; objects of other rows are missing, and may be other columns.
+        """
+
 
 class Host:
     """The roles of one process."""

@@ -77,13 +77,15 @@ class RoleLayout:
         return self._of(self.answering, call.axis)
 
     def bounds(self, call: Call, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """First row and end of the rows of every rank: shares are consecutive, with as even `tokens` as can be.
+        """First row and end of the rows of every rank: shares are consecutive, and as even in `tokens` as can be.
 
-        `tokens` are those of each row. A rank in no replica has no rows, nor have shares beyond the rows.
+        Those of a call with `balance="rows"` are as even in rows. `tokens` are those of each row. A rank in no replica
+        has no rows, nor have shares beyond the rows.
         """
         if call.split is None:
             return [(0, len(tokens))] * self.num_ranks
-        ends = list(accumulate(even_shares(tokens, self.num_shares(call.split)), initial=0))
+        costs = tokens if call.balance == "tokens" else [0] * len(tokens)
+        ends = list(accumulate(even_shares(costs, self.num_shares(call.split)), initial=0))
         own = self._of(self.shares, call.split)
         return [(0, 0) if share == _NO_SHARE else (ends[share], ends[share + 1]) for share in own]
 

@@ -9,7 +9,8 @@ when its owner has dropped it, or ended, and nobody maps it. Only numbers are re
 import mmap
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.rl.packing import Packing
@@ -55,6 +56,10 @@ class SharedMemory:
         finally:
             os.close(file)
         return place.packing.read(memory)
+
+    def part(self, place: Segment, start: int, stop: int, columns: Sequence[str] = ()) -> Segment:
+        """The same file, as `Packing.part` describes it."""
+        return replace(place, packing=place.packing.part(start, stop, columns))
 
     def drop(self, place: Segment) -> None:
         """Close the file; whoever has mapped it keeps the rows."""

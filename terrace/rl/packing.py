@@ -4,6 +4,7 @@ Only numbers are in the block; the objects of a column are in the description.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,6 +28,8 @@ class _Stored:
 @dataclass(frozen=True)
 class _Objects:
     each: tuple[object, ...]
+    before: int = 0  # rows before and after these, whose objects are not here
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,20 @@ class Packing:
             for name, column in rows.columns.items()
         }
         return Packing(num_bytes, columns)
+
+    def part(self, start: int, stop: int, names: Sequence[str] = ()) -> "Packing":
+        """The packing of the same block for who reads rows `start` to `stop` alone: with no others' objects.
+
+        Without the columns that are not among `names`, unless none is.
+        """
+        kept = {name: stored for name, stored in self.columns.items() if name in names} or self.columns
+        columns = {
+            name: _Objects(stored.each[start:stop], start, len(stored.each) - stop)
+            if isinstance(stored, _Objects)
+            else stored
+            for name, stored in kept.items()
+        }
+        return Packing(self.num_bytes, columns)
 
     def write(self, rows: Rows, memory: Any) -> None:
         """Copy the tensors of rows, from whatever device, into a buffer of `num_bytes`."""
@@ -72,7 +89,7 @@ def _parts(column: Column) -> tuple[Tensor, ...]:
 
 def _column(memory: Any, stored: tuple[_Stored, ...] | _Objects) -> Column:
     if isinstance(stored, _Objects):
-        return stored.each
+        return (None,) * stored.before + stored.each + (None,) * stored.after
     tensors = [_at(memory, each) for each in stored]
     return tensors[0] if len(tensors) == 1 else Ragged(tensors[0], tensors[1])
 

@@ -121,7 +121,8 @@ class Caller:
         runtime, name = self._pool.runtime, f"{self._role}.{self._call.method}"
         if self._call.split is not None and not rows:
             raise ConfigError(f"{name} splits rows over {self._call.split!r}, and was given none")
-        given = [each if isinstance(each, Handle) else runtime.given(each) for each in rows]
+        reads = self._call.reads
+        given = [each if isinstance(each, Handle) else runtime.given(_only(each, reads)) for each in rows]
         lengths = [len(each) for each in given]
         if len(set(lengths)) > 1:
             raise ConfigError(f"{name} was given {' and '.join(map(str, lengths))} rows: must be equally many")
@@ -129,7 +130,7 @@ class Caller:
         tokens = max((each.tokens for each in given), key=sum, default=[])
         bounds = self._layout.bounds(self._call, tokens)
         sources = self._layout.sources(self._call)
-        pieces = [[_pieces(each.parts, *bound) for each in given] for bound in bounds]
+        pieces = [[runtime.pieces(each.parts, *bound, reads) for each in given] for bound in bounds]
         weights = [bounds[rank][1] - bounds[rank][0] for rank in sources]
         handle = Handle(runtime, name, self._call.take, sources, weights)
         number = runtime.number()
@@ -214,6 +215,20 @@ class Runtime(ABC):
         """The rows of all parts, here."""
         return joined(self._store, [Piece(part.place, 0, len(part.tokens)) for part in parts])
 
+    def pieces(self, parts: Sequence[Part], start: int, stop: int, columns: Sequence[str]) -> tuple[Piece, ...]:
+        """Rows `start` to `stop` of all parts, without the objects of others, for a rank that reads these `columns`."""
+        found, first = [], 0
+        for part in parts:
+            end = first + len(part.tokens)
+            if max(start, first) < min(stop, end):
+                found.append(self._piece(part, max(start, first) - first, min(stop, end) - first, columns))
+            first = end
+        # A share without rows still has their columns.
+        return tuple(found) or (self._piece(parts[0], 0, 0, columns),)
+
+    def _piece(self, part: Part, start: int, stop: int, columns: Sequence[str]) -> Piece:
+        return Piece(self._store.part(part.place, start, stop, columns), start, stop)
+
     @abstractmethod
     def _open(self, pool: Pool) -> None:
         """Start the ranks of a pool."""
@@ -283,16 +298,13 @@ class _Here:
     def drop(self, place: Any) -> None:
         pass
 
+    def part(self, place: Any, start: int, stop: int, columns: Sequence[str] = ()) -> Rows:
+        return _only(self.fetch(place), columns)
 
-def _pieces(parts: Sequence[Part], start: int, stop: int) -> tuple[Piece, ...]:
-    found, first = [], 0
-    for part in parts:
-        end = first + len(part.tokens)
-        if max(start, first) < min(stop, end):
-            found.append(Piece(part.place, max(start, first) - first, min(stop, end) - first))
-        first = end
-    # A share without rows still has their columns.
-    return tuple(found) or (Piece(parts[0].place, 0, 0),)
+
+def _only(rows: Rows, columns: Sequence[str]) -> Rows:
+    kept = {name: column for name, column in rows.columns.items() if name in columns}
+    return Rows(kept) if kept and len(kept) < len(rows.columns) else rows
 
 
 def _mean(numbers: Sequence[Mapping[str, float]], weights: Sequence[int]) -> dict[str, float]:

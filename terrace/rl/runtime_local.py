@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from terrace.base.errors import ConfigError, HangError
+from terrace.base.words import counted
 from terrace.launch.fork_server import start_fork_server
 from terrace.rl.host import Answer, Part, Task
 from terrace.rl.memory import Segment, SharedMemory
 from terrace.rl.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
-from terrace.rl.processes import GRACE_S, Processes
+from terrace.rl.processes import GRACE_S, STACKS_S, Processes
 from terrace.rl.runtime import Handle, Pool, Runtime
 from terrace.rl.serve import PROTOCOL
 
 _CLOSE_S = 1.0  # for idle ranks to end
-_STACKS_S = 0.3  # for a process to write its stacks
 _VERDICT_S = GRACE_S + 10.0  # for the pool to end its processes, and to say why
 
 
@@ -32,6 +34,13 @@ class _Rank(Pending):
 
     link: "Connection[Any, Any]"
     dropped: deque[Segment] = field(default_factory=deque)
+
+
+def unused_gpus() -> str:
+    """A line on GPUs of this machine, which roles do not use; empty without one."""
+    if not torch.cuda.is_available():
+        return ""
+    return f"\nroles run on the CPU, over gloo: {counted(torch.cuda.device_count(), 'GPU')} of this machine not used"
 
 
 class LocalRuntime(Runtime):
@@ -92,7 +101,7 @@ class LocalRuntime(Runtime):
         for link in ready:
             if not self._receive(self._ranks[link]):
                 self._fail(self._ranks[link].pool)
-        if not ready and patience_s == limit_s:
+        if not ready and limit_s <= patience_s:
             self._fail_late()
 
     def _receive(self, rank: _Rank) -> bool:
@@ -112,7 +121,8 @@ class LocalRuntime(Runtime):
         if part.place.pid == os.getpid():
             self._store.drop(part.place)
         elif (owner := self._of_pid.get(part.place.pid)) is not None:
-            owner.dropped.append(part.place)
+            # The objects of these rows need not travel to be dropped.
+            owner.dropped.append(self._store.part(part.place, 0, 0))
 
     def close(self) -> None:
         """End all processes: idle ones end by themselves, others are killed."""
@@ -167,7 +177,7 @@ class LocalRuntime(Runtime):
             self._failure = self._failure or (late[0].pool, HangError())
         # The stacks of the late ranks tell where they wait.
         self._processes[late[0].pool].signal([each.rank for each in late], signal.SIGUSR1)
-        time.sleep(_STACKS_S)
+        time.sleep(STACKS_S)
         self._end()
         self._error = HangError(f"{words}; stacks are on stderr")
         raise self._error

@@ -7,7 +7,7 @@ machine fetches them. What ranks send each other in their roles' collectives is 
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -65,6 +65,9 @@ class _ObjectStore:
     def drop(self, place: _Place) -> None:
         pass
 
+    def part(self, place: _Place, start: int, stop: int, columns: Sequence[str] = ()) -> _Place:
+        return replace(place, packing=place.packing.part(start, stop, columns))
+
 
 class _Actor:
     """One rank: first `where`, then of one rank `host`, then `join`, then calls."""
@@ -116,19 +119,22 @@ class _Rank(Pending):
 
 
 class RayRuntime(Runtime):
-    """Pools of Ray actors, one a rank, each with `num_cpus` and `num_gpus` of the cluster at `address`.
+    """Pools of Ray actors, one a rank, each with `num_cpus` of the cluster at `address`, on the CPU.
 
     The cluster may be Ray's own default, or one that this process has joined (`ray.init`). Ranks on one node are
     neighbours. Deadlines and errors are those of `LocalRuntime`, but that Ray does not say by which signal a process
-    was killed, and that failures are seen when the controller next calls or waits.
+    was killed, and that failures are seen when the controller next calls or waits. Raises `ConfigError` for `num_gpus`
+    above 0: ranks would hold GPUs that their roles do not use.
     """
 
     def __init__(
         self, address: str | None = None, *, num_cpus: float = 1.0, num_gpus: float = 0.0, timeout_s: float = 1800.0
     ) -> None:
         self._timeout_s = checked(timeout_s)
+        if num_gpus:
+            raise ConfigError(f"num_gpus = {num_gpus:g}: roles run on the CPU, over gloo, so leave GPUs to others")
         super().__init__(_ObjectStore())
-        self._resources = {"CPU": num_cpus, "GPU": num_gpus}
+        self._resources = {"CPU": num_cpus}
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             ray.init(address=address, log_to_driver=False)
@@ -152,9 +158,7 @@ class RayRuntime(Runtime):
                 f"{_START_S:g} s: {free or 'nothing'} free"
             )
         scheduling = PlacementGroupSchedulingStrategy(group)
-        actor = _ray.remote(_Actor).options(
-            num_cpus=self._resources["CPU"], num_gpus=self._resources["GPU"], scheduling_strategy=scheduling
-        )
+        actor = _ray.remote(_Actor).options(num_cpus=self._resources["CPU"], scheduling_strategy=scheduling)
         actors = [actor.remote() for _ in range(pool.num_ranks)]
         places = ray.get([each.where.remote() for each in actors])
         nodes = [node for node, _ in places]
@@ -199,7 +203,7 @@ class RayRuntime(Runtime):
             else:
                 busy[each].references.popleft()
                 busy[each].take(found)
-        if not ready and patience_s == limit_s:
+        if not ready and limit_s <= patience_s:
             late, words = overdue(busy.values(), self._timeout_s)
             if late:
                 self._end(HangError(words))

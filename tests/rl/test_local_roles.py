@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError, DataError, HangError
+from terrace.rl.host import joined
+from terrace.rl.memory import SharedMemory
+from terrace.rl.processes import Processes
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
 from terrace.rl.runtime import Group
@@ -83,6 +86,19 @@ def test_tensors_do_not_pass_the_controller(roles: dict[str, Group]) -> None:
     assert len(pickle.dumps(echoed.parts)) < 10_000
 
 
+def test_a_rank_gets_the_objects_of_its_rows_alone(roles: dict[str, Group]) -> None:
+    runtime = roles["actor"]._pool.runtime
+    given = runtime.given(Rows({"prompts": prompts_of(1, 1, 1).ragged("prompts"), "texts": ("aaa", "bbb", "ccc")}))
+    (piece,) = runtime.pieces(given.parts, 1, 2, ())
+    assert [text in pickle.dumps(piece) for text in (b"aaa", b"bbb", b"ccc")] == [False, True, False]
+    (read,) = runtime.pieces(given.parts, 1, 2, ("prompts",))
+    assert b"bbb" not in pickle.dumps(read)
+    found = joined(SharedMemory(), [piece])
+    assert found.objects("texts") == ("bbb",)
+    assert found.ragged("prompts").rows()[0].tolist() == [1]
+    assert list(joined(SharedMemory(), [read]).columns) == ["prompts"]
+
+
 def test_rows_changed_in_place_are_changed_for_nobody_else(roles: dict[str, Group]) -> None:
     made = roles["actor"].echo.remote(Rows({"scores": torch.ones(3)}))
     assert roles["reward"].change(made).tensor("zeros").tolist() == [0, 0, 0]
@@ -138,6 +154,27 @@ def test_a_failure_has_one_error_and_ends_all(how: str, error: type[Exception], 
         assert took_s < ENDED_S + (2.0 if how == "stalled" else 0.0)
         with pytest.raises(error):
             roles["critic"].pid()
+
+
+def test_a_call_that_is_overdue_before_anybody_waits_is_named() -> None:
+    with LocalRuntime(timeout_s=2.0) as runtime:
+        actor = runtime.pool(1).host(actor=(Scaler, {}))["actor"]
+        late = actor.fail.remote(rank=0, how="stalled")
+        time.sleep(2.2)
+        with pytest.raises(HangError, match=r"actor\.fail: rank 0 did not answer within 2 s"):
+            late.get()
+
+
+def test_a_rank_that_is_stuck_at_its_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrace.rl.processes.serve", stuck)
+    failures = list[BaseException]()
+    with pytest.raises(HangError, match=r"ranks 0-1 of a new pool did not start within 3 s; stacks are on stderr"):
+        Processes(2, failures.append, start_s=3.0)
+    assert len(failures) == 1, "its processes have ended"
+
+
+def stuck(*_: object) -> None:
+    time.sleep(600.0)
 
 
 def test_a_failure_that_nobody_waits_for_ends_all() -> None:

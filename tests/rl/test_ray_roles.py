@@ -75,8 +75,12 @@ def test_an_actor_that_is_killed_or_late_is_named() -> None:
             actor.fail(rank=0, how="killed")
     with RayRuntime(timeout_s=20.0) as runtime:
         actor = runtime.pool(1).host(actor=(Scaler, {}))["actor"]
+        late = actor.fail.remote(rank=0, how="stalled")
+        time.sleep(20.5)  # nobody waits when its time is over
         with pytest.raises(HangError, match=r"actor\.fail: rank 0 did not answer within 20 s"):
-            actor.fail(rank=0, how="stalled")
+            late.get()
+    with pytest.raises(ConfigError, match="num_gpus = 1: roles run on the CPU"):
+        RayRuntime(num_gpus=1.0)
     with pytest.raises(ConfigError, match="joined a Ray cluster already"):
         RayRuntime("127.0.0.1:1")
 

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from terrace.base.errors import ConfigError, PlanError
 from terrace.rl.calls import Call, call, call_of, calls_of
 from terrace.rl.layout import RoleLayout, even_shares
+from terrace.rl.workers.critic import Critic
+from terrace.rl.workers.policy import Actor, Reference
+from terrace.rl.workers.reward_model import RewardModel
 from tests.support.parity import exact
 from tests.support.toy_roles import Scaler
 from tests.support.toys import cluster_of
@@ -39,6 +42,13 @@ def test_tensor_ranks_share_rows_and_the_first_answers() -> None:
     layout = layout_of(2, 2, inner={"tensor": 2}, outer={"data": 2})
     assert layout.bounds(SCORE, LENGTHS) == [(0, 1), (0, 1), (1, 4), (1, 4)]
     assert layout.sources(SCORE) == (0, 2)
+
+
+def test_a_call_that_pads_every_row_has_equally_many_on_all() -> None:
+    layout = layout_of(2, 2, inner={"tensor": 2}, outer={"data": 2})
+    assert layout.bounds(Call("score", "data", "data", "rows"), LENGTHS) == [(0, 2), (0, 2), (2, 4), (2, 4)]
+    scoring = ((Actor, "logprobs"), (Reference, "logprobs"), (Critic, "values"), (RewardModel, "rewards"))
+    assert all(calls_of(worker)[method].balance == "rows" for worker, method in scoring)
 
 
 def test_the_last_stage_of_a_pipeline_answers() -> None:
@@ -119,6 +129,6 @@ def test_methods_say_how_they_are_called() -> None:
         call_of(Scaler, "hidden", "actor")
     with pytest.raises(ConfigError, match="did you mean 'score'"):
         call_of(Scaler, "scores", "actor")
-    for wrong in ({"split": "rows"}, {"take": "last"}, {"split": "data", "take": "replica"}):
-        with pytest.raises(ConfigError, match=r"split|take"):
+    for wrong in ({"split": "rows"}, {"take": "last"}, {"balance": "cost"}, {"split": "data", "take": "replica"}):
+        with pytest.raises(ConfigError, match=r"split|take|balance"):
             call(**wrong)  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 import pytest
 
 from terrace.base.errors import ConfigError, DataError
+from terrace.rl.calls import call
 from terrace.rl.layout import RoleLayout
+from terrace.rl.rows import Rows
 from terrace.rl.runtime import InlineRuntime
 from tests.support.toy_roles import Paired, Scaler, prompts_of
 
@@ -47,12 +49,33 @@ def test_what_cannot_be_called_is_refused() -> None:
             runtime.pool(1).host(critic=(Fours, {}))
 
 
+def test_a_call_gets_the_columns_that_it_reads() -> None:
+    with InlineRuntime() as runtime:
+        reader = runtime.pool(1).host(reader=(Reader, {}))["reader"]
+        rows = prompts_of(1, 1)
+        assert reader.names(rows) == ["prompts"]
+        assert reader.names(reader.all_of.remote(rows)) == ["prompts"]
+
+
 def test_errors_come_as_they_are_with_role_and_method() -> None:
     with InlineRuntime() as runtime:
         actor = runtime.pool(1).host(actor=(Scaler, {}))["actor"]
         with pytest.raises(KeyError) as caught:
             actor.fail(rank=0, how="bug")
         assert caught.value.__notes__ == ["in actor.fail"]
+
+
+class Reader(Scaler):
+    """Says which columns it was given."""
+
+    @call(split="data", take="first", reads=("prompts",))
+    def names(self, rows: Rows) -> list[str]:
+        return list(rows.columns)
+
+    @call(split="data", take="data")
+    def all_of(self, rows: Rows) -> Rows:
+        assert list(rows.columns) == ["prompts", "texts"]
+        return rows
 
 
 class Fours(Paired):

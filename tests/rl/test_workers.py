@@ -13,7 +13,9 @@ import torch.distributed as dist
 from terrace.base.errors import TrainingError
 from terrace.generation.engine import GenerationEngine
 from terrace.launch.start import LocalPool, World
-from terrace.rl.algorithm import algorithm_of
+from terrace.model.config import block_specs
+from terrace.rl.algorithm import Algorithm, Sums, algorithm_of, policy_loss
+from terrace.rl.batches import objective_of
 from terrace.rl.calls import calls_of
 from terrace.rl.config import resolve
 from terrace.rl.host import tokens_of
@@ -23,8 +25,9 @@ from terrace.rl.rows import Rows, cat
 from terrace.rl.sort_task import END, SortPrompts
 from terrace.rl.workers import policy
 from terrace.rl.workers.critic import Critic
-from terrace.rl.workers.engine_rows import EngineSettings
+from terrace.rl.workers.engine_rows import EngineSettings, engine_of, scores
 from terrace.rl.workers.policy import Actor, Reference, Student
+from terrace.rl.workers.reward_model import RewardModel
 from tests.support.parity import exact
 from tests.support.pipelines import OUTER, pipelined
 from tests.support.toys import cluster_of
@@ -169,6 +172,20 @@ def test_keys_and_values_have_pages_for_the_requests_alone(monkeypatch: pytest.M
     monkeypatch.setattr(actor._hand_over, "run", watched)
     actor.hand_over()
     assert held == [None]
+
+
+def test_roles_that_only_score_hold_parameters_alone() -> None:
+    settings, examples = settings_of(1, sequence=21), SortPrompts().examples(0, MINI_BATCH)
+    learner = engine_of(None, settings, objective_of(policy_loss(Algorithm(), Sums(float))), "cpu")
+    reference = Reference(None, settings=settings)
+    wanted, found = scores(learner, examples), reference.logprobs(examples).ragged("reference")
+    assert torch.equal(found.values, wanted.values)
+    model = RewardModel(None, settings=replace(settings, model=replace(MODEL, scalar_head=True)))
+    for engine, config in ((reference.engine, MODEL), (model._engine, replace(MODEL, scalar_head=True))):
+        held, num = engine.comm.meter.peak(), sum(block.num_trainable for block in block_specs(config))
+        assert held["params"] == 8 * num
+        assert not any(held.get(name) for name in ("grads", "grads_full", "optimizer"))
+    assert learner.comm.meter.peak()["optimizer"] > 0
 
 
 def test_a_resumed_actor_has_the_same_bits(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from terrace.rl.losses import value_loss
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
 from terrace.rl.workers.engine_rows import (
+    TEXTS,
     EngineSettings,
     device_of,
     engine_of,
@@ -51,7 +52,7 @@ class Critic:
         """Data ranks of the plan."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
-    @call(split="data", take="data")
+    @call(split="data", take="data", balance="rows", reads=TEXTS)
     def values(self, rows: Rows) -> Rows:
         """`values` before each token of the responses."""
         return Rows({"values": values(self._engine, rows)})

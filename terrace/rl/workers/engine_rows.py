@@ -34,6 +34,8 @@ from terrace.runtime.objective import Objective
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.job import device_of as run_device
 
+TEXTS = ("prompts", "responses", "emitted")  # columns of which micro-batches are made
+ALL = ("*",)  # parameters, by pattern
 _EACH = Aggregation("token-mean")  # of rows that are scored: no loss is taken of them
 
 
@@ -55,11 +57,17 @@ class EngineSettings:
 
 
 def engine_of(
-    world: World | None, settings: EngineSettings, objective: Objective, device: torch.device | str
+    world: World | None,
+    settings: EngineSettings,
+    objective: Objective,
+    device: torch.device | str,
+    *,
+    freeze: Sequence[str] = (),
 ) -> Engine:
     """The engine of a role on this rank of its world; None is a world of one rank.
 
-    Raises `PlanError`, `ProgramError` or `ModelError`, on all ranks.
+    A role that only scores gives `freeze=ALL`, and holds neither gradients nor optimizer states. Raises `PlanError`,
+    `ProgramError` or `ModelError`, on all ranks.
     """
     specs = block_specs(settings.model)
     return Engine(
@@ -73,6 +81,7 @@ def engine_of(
         device=device,
         optimizer=settings.optimizer,
         initial=_initial(settings),
+        freeze=freeze,
         declared=specs,
         sequence=settings.sequence,
         seed=settings.seed,
@@ -165,7 +174,7 @@ def saved(
 
 
 def _only(rows: Rows, columns: Sequence[str]) -> Rows:
-    wanted = {"prompts", "responses", "emitted", *columns}
+    wanted = {*TEXTS, *columns}
     return Rows({name: column for name, column in rows.columns.items() if name in wanted})
 
 

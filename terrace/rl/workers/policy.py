@@ -31,6 +31,8 @@ from terrace.rl.layout import RoleLayout
 from terrace.rl.ragged import Ragged, offsets_of
 from terrace.rl.rows import Rows
 from terrace.rl.workers.engine_rows import (
+    ALL,
+    TEXTS,
     EngineSettings,
     device_of,
     engine_of,
@@ -89,7 +91,7 @@ class Actor:
         sent = self.engine.comm.exchange([planned, self._reshard_bytes() - before])
         return dict(zip(("bytes_planned", "bytes_sent"), map(float, map(sum, zip(*sent, strict=True))), strict=True))
 
-    @call(split="replica", take="replica")
+    @call(split="replica", take="replica", reads=("prompts", "seeds"))
     def generate(self, rows: Rows, *, greedy: bool = False) -> Rows:
         """Responses to prompts: `responses`, their log-probabilities `rollout`, `versions` of the weights, `finish`.
 
@@ -122,7 +124,7 @@ class Actor:
             "finish": tuple(each.finish for each in made),
         })  # fmt: skip
 
-    @call(split="data", take="data")
+    @call(split="data", take="data", balance="rows", reads=TEXTS)
     def logprobs(self, rows: Rows) -> Rows:
         """Log-probabilities `old` of the responses' tokens, as the engine finds them."""
         return Rows({"old": scores(self.engine, rows)})
@@ -174,14 +176,14 @@ class Reference:
 
     def __init__(self, world: World | None, *, settings: EngineSettings) -> None:
         objective = objective_of(policy_loss(Algorithm(), Sums(float)))
-        self.engine = engine_of(world, settings, objective, device_of())
+        self.engine = engine_of(world, settings, objective, device_of(), freeze=ALL)
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings) -> RoleLayout:
         """Data ranks of the plan."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
-    @call(split="data", take="data")
+    @call(split="data", take="data", balance="rows", reads=TEXTS)
     def logprobs(self, rows: Rows) -> Rows:
         """Log-probabilities `reference` of the responses' tokens."""
         return Rows({"reference": scores(self.engine, rows)})

@@ -12,7 +12,7 @@ from terrace.rl.calls import call
 from terrace.rl.layout import RoleLayout
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
-from terrace.rl.workers.engine_rows import EngineSettings, device_of, engine_of, values
+from terrace.rl.workers.engine_rows import ALL, EngineSettings, device_of, engine_of, values
 
 
 class RewardModel:
@@ -24,14 +24,15 @@ class RewardModel:
     def __init__(self, world: World | None, *, settings: EngineSettings, column: str = "reward") -> None:
         """Raises as the engine does."""
         self._column = column
-        self._engine = engine_of(world, settings, values_objective_of(lambda found, _: found.values.sum()), device_of())
+        objective = values_objective_of(lambda found, _: found.values.sum())
+        self._engine = engine_of(world, settings, objective, device_of(), freeze=ALL)
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, column: str = "reward") -> RoleLayout:
         """Data ranks of the plan."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
-    @call(split="data", take="data")
+    @call(split="data", take="data", balance="rows", reads=("prompts", "responses"))
     def rewards(self, rows: Rows) -> Rows:
         """The column, fp32 (R)."""
         responses = rows.ragged("responses")
