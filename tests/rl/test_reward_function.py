@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,23 @@ def words(samples: Sequence[Sample]) -> list[str]:
     return ["good", "bad"]
 
 
+def beyond_fp32(samples: Sequence[Sample]) -> list[float]:
+    return [1.0, 1e39]
+
+
+def beyond_fp64(samples: Sequence[Sample]) -> list[int]:
+    return [1, 10**400]
+
+
+def of_numpy(samples: Sequence[Sample]) -> list[np.float32]:
+    return [np.float32(0.5), np.float32(2.0)]
+
+
+def endless(samples: Sequence[Sample]) -> Iterator[float]:
+    while True:
+        yield 1.0
+
+
 def broken(samples: Sequence[Sample]) -> Iterator[float]:
     yield 1.0
     raise KeyError("answer")
@@ -58,10 +76,23 @@ def test_a_function_sees_prompts_texts_ends_and_data() -> None:
     assert rewards("graded").tensor("reward").tolist() == [5 + 2 + 1, 7 + 1 + 0]
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert rewards("of_numpy").tensor("reward").tolist() == [0.5, 2.0]
+
+
+def test_a_share_without_rows_does_not_call_the_function() -> None:
+    worker = RewardFunction(None, function=f"{HERE}:broken", tokenizer=SortTokenizer())
+    found = worker.rewards(rows().part(0, 0)).tensor("reward")
+    assert (found.shape, found.dtype) == ((0,), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         ("short", r"gave 1 number for 2 responses, the first to '31>': give one for each"),
+        ("beyond_fp32", r"gave 1e\+39 for the response to '72>': give a finite number, which fp32 can hold"),
+        ("beyond_fp64", r"gave 1000.*000 for the response to '72>': give a finite number"),
+        ("endless", r"gave more than 2 numbers for 2 responses, the first to '31>': give one for each"),
         ("never_a_number", r"gave nan for the response to '72>': give a finite number"),
         ("words", r"gave 'good' for the response to '31>'"),
         ("broken", r"raised KeyError: 'answer', in line \d+ of .*\.py, at the response to '72>'"),

@@ -8,11 +8,14 @@ function that yields its numbers one by one has the prompt named that it stood a
 
 import math
 import os
+import reprlib
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from itertools import islice
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from terrace.rl.prompts import Sample
 from terrace.rl.rows import Rows
 
 Function = Callable[[Sequence[Sample]], Iterable[float]]
+_OBJECTS = ("prompt_texts", "finish", "data")  # columns
 _SHOWN = 60  # characters of a prompt in an error
 
 
@@ -67,23 +71,27 @@ class RewardFunction:
         self._name, self._function = function, load_function(function)
         self._tokenizer, self._deadline_s, self._column = tokenizer, deadline_s, column
 
-    @call(split="data", take="data")
+    @call(split="data", take="data", reads=("responses", *_OBJECTS))
     def rewards(self, rows: Rows) -> Rows:
-        """The column, fp32 (R). Raises `TrainingError` naming the prompt of a number that is missing, late or none."""
+        """The column, fp32 (R). Raises `TrainingError` naming the prompt of a number that is missing, late or none.
+
+        A share without rows does not call the function.
+        """
         texts = [self._tokenizer.decode(each.tolist()) for each in rows.ragged("responses").rows()]
-        columns: list[Any] = [rows.objects(name) for name in ("prompt_texts", "finish", "data")]
+        columns: list[Any] = [rows.objects(name) for name in _OBJECTS]
         samples = [
             Sample(prompt, response, finish, data)
             for prompt, response, finish, data in zip(columns[0], texts, *columns[1:], strict=True)
         ]
-        return Rows({self._column: torch.tensor(self._numbers(samples), dtype=torch.float32)})
+        return Rows({self._column: torch.tensor(self._numbers(samples) if samples else [], dtype=torch.float32)})
 
     def _numbers(self, samples: Sequence[Sample]) -> list[float]:
         found, failed = list[Any](), list[BaseException]()
 
         def run() -> None:
             try:
-                for number in self._function(samples):
+                # One more than is asked for is enough to tell a function that gives too many, or never ends.
+                for number in islice(self._function(samples), len(samples) + 1):
                     found.append(number)
             except BaseException as error:
                 failed.append(error)
@@ -106,17 +114,30 @@ class RewardFunction:
                 f"{last.filename}, at the response to {_shown(samples[at])}"
             ) from failed[0]
         if len(found) != len(samples):
+            given = counted(len(found), "number") if len(found) < len(samples) else f"more than {len(samples)} numbers"
             raise TrainingError(
-                f"the reward {self._name} gave {counted(len(found), 'number')} for "
+                f"the reward {self._name} gave {given} for "
                 f"{counted(len(samples), 'response')}, the first to {_shown(samples[0])}: give one for each, in order"
             )
-        for sample, number in zip(samples, found, strict=True):
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        numbers = [_in_fp32(number) for number in found]
+        for sample, number, given in zip(samples, numbers, found, strict=True):
+            if not math.isfinite(number):
                 raise TrainingError(
-                    f"the reward {self._name} gave {number!r} for the response to {_shown(sample)}: give a finite "
-                    "number"
+                    f"the reward {self._name} gave {reprlib.repr(given)} for the response to {_shown(sample)}: give a "
+                    "finite number, which fp32 can hold"
                 )
-        return [float(number) for number in found]
+        return numbers
+
+
+def _in_fp32(given: Any) -> float:
+    """The number as it will be kept; NaN for what is none."""
+    # Those of numpy are registered as real, but its bool is not.
+    if isinstance(given, bool) or not isinstance(given, Real):
+        return math.nan
+    try:
+        return float(torch.tensor(float(given), dtype=torch.float32))
+    except OverflowError:  # an int beyond fp64
+        return math.inf
 
 
 def _shown(sample: Sample) -> str:
