@@ -26,7 +26,7 @@ def continue_texts(
     stop_texts: Collection[str] = (),
     decode: Decode | None = None,
 ) -> list[Completion]:
-    """Up to `num_tokens` further tokens of every prompt; text i draws from the sampling's seed + i.
+    """Up to `num_tokens` further tokens of every prompt; text i draws by the sampling's seed and by i.
 
     A text that `stops` or `stop_texts` end has the token that ended it. Frozen matrices of the blocks are rearranged in
     memory (terrace.model.arranged). Raises `ConfigError` for an empty prompt and for what no request can ask.

@@ -130,14 +130,15 @@ def test_texts_do_not_depend_on_those_beside_them_and_end_where_they_are_told_to
     drawn = Sampling(temperature=1.0, top_k=0, seed=3)
     texts = continue_texts(blocks, config, prompts, num_tokens=20, context=32, sampling=drawn)
     for row, text in enumerate(texts):
-        alone = replace(drawn, seed=3 + row)
-        (again,) = continue_texts(blocks, config, [prompts[row]], num_tokens=20, context=32, sampling=alone)
+        beside = [tokens_of(7, 10 + other) for other in range(3)]
+        beside[row] = prompts[row]
+        again = continue_texts(blocks, config, beside, num_tokens=20, context=32, sampling=drawn)[row]
         assert again.tokens == text.tokens
     first, second, last = (each.tokens for each in texts)
-    stop = second[7]
-    assert stop not in second[:7] + first + last
+    end = next(end for end, token in enumerate(second) if end > 3 and token not in (*second[:end], *first, *last))
+    stop = second[end]
     stopped = continue_texts(blocks, config, prompts, num_tokens=20, context=32, sampling=drawn, stops=[stop])
-    assert [each.tokens for each in stopped] == [first, second[:8], last]
+    assert [each.tokens for each in stopped] == [first, second[: end + 1], last]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral", "glm4_moe"])

@@ -110,7 +110,7 @@ def test_generate_prints_the_same_text_from_anywhere(
     assert first.startswith("The ")
     assert len(first) > 8
     assert first == text() != greedy
-    assert text("--temperature", "1e-40", "--seed", "9") == greedy
+    assert text("--temperature", "1e-6", "--seed", "9") == greedy
     assert len(text("--prompt", "")) > 4
 
 
