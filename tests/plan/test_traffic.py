@@ -181,7 +181,8 @@ def recount(case: Setting) -> Bytes:
                 sent[message, name] += ways * 8 * num_control
                 continue
             for size in (-(-size // world) * world for size in sizes if size):
-                if instruction.op is Op.SYNC and tier >= first_sparse(case, crossed, outside_optimizer):
+                first = first_whole(case, crossed, outside_optimizer)
+                if instruction.op is Op.SYNC and tier >= first:
                     sent[message, name] += ways * whole_bytes(case, tier, crossed, outside_optimizer, size)
                     continue
                 if instruction.op in (Op.REDUCE, Op.SYNC):
@@ -190,19 +191,29 @@ def recount(case: Setting) -> Bytes:
                 if instruction.op in (Op.GATHER, Op.REFRESH) or (
                     instruction.op is Op.SYNC and tier >= outside_optimizer
                 ):
-                    sent[message, name] += ways * gathered_bytes(case, message, tier, crossed, size)
+                    # Whole messages end as sums, which the tiers inside code anew.
+                    forwarded = tuple(outer for outer in crossed if instruction.op is not Op.SYNC or outer < first)
+                    sent[message, name] += ways * gathered_bytes(case, message, tier, forwarded, size)
     return {key: count for key, count in sent.items() if count}
 
 
-def first_sparse(case: Setting, crossed: tuple[int, ...], outside_optimizer: int) -> int:
-    """The innermost tier over which every rank adds up whole messages; beyond all tiers if there is none."""
-    sparse = [tier for tier in crossed if format_of(case, "sync", tier).startswith("topk")]
-    return min((tier for tier in sparse if tier >= outside_optimizer), default=len(case.cluster.tiers))
+def first_whole(case: Setting, crossed: tuple[int, ...], outside_optimizer: int) -> int:
+    """The innermost tier over which every rank adds up whole messages; beyond all tiers if there is none.
+
+    Sparse messages go whole, and coded ones between the two members of the outermost tier that is crossed.
+    """
+    reduced = [tier for tier in crossed if tier >= outside_optimizer and case.cluster.tiers[tier].size > 1]
+    whole = [tier for tier in reduced if format_of(case, "sync", tier).startswith("topk")]
+    for tier in reduced:
+        is_coded = format_of(case, "sync", tier) not in ("fp64", "fp32", "bf16")
+        if tier == max(reduced) and case.cluster.tiers[tier].size == 2 and is_coded:
+            whole.append(tier)
+    return min(whole, default=len(case.cluster.tiers))
 
 
 def whole_bytes(case: Setting, tier: int, crossed: tuple[int, ...], outside_optimizer: int, size: int) -> int:
     """A message of all that a rank reduced over the tiers inside, and those that the tiers outside brought."""
-    first = first_sparse(case, crossed, outside_optimizer)
+    first = first_whole(case, crossed, outside_optimizer)
     part = size // (case.cluster.ranks_within(first - 1) if first else 1)
     forwarded = math.prod(case.cluster.tiers[outer].size for outer in crossed if outer > tier)
     return forwarded * message_bytes(format_of(case, "sync", tier), part)
