@@ -1,206 +1,143 @@
-"""To be run once on a machine with a CUDA device; says so and exits 0 on a machine without one.
+"""Everything that is to be found out on a machine with a CUDA device, in one command of at most nine minutes.
 
-    parity     a tiny fp64 decoder under several plans: loss and gradient norm on CUDA against the CPU
-    streams    the engine against itself with the device idle before every instruction: a buffer that is
-               reused or read too early shows as a difference
-    copies     bandwidth on the device, and from and to pinned host memory
-    codecs     block codecs: the reference bit for bit, and bandwidth against a copy (target 70 %)
-    training   a Llama-style stack of about 1 B parameters in bf16: step time, share of the peak (MFU),
-               breakdown of the time, peak memory
+    exactness   a tiny fp64 decoder under several plans, on the device against the CPU; and the engine against itself
+                with the device idle before every instruction: a buffer reused or read too early shows
+    bandwidth   copies on the device, from and to pinned host memory
+    codecs      block codecs: the reference bit for bit, and bandwidth against a copy (target 70 %)
+    training    a Llama-style stack of about 1 B parameters in bf16 by each contestant: the engine, plain PyTorch,
+                both compiled, FSDP2; step time, share of the peak (MFU), memory; then layers of an 8 B model
+    prediction  `terrace probe`, then `terrace train` on its cluster file: step and memory predicted beside measured
+    attention   torch's kernels by head size and length, forward and backward
+    products    bf16 products in a burst and for 30 s, fp8 products beside them
+    generation  tokens a second of the rollout engine, its tokens against those of the CPU
+    tests       the tests marked `gpu`
+
+Each part is a process of its own with a time limit, so a crash or a hang costs that part alone. Rows are written to
+`--out` as they come, and printed when their part ends; parts for which no time is left are named. On a machine without
+a device it says so and exits 0; `--device cpu --tiny` tries the parts themselves there.
 
 MFU counts three times the matrix products of a forward pass, attention as the full square, and nothing for
 recomputation.
 """
 
 import argparse
-import statistics
+import json
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from bench.claims import print_table
-from bench.common import ADAMW, decoder, engine_of, local_cluster, micro_batches
-from bench.gpu_codecs import codec_rows
-from terrace.model.config import ModelConfig, forward_flops, num_params
-from terrace.model.decoder import build_blocks
-from terrace.model.init import initial_value
-from terrace.plan.plan import Plan
-from terrace.plan.presets import preset
-from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
-from terrace.runtime.step_sums import StepResult
+from bench.gpu_parts.setting import Row
 
-PARITY = 1e-10
-STREAM_TOLERANCE = 1e-3  # atomics in backward kernels reorder fp32 sums; a buffer read too early differs far more
-
-Row = tuple[str, str, bool]  # subject, result, whether it passes
+ROOT = Path(__file__).parents[1]
+_LEAST_S = 5.0  # a part that has less is not started
 
 
-def new_engine(config: ModelConfig, plan: Plan, device: str, micros: int, watch: Callable[[], object]) -> Engine:
-    """An engine on one rank; `watch` is called at every instruction."""
+class Part(NamedTuple):
+    """A module of `bench/gpu_parts/`, with an argument after a colon, and the most seconds that it may take."""
 
-    def progress(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
-        watch()
-
-    def initial(block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return initial_value(config, block, name, shape, seed=0)
-
-    # On meta: the engine fills its own buffers from `initial`.
-    cluster = local_cluster({"node": 1})
-    return engine_of(build_blocks(config), cluster, plan, micros, device=device, initial=initial, progress=progress)
+    name: str
+    limit_s: float
 
 
-def train(
-    config: ModelConfig,
-    plan: Plan,
-    device: str,
-    *,
-    steps: int,
-    micros: int,
-    shape: tuple[int, int],
-    watch: Callable[[], object] = lambda: None,
-) -> list[StepResult]:
-    """Train for some steps and return their results."""
-    engine = new_engine(config, plan, device, micros, watch)
-    results = []
-    for number in range(steps):
-        batches = [
-            (tokens.to(device), labels.to(device))
-            for tokens, labels in micro_batches(number, 0, micros, shape, config.vocab_size)
-        ]
-        results.append(engine.step([Batch(*batch) for batch in batches], ADAMW.lr))
-    engine.drain()
-    engine.close()
-    return results
+# In order of worth: the time may end before the parts do.
+PARTS = (
+    Part("exactness", 90),
+    Part("training:engine", 60),
+    Part("training:plain compiled", 75),
+    Part("training:engine compiled", 75),
+    Part("prediction", 120),
+    Part("codecs", 60),
+    Part("bandwidth", 30),
+    Part("training:plain", 45),
+    Part("training:fsdp2 compiled", 75),
+    Part("products", 60),
+    Part("attention", 40),
+    Part("generation", 60),
+    Part("training:8B engine compiled", 75),
+    Part("training:8B plain compiled", 75),
+    Part("tests", 90),
+)
 
 
-def difference(first: Sequence[StepResult], second: Sequence[StepResult]) -> float:
-    """The largest relative difference of loss or gradient norm over the steps."""
-    pairs = [
-        pair for a, b in zip(first, second, strict=True) for pair in ((a.loss, b.loss), (a.grad_norm, b.grad_norm))
-    ]
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+def run_parts(
+    parts: Sequence[Part],
+    command: Callable[[str, Path], Sequence[str]],
+    out: Path,
+    end_s: float,
+) -> Iterator[tuple[str, Row]]:
+    """Run one part after the other until `end_s` on the monotonic clock; yields (part, row) as each part ends.
 
-
-def parity() -> list[Row]:
-    """CUDA against the CPU in fp64."""
-    config = decoder(64, 3, tied=True)
-    cluster = local_cluster({"node": 1})
-    rows: list[Row] = []
-    for name in ("ddp", "zero3"):
-        for recompute in ((), ("*",)):
-            plan = replace(preset(name, cluster), compute="fp64", master="fp64", recompute=recompute)
-            cpu, cuda = (train(config, plan, where, steps=5, micros=2, shape=(2, 32)) for where in ("cpu", "cuda"))
-            worst = difference(cuda, cpu)
-            label = f"parity fp64, {name}{', recompute' if recompute else ''}"
-            rows.append((label, f"{worst:.1e} (limit {PARITY:.0e})", worst <= PARITY))
-    return rows
-
-
-def streams() -> list[Row]:
-    """The engine against itself with an idle device before every instruction."""
-    config = decoder(1024, 6)
-    # A master dtype of its own forces gradient buffers and their reduction on the lane.
-    base = replace(preset("zero3", local_cluster({"node": 1})), compute="fp32", master="fp64", prefetch=2)
-    plans = {
-        "fp32": (base, STREAM_TOLERANCE),
-        "fp32, recompute": (replace(base, recompute=("layers.*",)), STREAM_TOLERANCE),
-        "bf16": (replace(base, compute="bf16", master="fp32"), 50 * STREAM_TOLERANCE),
-    }
-    rows: list[Row] = []
-    for name, (plan, limit) in plans.items():
-        free = train(config, plan, "cuda", steps=10, micros=3, shape=(4, 256))
-        idle = train(config, plan, "cuda", steps=10, micros=3, shape=(4, 256), watch=torch.cuda.synchronize)
-        worst = difference(free, idle)
-        rows.append((f"streams {name}", f"{worst:.1e} (limit {limit:.0e})", worst <= limit))
-    return rows
-
-
-def copies(num_bytes: int = 1 << 30) -> list[Row]:
-    """Bandwidth of copies; on the device a byte counts twice, once read and once written."""
-    host = torch.empty(num_bytes, dtype=torch.uint8).pin_memory()
-    first, second = (torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    kinds = [
-        ("on the device", second, first, 2),
-        ("host to device", first, host, 1),
-        ("device to host", host, first, 1),
-    ]
-    rows: list[Row] = []
-    for name, target, source, factor in kinds:
-        times = []
-        for _ in range(10):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        rows.append((f"copy {name}", f"{factor * num_bytes / statistics.median(times) / 1e9:.0f} GB/s", True))
-    return rows
-
-
-def training(options: argparse.Namespace) -> list[Row]:
-    """A stack of the 1 B class in bf16 with fp32 master copies."""
-    config = decoder(options.hidden, options.layers, vocab=32000)
-    plan = replace(
-        preset(options.preset, local_cluster({"node": 1})),
-        compute="bf16",
-        recompute=("layers.*",) if options.recompute else (),
-    )
-    torch.cuda.reset_peak_memory_stats()
-    engine = new_engine(config, plan, "cuda", options.micros, lambda: None)
-    shape = (options.batch, options.sequence)
-    batches = [
-        (tokens.cuda(), labels.cuda())
-        for tokens, labels in micro_batches(0, 0, options.micros, shape, config.vocab_size)
-    ]
-    times, results = [], []
-    for _ in range(options.steps + 3):
-        begin = time.perf_counter()
-        results.append(
-            engine.step([Batch(*batch) for batch in batches], 1e-4)
-        )  # ends with a read of the loss, so the device is done
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    step_s = statistics.median(times[3:])
-    flops = 3 * options.micros * sum(forward_flops(config, block, *shape) for block in range(config.num_blocks))
-    tokens = options.micros * options.batch * options.sequence
-    parts = sorted(results[-1].time_s.items(), key=lambda item: -item[1])
-    label = f"{num_params(config) / 1e9:.2f} B bf16, {options.preset}, {options.micros} x {shape[0]} x {shape[1]}"
-    first, last = results[0].loss, results[-1].loss
-    return [
-        (f"step of {label}", f"{step_s * 1e3:.1f} ms, {tokens / step_s:.0f} tokens/s", True),
-        (
-            f"MFU of a peak of {options.peak_tflops:g} TFLOP/s",
-            f"{flops / step_s / options.peak_tflops / 1e12:.1%}",
-            True,
-        ),
-        ("time", ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts[:6]), True),
-        ("peak memory", f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB", True),
-        ("loss on one batch", f"{first:.3f} -> {last:.3f}", last < first),
-    ]
+    `command(part, file)` is a command that appends rows to the file, a JSON list a line. A part that fails or is late
+    ends with a row that says so and names its log, a file beside the rows.
+    """
+    for part in parts:
+        left_s = end_s - time.monotonic()
+        if left_s < _LEAST_S:
+            yield part.name, Row("not run", "no time was left", False)
+            continue
+        name = part.name.replace(":", "-").replace(" ", "-")
+        file, log = out / f"{name}.jsonl", out / f"{name}.log"
+        file.unlink(missing_ok=True)
+        limit_s, problem = min(part.limit_s, left_s), ""
+        with log.open("w", encoding="utf-8") as text:
+            try:
+                done = subprocess.run(
+                    command(part.name, file), cwd=ROOT, stdout=text, stderr=text, timeout=limit_s, check=False
+                )
+                problem = f"ended with {done.returncode}" if done.returncode else ""
+            except subprocess.TimeoutExpired:
+                problem = f"had not ended after {limit_s:.0f} s"
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            yield part.name, Row(*json.loads(line))
+        if problem:
+            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing was printed"])[
+                -1
+            ]
+            yield part.name, Row("failed", f"{problem}: {last[:200]} ({log.name})", False)
 
 
 def main() -> int:
-    """Print the table; return 1 when a check fails, 0 without a CUDA device."""
+    """Print the rows of each part as it ends; return 1 when a check fails, 0 without a CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 2048, "layers": 18, "batch": 4, "sequence": 2048, "micros": 2, "steps": 10}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--preset", default="ddp")
-    parser.add_argument("--recompute", action="store_true", help="recompute the layers in the backward")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--minutes", type=float, default=9.0, help="of all parts together")
+    parser.add_argument("--only", help="parts, with commas, by the beginnings of their names")
     parser.add_argument(
-        "--peak-tflops", type=float, default=989.4, help="dense bf16; default: the data sheet of H100 SXM"
+        "--peak-tflops", type=float, default=989.4, help="dense bf16; default: the data sheet of H100 and H200 SXM"
     )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, which try the parts and measure nothing")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device here: nothing was run")
+    end_s = time.monotonic() + 60 * options.minutes
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: nothing was run (--device cpu --tiny tries the parts)")
         return 0
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    rows = [*parity(), *streams(), *copies(), *codec_rows(), *training(options)]
-    print_table(["what", "found", ""], [[what, found, "ok" if good else "WRONG"] for what, found, good in rows])
-    return 0 if all(good for _, _, good in rows) else 1
+    wanted = tuple(options.only.split(",")) if options.only else ("",)
+    parts = [part for part in PARTS if part.name.startswith(wanted)]
+    if not parts:
+        parser.error(f"--only {options.only}: no part begins so; parts are {', '.join(part.name for part in PARTS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}\n", flush=True)
+
+    def command(part: str, file: Path) -> list[str]:
+        words = [sys.executable, "-m", "bench.gpu_parts", part, "--rows", str(file.absolute())]
+        words += ["--folder", str(options.out.absolute()), "--device", options.device]
+        return [*words, "--peak-tflops", f"{options.peak_tflops:g}", *(["--tiny"] if options.tiny else [])]
+
+    found = []
+    for part, row in run_parts(parts, command, options.out, end_s):
+        found.append([part, row.subject, row.found, "ok" if row.passes else "WRONG"])
+        print("  ".join(found[-1]), flush=True)
+    (options.out / "rows.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    wrong = [part for part, _, _, verdict in found if verdict == "WRONG"]
+    print(f"\n{len(found)} rows, {len(wrong)} wrong{': ' * bool(wrong)}{', '.join(dict.fromkeys(wrong))}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ def train(world: World, cases: tuple[tuple[str, str], ...], accum: int) -> dict[
 def agree(found: dict[str, tuple[list[float], float]]) -> None:
     """Losses within the rounding of bf16; norms too, since AdamW would hide a wrong scale of gradients."""
     cases = {(name, 1): Case(name=name, accum=1, losses=losses) for name, (losses, _) in found.items()}
-    assert loss_spread(cases, 1) < 2e-3
+    assert loss_spread(cases, 1) < 5e-3
     norms = [norm for _, norm in found.values()]
     assert max(norms) / min(norms) < 1.02
 

@@ -1,0 +1,61 @@
+"""What all parts are given, and what they give back."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+Work = Callable[[], object]
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    subject: str
+    found: str
+    passes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a part runs; `tiny` is for trying the parts themselves, on a machine without a GPU too."""
+
+    device: str = "cuda"
+    tiny: bool = False
+    peak_tflops: float  # dense bf16, of the data sheet
+    folder: Path  # for files of the part's own; what it leaves there, later parts may read
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def size(self, usual: int, tiny: int) -> int:
+        """The one that counts here."""
+        return tiny if self.tiny else usual
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def median_s(self, work: Work, rounds: int = 20) -> float:
+        """The median time of a call on the device, in seconds, after three others, which may compile."""
+        for _ in range(3):
+            work()
+        return statistics.median(self._once_s(work) for _ in range(self.size(rounds, 2)))
+
+    def _once_s(self, work: Work) -> float:
+        if not self.is_cuda:
+            begin_s = time.perf_counter()
+            work()
+            return time.perf_counter() - begin_s
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3

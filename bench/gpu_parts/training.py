@@ -1,0 +1,211 @@
+"""Steps of a Llama-style stack in bf16 with fp32 master parameters, by one contestant of several.
+
+    python -m bench.gpu --only "training:engine compiled"
+
+Contestants are the engine, a plain PyTorch loop and FSDP2's `fully_shard` on a world of one; "compiled" passes every
+block through `torch.compile`. All train one batch from the values of seed 0, with the same clipping and fused AdamW.
+The stack has about 1 B parameters; "8B" takes layers of Llama 3 8B's shape, as many as memory holds states for.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from bench.common import ADAMW, decoder, free_port, local_cluster, micro_batches, torch_adamw
+from bench.gpu_parts.exactness import new_engine
+from bench.gpu_parts.setting import Row, Setting
+from terrace.model.config import ModelConfig, forward_flops, num_params, parse_model
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.init import initialise
+from terrace.plan.presets import command_plan
+from terrace.runtime.batch import Batch as MicroBatch
+
+GOAL_MFU = 0.5
+GOAL_RATIO = 1.0  # tokens a second over those of plain PyTorch, both compiled
+MICROS = 2
+_STATE_BYTES = 20  # of a parameter: bf16 copy and gradient, fp32 sum, master and two moments
+_FOR_STATES = 0.6  # of the memory; the rest holds activations
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Sequence[Batch]], float]
+
+
+def rows(setting: Setting, contestant: str) -> Iterator[Row]:
+    """Step time, share of the peak, memory and loss."""
+    who, is_compiled = contestant.removeprefix("8B ").split()[0], contestant.endswith("compiled")
+    is_large = contestant.startswith("8B")
+    config = (
+        large(setting) if is_large else decoder(setting.size(2048, 64), setting.size(18, 2), setting.size(32000, 257))
+    )
+    shape = (setting.size(2 if is_large else 4, 1), setting.size(2048, 32))
+    step = CONTESTANTS[who](setting, config, is_compiled)
+    batches = [
+        (tokens.to(setting.device), labels.to(setting.device))
+        for tokens, labels in micro_batches(0, 0, MICROS, shape, config.vocab_size)
+    ]
+    times_s, losses = [], []
+    for _ in range(setting.size(13, 3)):
+        begin_s = time.perf_counter()
+        losses.append(step(batches))
+        setting.finish()
+        times_s.append(time.perf_counter() - begin_s)
+    step_s, tokens = statistics.median(times_s[setting.size(3, 1) :]), MICROS * shape[0] * shape[1]
+    flops = 3 * MICROS * sum(forward_flops(config, block, *shape) for block in range(config.num_blocks))
+    share = flops / step_s / setting.peak_tflops / 1e12
+    size = f"{num_params(config) / 1e9:.2f} B, {config.num_layers} layers, {MICROS} x {shape[0]} x {shape[1]}"
+    yield Row(
+        f"step of {size}",
+        f"{step_s * 1e3:.1f} ms, {tokens / step_s:.0f} tokens/s, first step {times_s[0]:.1f} s",
+    )
+    is_judged = who == "engine" and is_compiled and not setting.tiny
+    yield Row(
+        f"MFU of {setting.peak_tflops:g} TFLOP/s",
+        f"{share:.1%}" + (f" (goal {GOAL_MFU:.0%})" if is_judged else ""),
+        share >= GOAL_MFU or not is_judged,
+    )
+    if setting.is_cuda:
+        yield Row("peak memory", f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated")
+    yield Row("loss on one batch", f"{losses[0]:.3f} -> {losses[-1]:.3f}", losses[-1] < losses[0])
+    yield from _compared(setting, contestant, step_s)
+
+
+def _compared(setting: Setting, contestant: str, step_s: float) -> Iterator[Row]:
+    # Beside the contestants that ran before; each is a process of its own, so the seconds are kept in a file.
+    path = setting.folder / "training.json"
+    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known[contestant] = step_s
+    path.write_text(json.dumps(known), encoding="utf-8")
+    for size in ("", "8B "):
+        ours, theirs = f"{size}engine compiled", f"{size}plain compiled"
+        if contestant in (ours, theirs) and ours in known and theirs in known:
+            ratio = known[theirs] / known[ours]
+            found = f"{ratio:.3f} (goal {GOAL_RATIO:g})"
+            yield Row(
+                f"tokens/s over compiled plain PyTorch{', 8B' * bool(size)}", found, ratio >= GOAL_RATIO or setting.tiny
+            )
+
+
+def large(setting: Setting) -> ModelConfig:
+    """Layers of Llama 3 8B's shape, as many as memory holds the states of."""
+    table: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+    }
+    if setting.tiny:
+        table |= {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        table |= {"num_key_value_heads": 2}
+    memory = torch.cuda.get_device_properties(0).total_memory if setting.is_cuda else 1 << 20
+    layers = 1
+    while layers < 32 and _STATE_BYTES * num_params(_deeper(table, layers + 1)) < _FOR_STATES * memory:
+        layers += 1
+    return _deeper(table, layers)
+
+
+def _deeper(table: dict[str, Any], layers: int) -> ModelConfig:
+    return parse_model({**table, "num_hidden_layers": layers})
+
+
+def engine(setting: Setting, config: ModelConfig, is_compiled: bool) -> Step:
+    """The engine, under the plan of one device."""
+    plan = command_plan({"preset": "ddp", "compute": "bf16"}, local_cluster({"node": 1}))
+    made = new_engine(config, plan, setting.device, MICROS, watch=lambda: None, compiled=is_compiled)
+    return lambda batches: made.step([MicroBatch(*batch) for batch in batches], ADAMW.lr).loss
+
+
+def _blocks(setting: Setting, config: ModelConfig) -> list[nn.Module]:
+    blocks = build_blocks(config)
+    initialise(blocks, config, seed=0, device=torch.device(setting.device))
+    return blocks
+
+
+def plain(setting: Setting, config: ModelConfig, is_compiled: bool) -> Step:
+    """A plain loop: bf16 parameters, gradients of micro-batches summed in fp32, fp32 masters under fused AdamW."""
+    blocks = _blocks(setting, config)
+    working = [parameter for block in blocks for parameter in block.parameters()]
+    masters = [nn.Parameter(parameter.detach().clone()) for parameter in working]
+    for block in blocks:
+        block.to(torch.bfloat16)
+    optimizer = torch_adamw(masters)
+    if is_compiled:
+        for block in blocks:
+            block.compile()
+
+    def step(batches: Sequence[Batch]) -> float:
+        total, count = torch.zeros((), device=setting.device), sum((labels >= 0).sum() for _, labels in batches)
+        for tokens, labels in batches:
+            loss = _loss(blocks, tokens, labels) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            for master, parameter in zip(masters, working, strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                parameter.grad = None
+        nn.utils.clip_grad_norm_(masters, ADAMW.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_copy_([*working], [*masters])
+        return total.item()
+
+    return step
+
+
+def fsdp2(setting: Setting, config: ModelConfig, is_compiled: bool) -> Step:
+    """FSDP2 over a world of one, with its own mixed precision."""
+    backend = "nccl" if setting.is_cuda else "gloo"
+    store = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    mesh = init_device_mesh(setting.device, (1,))
+    blocks = _blocks(setting, config)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = nn.Sequential(*blocks)
+    for block in model:
+        if is_compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    parameters = list(model.parameters())
+    optimizer = torch_adamw(parameters)
+
+    def step(batches: Sequence[Batch]) -> float:
+        total, count = torch.zeros((), device=setting.device), sum((labels >= 0).sum() for _, labels in batches)
+        for micro, (tokens, labels) in enumerate(batches):
+            model.set_requires_gradient_sync(micro == len(batches) - 1)
+            loss = token_loss(model(tokens), labels) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(parameters, ADAMW.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total.item()
+
+    return step
+
+
+def _loss(blocks: Sequence[nn.Module], tokens: Tensor, labels: Tensor) -> Tensor:
+    x = tokens
+    for block in blocks:
+        x = block(x)
+    return token_loss(x, labels)
+
+
+CONTESTANTS: dict[str, Callable[[Setting, ModelConfig, bool], Step]] = {
+    "engine": engine,
+    "plain": plain,
+    "fsdp2": fsdp2,
+}
