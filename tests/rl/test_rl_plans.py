@@ -11,12 +11,14 @@ from torch import Tensor
 
 from terrace.base.errors import DataError, PlanError
 from terrace.launch.start import LocalPool, World
+from terrace.model.attention import AttentionPlans, attend
 from terrace.plan.plan import Plan
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.batches import WEIGHTS, TokenLoss, at_valid_tokens, batch_of, objective_of
 from terrace.rl.losses import cispo, clipped_surrogate, gspo, kl_loss
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
+from terrace.rl.shared_prompts import SharedPromptPlans, share_prompts
 from terrace.runtime.batch import Batch
 from terrace.runtime.token_numbers import TokenNumbers
 from terrace.sequence.token_layout import NOTHING, TokenLayout
@@ -29,8 +31,9 @@ from tests.support.toys import MODELS, SEQUENCE, VOCAB, cluster_of, run_blocks
 MODEL, TOLERANCE = "llama tied", 1e-10
 COLUMNS = ("old", "advantages")
 # Tokens of prompts and responses, and which of the latter the sampler emitted. One is empty, one of observations alone,
-# and two have observations between what was emitted.
-LENGTHS = [(1, 4), (2, 0), (3, 4), (1, 6), (2, 3), (3, 1), (1, 2), (2, 5)]
+# and two have observations between what was emitted. Neighbours with prompts of one length have the same prompt.
+LENGTHS = [(1, 4), (2, 0), (2, 4), (2, 5), (3, 3), (3, 1), (1, 2), (1, 6)]
+PROMPT_OF = [0, 1, 1, 1, 4, 4, 6, 6]
 OBSERVED = {2: (1, 2), 3: (2, 3), 6: (0, 1)}
 
 
@@ -46,7 +49,8 @@ def rollout(step: int) -> Rows:
         return Ragged.of([torch.randint(0, VOCAB, (lengths[part],), generator=draw) for lengths in LENGTHS])
 
     emitted = Ragged.of([torch.tensor(row, dtype=torch.bool) for row in kept])
-    columns = {"prompts": tokens(0), "responses": tokens(1), "emitted": emitted}
+    prompts = tokens(0).take(torch.tensor(PROMPT_OF))
+    columns = {"prompts": prompts, "responses": tokens(1), "emitted": emitted}
     return Rows({**columns, "old": numbers(0.3, -2.4), "advantages": numbers(1.0, 0.0)})
 
 
@@ -143,10 +147,12 @@ def serial(name: str) -> tuple[list[float], list[float], Tensor, list[Tensor]]:
 
 
 def trained(
-    world: World, sizes: tuple[int, ...], plan: Plan, num_micros: int, name: str
+    world: World, sizes: tuple[int, ...], plan: Plan, num_micros: int, name: str, is_joined: bool
 ) -> tuple[list[float], list[float], Tensor, dict[int, Tensor]]:
     """The same on this rank of a plan; log-probabilities by row of the global batch."""
     blocks = MODELS[MODEL].blocks(torch.float64)
+    if is_joined:
+        share_prompts(blocks, 0)
     loss, aggregation, _ = LOSSES[name]
     case = Case(plan, num_micros=num_micros, model=MODEL)
     engine = engine_of(world, cluster_of(*sizes), case, blocks, objective=objective_of(loss))
@@ -156,13 +162,13 @@ def trained(
     def own(step: int) -> list[Rows]:
         return [rollout(step).take(range(place * size, (place + 1) * size)) for place in places]
 
-    results = [
-        engine.step([batch_of(rows, COLUMNS, aggregation, sequence=SEQUENCE) for rows in own(step)], ADAMW.lr)
-        for step in range(NUM_STEPS)
-    ]
+    def batches(parts: list[Rows], columns: tuple[str, ...]) -> list[Batch]:
+        return [batch_of(rows, columns, aggregation, sequence=SEQUENCE, is_joined=is_joined) for rows in parts]
+
+    results = [engine.step(batches(own(step), COLUMNS), ADAMW.lr) for step in range(NUM_STEPS)]
     mine = own(NUM_STEPS)
-    scores = engine.score([batch_of(rows, (), aggregation, sequence=SEQUENCE) for rows in mine])
-    read = [at_valid_tokens(each.log_probs, rows).rows() for each, rows in zip(scores, mine, strict=False)]
+    scores = engine.score(batches(mine, ()))
+    read = [at_valid_tokens(each.log_probs, rows, is_joined).rows() for each, rows in zip(scores, mine, strict=False)]
     found = {place * size + row: x for place, each in zip(places, read, strict=False) for row, x in enumerate(each)}
     parameters = gathered(engine, blocks)
     engine.close()
@@ -175,11 +181,20 @@ def of_size(plan: Plan, micro_batch: int) -> Plan:
 
 PLANS = {
     "one": ((1,), of_size(exact("ddp", cluster_of(1)), 4), 2),
+    "one, joined": ((1,), of_size(exact("ddp", cluster_of(1)), 4), 2),
+    "zero3, joined": ((2,), of_size(exact("zero3", cluster_of(2)), 4), 1),
     "zero3": ((2, 2), of_size(exact("zero3", cluster_of(2, 2)), 1), 2),
     "pipeline": ((2, 2), of_size(pipelined("zero2", OUTER, "zb-h1"), 1), 4),
     "tensor": ((2, 2), of_size(exact("zero3", cluster_of(2, 2), mapping={"package": {"tensor": 2}}), 2), 2),
 }
-EVERYDAY = [("one", "dapo"), ("zero3", "gspo"), ("pipeline", "grpo"), ("tensor", "cispo")]
+EVERYDAY = [
+    ("one", "dapo"),
+    ("one, joined", "gspo"),
+    ("zero3, joined", "dapo"),
+    ("zero3", "gspo"),
+    ("pipeline", "grpo"),
+    ("tensor", "cispo"),
+]
 REST = [(plan, name) for plan in PLANS for name in LOSSES if (plan, name) not in EVERYDAY]
 
 
@@ -187,7 +202,7 @@ REST = [(plan, name) for plan in PLANS for name in LOSSES if (plan, name) not in
 def test_steps_equal_a_loop_over_responses(pool: LocalPool, plan: str, name: str) -> None:
     sizes, value, num_micros = PLANS[plan]
     losses, norms, parameters, logprobs = serial(name)
-    found = pool.run(math.prod(sizes), trained, sizes, value, num_micros, name, timeout_s=120.0)
+    found = pool.run(math.prod(sizes), trained, sizes, value, num_micros, name, "joined" in plan, timeout_s=120.0)
     scored = dict[int, Tensor]()
     for mine in found:
         assert mine[0] == pytest.approx(losses, abs=TOLERANCE)
@@ -206,7 +221,7 @@ def test_a_batch_by_hand() -> None:
         "old": Ragged.of([torch.tensor([0.1, 0.3]), torch.tensor([0.4])]),
     })  # fmt: skip
     batch = batch_of(rows, ("old",), Aggregation("seq-mean-token-mean"), sequence=5)
-    assert batch.inputs.tolist() == [[5, 6, 1, 2, 3], [7, 4, 0, 0, 0]]
+    assert batch.inputs.tolist() == [[5, 6, 1, 2, 0], [7, 0, 0, 0, 0]]
     assert batch.labels.tolist() == [[-100, 1, -100, 3, -100], [4, -100, -100, -100, -100]]
     assert batch.columns["old"].tolist() == torch.tensor([[0, 0.1, 0, 0.3, 0], [0.4, 0, 0, 0, 0]]).tolist()
     assert batch.columns[WEIGHTS].tolist() == [[0, 0.5, 0, 0.5, 0], [1, 0, 0, 0, 0]]
@@ -234,3 +249,47 @@ def test_rows_that_make_no_batch_are_refused() -> None:
         batch_of(rows([1, 2, 3], [1, 2, 3], 3), ("old",), aggregation, sequence=4)
     with pytest.raises(DataError, match=r"old of shape \(1,\) beside responses of shape \(2,\)"):
         batch_of(rows([1], [1, 2], 1), ("old",), aggregation, sequence=4)
+
+
+def test_joined_rows_by_hand() -> None:
+    rows = Rows({
+        "prompts": Ragged.of([torch.tensor(each) for each in ([5, 6], [5, 6], [5, 6], [7])]),
+        "responses": Ragged.of([torch.tensor(each) for each in ([1, 2], [3], [], [4])]).with_values(
+            torch.tensor([1, 2, 3, 4])
+        ),
+        "old": Ragged.of([torch.tensor(each) for each in ([0.1, 0.2], [0.3], [], [0.4])]),
+    })  # fmt: skip
+    batch = batch_of(rows, ("old",), Aggregation("token-mean"), sequence=9, is_joined=True)
+    assert batch.inputs.tolist() == [[5, 6, 1, 6, 7]]
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 1, 0]]
+    assert batch.labels.tolist() == [[-100, 1, 2, 3, 4]]
+    torch.testing.assert_close(batch.columns["old"], torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.4]]))
+
+
+def test_shared_prompts_attend_as_texts_of_their_own() -> None:
+    """Under a window, in pieces longer than a short one, over several documents; gradients too."""
+    draw = seeded(5)
+    texts = [(0, 70), (66, 90), (66, 68), (0, 3), (2, 40), (0, 20), (1, 90)]  # first position, end
+    positions = torch.cat([torch.arange(first, end) for first, end in texts])[None]
+    num = positions.shape[1]
+    query = torch.randn(1, 4, num, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(1, 2, num, 8, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for window in (0, 7, 50):
+        mixed = attend(query, key, value, SharedPromptPlans(window).plan(positions, query))
+        begin, document, expected = 0, 0, []
+        for first, end in texts:
+            document = begin if first == 0 else document
+            own = torch.arange(begin, begin + end - first)
+            before = torch.arange(document, document + first)
+            places = torch.cat([before, own])
+            plan = AttentionPlans(window).plan(None, query[:, :, places])
+            alone = attend(query[:, :, places], key[:, :, places], value[:, :, places], plan)
+            expected.append(alone[:, :, first:])
+            begin += end - first
+        whole = torch.cat(expected, 2)
+        torch.testing.assert_close(mixed, whole, rtol=0, atol=1e-12)
+        weight = torch.randn(whole.shape, generator=draw, dtype=torch.float64)
+        found, wanted = (torch.autograd.grad((each * weight).sum(), (query, key, value)) for each in (mixed, whole))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -22,11 +22,13 @@ from terrace.model.config import ModelConfig, block_specs, to_table
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
+from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.batches import at_valid_tokens, batch_of
 from terrace.rl.ragged import Ragged, joined, offsets_of
 from terrace.rl.rows import Rows, cat
+from terrace.rl.shared_prompts import has_shared_prompts, share_prompts
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import InitialValue
@@ -69,9 +71,11 @@ def engine_of(
     A role that only scores gives `freeze=ALL`, and holds neither gradients nor optimizer states. Raises `PlanError`,
     `ProgramError` or `ModelError`, on all ranks.
     """
-    specs = block_specs(settings.model)
+    specs, blocks = block_specs(settings.model), build_blocks(settings.model)
+    if joins(settings, torch.device(device)):
+        share_prompts(blocks, settings.model.sliding_window)
     return Engine(
-        build_blocks(settings.model),
+        blocks,
         names=[spec.name for spec in specs],
         cluster=settings.cluster,
         plan=settings.plan,
@@ -86,6 +90,15 @@ def engine_of(
         sequence=settings.sequence,
         seed=settings.seed,
     )
+
+
+def joins(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether rows stand end to end, behind one copy of a prompt: where no message has a size that follows from theirs,
+    no router counts them, and masks are cut on a CPU.
+    """
+    mesh = Mesh.of(settings.cluster, settings.plan)
+    parts_rows = any(mesh.total(axis) > 1 for axis in (*PIPELINE, *TENSOR, *CONTEXT))
+    return device.type == "cpu" and settings.model.experts is None and not parts_rows
 
 
 def _initial(settings: EngineSettings) -> InitialValue:
@@ -114,14 +127,16 @@ def step_batches(
     engine: Engine, rows: Rows, columns: Sequence[str], aggregation: Aggregation
 ) -> list[list[tuple[Rows, Batch]]]:
     """Micro-batches of this data rank's `rows`, by step, each beside its rows; as many steps on all ranks."""
-    program = engine.program
+    program, is_joined = engine.program, has_shared_prompts(engine.state.modules.values())
     size, num_micros = program.plan.micro_batch, program.num_micros
     num = -(-max(engine.comm.exchange(len(rows))) // (size * num_micros)) * size * num_micros
     kept = _only(rows, columns)
     whole = cat([kept, _fillers(kept, num - len(rows))]) if num > len(rows) else kept
     micros = whole.split([size] * (num // size))
+    sequence, device = program.sequence, engine.device
     made = [
-        (part, batch_of(part, columns, aggregation, sequence=program.sequence).to(engine.device)) for part in micros
+        (part, batch_of(part, columns, aggregation, sequence=sequence, is_joined=is_joined).to(device))
+        for part in micros
     ]
     return [made[first : first + num_micros] for first in range(0, num // size, num_micros)]
 
@@ -137,10 +152,10 @@ def values(engine: Engine, rows: Rows) -> Ragged:
 
 
 def _numbers(engine: Engine, rows: Rows, read: Callable[[Sequence[Batch]], list[Tensor]]) -> Ragged:
-    found = list[Ragged]()
+    found, is_joined = list[Ragged](), has_shared_prompts(engine.state.modules.values())
     for step in step_batches(engine, rows, (), _EACH):
         by_micro = read([batch for _, batch in step])
-        found += [at_valid_tokens(each.cpu(), part) for each, (part, _) in zip(by_micro, step, strict=False)]
+        found += [at_valid_tokens(each.cpu(), part, is_joined) for each, (part, _) in zip(by_micro, step, strict=False)]
     if not found:
         return Ragged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
     return joined(found).take(torch.arange(len(rows)))
