@@ -55,8 +55,8 @@ class PageCounts:
 
     def _middle(self) -> int:
         # The pages of a pool are many and asked for often: the search for runs is the interpreter's own.
-        begin, end = max(
-            (run.span() for run in re.finditer(rb"\0+", self._used)), key=lambda run: (run[1] - run[0], -run[0])
-        )
+        longest = max(re.findall(rb"\0+", self._used), key=len)
+        begin = self._used.find(longest)
+        end = begin + len(longest)
         # Nobody grows into the run at the very beginning of the pool.
         return begin + (end - begin) // 2 if begin else 0

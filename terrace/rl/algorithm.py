@@ -17,6 +17,7 @@ from terrace.rl.aggregation import Aggregation, Form
 from terrace.rl.batches import WEIGHTS, TokenLoss
 from terrace.rl.kl import Estimator
 from terrace.rl.losses import cispo, clipped_surrogate, entropy_loss, gspo, kl_loss, reinforce
+from terrace.rl.metrics import rollout_sums
 from terrace.rl.ragged import Ragged
 
 Name = Literal[
@@ -154,8 +155,8 @@ def policy_loss(algorithm: Algorithm, sums: Sums) -> TokenLoss:
     """The loss of a policy, which adds what it sees to `sums`.
 
     Columns: `old` log-probabilities and `advantages`; where they are there, `kl_weight` (the coefficient, at every
-    token) with `reference` log-probabilities, and `importance`, which multiplies the weights. Rows without advantages
-    are examples, whose likelihood is raised.
+    token) with `reference` log-probabilities, `importance`, which multiplies the weights, and `rollout`, with which the
+    log-probabilities are compared. Rows without advantages are examples, whose likelihood is raised.
     """
 
     def loss(logprobs: Ragged, entropies: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
@@ -175,6 +176,8 @@ def policy_loss(algorithm: Algorithm, sums: Sums) -> TokenLoss:
             by_token = weights * given["kl_weight"]
             total = total + kl_loss(x, given["reference"], by_token, algorithm.kl_estimator)
         _note(sums, algorithm, x.detach(), given["old"], entropies)
+        if "rollout" in given:
+            _compare(sums, logprobs.with_values(x.detach()), given["rollout"])
         return total
 
     return loss
@@ -202,3 +205,8 @@ def _note(sums: Sums, algorithm: Algorithm, x: Tensor, old: Tensor, entropies: T
     sums["ppo_kl"] += float((old - x).sum())
     if entropies is not None:
         sums["entropy"] += float(entropies.detach().sum())
+
+
+def _compare(sums: Sums, logprobs: Ragged, rollout: Tensor) -> None:
+    for name, value in rollout_sums(logprobs, logprobs.with_values(rollout)).items():
+        sums[name] = max(sums[name], value) if name.endswith("_max") else sums[name] + value

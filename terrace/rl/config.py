@@ -137,6 +137,14 @@ class RlConfig:
         """Labels of a row: all tokens of the longest prompt and response but the first."""
         return self.run.max_prompt + self.run.max_response - 1
 
+    @property
+    def rollout_is_exact(self) -> bool:
+        """Whether generation finds the log-probabilities of training but for rounding in fp32: nothing is coded on its
+        way, and no weights of rollout against training are asked for.
+        """
+        formats = {self.plan.compute, self.plan.messages or "fp32"}
+        return formats == {"fp32"} and not self.plan.wire and self.algorithm.importance_bound is None
+
     def num_micros(self, batch: int) -> int:
         """Micro-batches of a data rank for a step of `batch` rows; raises `PlanError` where they do not fit."""
         return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), batch)

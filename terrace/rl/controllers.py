@@ -20,7 +20,7 @@ from terrace.rl.algorithm import Algorithm
 from terrace.rl.importance import token_ratios, truncated
 from terrace.rl.kl import adapted, estimates, penalised, token_rewards
 from terrace.rl.lagrange import Multiplier, mixed
-from terrace.rl.metrics import Metrics, joined, of_rows, of_tokens
+from terrace.rl.metrics import ROLLOUT, Metrics, joined, of_rows, of_tokens
 from terrace.rl.prompts import PromptSource, rows_of
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows, cat
@@ -76,6 +76,7 @@ class Setup:
     progress: Progress
     lr: Callable[[int], float]
     critic_lr: Callable[[int], float] = field(default=lambda step: 0.0)
+    rollout_is_exact: bool = False  # generation finds the numbers of training, but for rounding: `is_own`
 
 
 Controller = Callable[[Setup], Iterator[Metrics]]
@@ -220,13 +221,22 @@ def overlong(setup: Setup, rows: Rows) -> Rows:
 def scored(setup: Setup, rows: Rows) -> Rows:
     """With log-probabilities `old` of the present policy and, if there is a reference, its own and `kl` by token."""
     texts = only(rows, *_TEXTS)
-    rows = rows | setup.roles.actor.logprobs(texts)
+    of_policy = Rows({"old": rows.ragged("rollout")}) if is_own(setup, rows) else setup.roles.actor.logprobs(texts)
+    rows = rows | of_policy
     if setup.roles.reference is None:
         return rows
     rows = rows | setup.roles.reference.logprobs(texts)
     old, of_reference = rows.ragged("old"), rows.ragged("reference")
     estimator = setup.algorithm.kl_estimator if setup.algorithm.kl == "reward" else "k1"
     return rows | Rows({"kl": old.with_values(estimates(old.values, of_reference.values, estimator))})
+
+
+def is_own(setup: Setup, rows: Rows) -> bool:
+    """Whether what drew the rows is the present policy, so that their log-probabilities `rollout` are its own.
+
+    They are then not computed again; the first update of the step, which finds them anyway, compares.
+    """
+    return setup.rollout_is_exact and bool((rows.ragged("versions").values == setup.progress.updates).all())
 
 
 def only(rows: Rows, *names: str) -> Rows:
@@ -255,7 +265,9 @@ def outcomes_of(setup: Setup, rows: Rows) -> Tensor:
 def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
     """Update the actor with advantages of tokens, and the progress; the numbers of the step."""
     progress, algorithm = setup.progress, setup.algorithm
-    found = of_rows(rows, setup.sizes.num_tokens) | of_tokens("advantages", estimated)
+    compares = is_own(setup, rows)
+    found = of_rows(rows.drop("old") if compares else rows, setup.sizes.num_tokens)
+    found |= of_tokens("advantages", estimated)
     columns = {"old": rows.ragged("old"), "advantages": estimated.with_values(estimated.values.float())}
     if algorithm.kl == "loss" and progress.kl_coefficient:
         weight = torch.full_like(estimated.values, progress.kl_coefficient, dtype=torch.float32)
@@ -263,9 +275,14 @@ def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
     if algorithm.importance_bound is not None:
         ratios = token_ratios(rows.ragged("old"), rows.ragged("rollout"))
         columns["importance"] = truncated(ratios, algorithm.importance_bound)
-    lr, names = setup.lr(progress.step), tuple(columns)
-    parts = mini_batches(setup, only(rows, *_TEXTS) | Rows(columns))
-    updates = [setup.roles.actor.update(part, lr=lr, columns=names) for part in parts]
+    if compares:
+        columns["rollout"] = rows.ragged("rollout")
+    lr, names, updates = setup.lr(progress.step), tuple(columns), list[dict[str, float]]()
+    for part in mini_batches(setup, only(rows, *_TEXTS) | Rows(columns)):
+        updates.append(setup.roles.actor.update(part, lr=lr, columns=names))
+        # Later updates are on another policy than the one that drew.
+        names = tuple(name for name in names if name != "rollout")
+    found |= {name: updates[0].pop(name) for name in ROLLOUT if name in updates[0]}
     found |= joined(updates, "actor") | {"actor/kl_coef": progress.kl_coefficient}
     if algorithm.kl_target is not None:
         kl = float(rows.ragged("kl").sums().mean())

@@ -10,6 +10,7 @@ from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
 
 Metrics = dict[str, float]
+ROLLOUT = ("rollout/logprob_diff_max", "rollout/logprob_diff_mean", "rollout/k3", "rollout/ess")
 
 
 def of_rows(rows: Rows, num_tokens: int) -> Metrics:
@@ -53,18 +54,37 @@ def joined(parts: Iterable[Mapping[str, float]], prefix: str) -> Metrics:
     return {name: sum(values) / len(values) for name, values in lists.items()}
 
 
-def _rollout(old: Ragged, rollout: Ragged) -> Metrics:
-    difference = old.values.double() - rollout.values.double()
-    if not len(difference):
-        return {"rollout/logprob_diff_max": 0.0, "rollout/logprob_diff_mean": 0.0}
-    ratios = old.with_values(difference).sums().exp()
+def rollout_sums(logprobs: Ragged, rollout: Ragged) -> Metrics:
+    """What training's `logprobs` and those of the `rollout` make of some responses; the sums of parts add up.
+
+    A name that ends in `_max` has the largest of parts instead. `rollout_numbers` reads the totals.
+    """
+    difference = logprobs.values.double() - rollout.values.double()
+    ratios = logprobs.with_values(difference).sums().exp()
     return {
-        "rollout/logprob_diff_max": float(difference.abs().max()),
-        "rollout/logprob_diff_mean": float(difference.abs().mean()),
-        "rollout/k3": float((difference.exp() - 1 - difference).mean()),
-        # Effective sample size of the weights of responses (Kong 1992): 1 where rollout and training agree.
-        "rollout/ess": float(ratios.sum().square() / ratios.square().sum() / len(ratios)),
+        "rollout/logprob_diff_max": float(difference.abs().max()) if len(difference) else 0.0,
+        "rollout/logprob_diff_mean": float(difference.abs().sum()),
+        "rollout/k3": float((difference.exp() - 1 - difference).sum()),
+        "rollout/weights": float(ratios.sum()),
+        "rollout/squares": float(ratios.square().sum()),
+        "rollout/responses": float(len(ratios)),
     }
+
+
+def rollout_numbers(means: Metrics) -> Metrics:
+    """The numbers `ROLLOUT` from totals of `rollout_sums`, all but the largest divided by the number of tokens."""
+    found = {name: means[name] for name in ROLLOUT if name in means}
+    # Effective sample size of the weights of responses (Kong 1992): 1 where rollout and training agree.
+    spread = means["rollout/squares"] * means["rollout/responses"]
+    return found | {"rollout/ess": means["rollout/weights"] ** 2 / spread if spread else 1.0}
+
+
+def _rollout(logprobs: Ragged, rollout: Ragged) -> Metrics:
+    if not len(logprobs.values):
+        return {"rollout/logprob_diff_max": 0.0, "rollout/logprob_diff_mean": 0.0}
+    total = rollout_sums(logprobs, rollout)
+    num = {name: 1 if name.endswith("_max") else len(logprobs.values) for name in total}
+    return rollout_numbers({name: value / num[name] for name, value in total.items()})
 
 
 def _summary(prefix: str, values: Tensor, kinds: Iterable[str]) -> Metrics:

@@ -26,7 +26,7 @@ _PHASES = {
 def dataflow_of(config: RlConfig) -> Dataflow:
     """The models of a run and the sizes of its steps; `ModelError` for responses longer than a model has positions."""
     model, run, name = config.model, config.run, config.algorithm.name
-    roles = [Role(name="actor", model=model, generates=True, scores=True, trains=True)]
+    roles = [Role(name="actor", model=model, generates=True, scores=not config.rollout_is_exact, trains=True)]
     if run.reference:
         roles.append(Role(name="reference", model=model, scores=True))
     critics = ("critic", "cost critic") if name == "safe-rlhf" else ("critic",) if name in NEEDS_CRITIC else ()

@@ -250,6 +250,7 @@ class Run:
             progress=self._progress,
             lr=lambda step: config.optimizer.lr * min(1.0, (step + 1) / warm),
             critic_lr=lambda step: run.critic_lr * min(1.0, (step + 1) / warm),
+            rollout_is_exact=config.rollout_is_exact,
         )
 
     def steps(self) -> Iterator[tuple[int, Metrics]]:

@@ -4,6 +4,7 @@ A response has up to four tokens of five; token 0 ends it. Each 1 is worth 1/4; 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -52,6 +53,8 @@ class Table:
         self.algorithm = algorithm_of({"name": name, **TABLES[name], **more})
         self.theta = torch.zeros(LENGTH, VOCAB, requires_grad=True)
         self.optimizer, self.num_hand_overs = torch.optim.Adam([self.theta]), 0
+        self.num_scored = 0
+        self.lag = 0  # updates between the weights that draw and the present ones
         self.given: list[dict[str, Tensor]] = []  # columns of each update
 
     def hand_over(self) -> None:
@@ -67,7 +70,8 @@ class Table:
         lengths = torch.where((drawn == 0).any(-1), ends, LENGTH)
         tokens = Ragged.of([row[:length] for row, length in zip(drawn, lengths.tolist(), strict=True)])
         finish = tuple("length" if length == LENGTH else "stop" for length in lengths.tolist())
-        made = Rows({"responses": tokens, "finish": finish, "versions": tokens})
+        versions = tokens.with_values(torch.full_like(tokens.values, len(self.given) - self.lag))
+        made = Rows({"responses": tokens, "finish": finish, "versions": versions})
         return made | Rows({"rollout": self._logprobs(made)})
 
     def _logprobs(self, rows: Rows) -> Ragged:
@@ -76,6 +80,7 @@ class Table:
         return tokens.with_values(x)
 
     def logprobs(self, rows: Rows) -> Rows:
+        self.num_scored += 1
         return Rows({"old": self._logprobs(rows)})
 
     def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
@@ -202,6 +207,22 @@ def test_every_algorithm_raises_the_reward(name: str) -> None:
     assert steps[-1]["actor/entropy"] < steps[0]["actor/entropy"]
     assert setup.progress.step == len(steps)
     assert setup.roles.actor.num_hand_overs >= len(steps)
+
+
+def test_the_policy_that_drew_is_not_scored_again() -> None:
+    def learnt(is_exact: bool, lag: int = 0) -> Table:
+        setup = replace(setup_of("grpo"), rollout_is_exact=is_exact)
+        table: Table = setup.roles.actor
+        table.lag = lag
+        list(islice(CONTROLLERS["grpo"](setup), 3))
+        return table
+
+    scored, own, late = learnt(False), learnt(True), learnt(True, lag=1)
+    assert (scored.num_scored, own.num_scored, late.num_scored) == (3, 0, 3)
+    assert torch.equal(own.theta, scored.theta)
+    # The first update of a step alone compares.
+    assert [("rollout" in columns) for columns in own.given] == [True, False] * 3
+    assert not any("rollout" in columns for columns in (*scored.given, *late.given))
 
 
 @pytest.mark.parametrize("place", ["reward", "loss"])

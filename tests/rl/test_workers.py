@@ -20,6 +20,7 @@ from terrace.rl.calls import calls_of
 from terrace.rl.config import resolve
 from terrace.rl.host import tokens_of
 from terrace.rl.layout import RoleLayout
+from terrace.rl.metrics import ROLLOUT, of_rows
 from terrace.rl.prompts import rows_of
 from terrace.rl.rows import Rows, cat
 from terrace.rl.sort_task import END, SortPrompts
@@ -200,7 +201,15 @@ def test_a_resumed_actor_has_the_same_bits(tmp_path: Path) -> None:
         rows = prompts | actor.generate(prompts)
         rows = rows | actor.logprobs(rows)
         gains = rows.ragged("old").with_values(torch.cos(torch.arange(len(rows.ragged("old").values))))
-        actor.update(rows | Rows({"advantages": gains}), lr=1e-2, columns=("old", "advantages"))
+        # As if rollout and training were further apart.
+        other = rows.ragged("rollout").with_values(rows.ragged("rollout").values + gains.values.float() / 8)
+        rows = rows.drop("rollout") | Rows({"rollout": other, "advantages": gains, "reward": torch.zeros(len(rows))})
+        found = actor.update(rows, lr=1e-2, columns=("old", "advantages", "rollout"))
+        wanted = of_rows(rows, num_tokens=11)
+        assert {name for name in found if name.startswith("rollout/")} == set(ROLLOUT)
+        assert wanted["rollout/logprob_diff_max"] > 0.1
+        for name in ROLLOUT:
+            assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
         return rows
 
     first = made()

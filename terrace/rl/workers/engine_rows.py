@@ -170,14 +170,20 @@ def own_rows(engine: Engine, rows: Rows) -> Rows:
 
 
 def means_of(engine: Engine, sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over tokens of sums, which have the number of these under "tokens", over all ranks."""
-    total = defaultdict[str, float](float)
+    """Means over tokens of sums, which have the number of these under "tokens", over all ranks.
+
+    Of a name that ends in `_max`, the largest.
+    """
+    total, largest = defaultdict[str, float](float), defaultdict[str, float](float)
     # Ranks with the head have the numbers of their tokens; tensor ranks with the same tokens all count.
     for other in engine.comm.exchange(dict(sums)):
         for name, value in other.items():
-            total[name] += value
+            if name.endswith("_max"):
+                largest[name] = max(largest[name], value)
+            else:
+                total[name] += value
     tokens = max(1.0, total.pop("tokens", 0.0))
-    return {name: value / tokens for name, value in total.items()}
+    return {name: value / tokens for name, value in total.items()} | largest
 
 
 def saved(

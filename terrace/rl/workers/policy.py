@@ -28,6 +28,7 @@ from terrace.rl.algorithm import Algorithm, Sums, policy_loss
 from terrace.rl.batches import objective_of
 from terrace.rl.calls import call
 from terrace.rl.layout import RoleLayout
+from terrace.rl.metrics import rollout_numbers
 from terrace.rl.ragged import Ragged, offsets_of
 from terrace.rl.rows import Rows
 from terrace.rl.workers.engine_rows import (
@@ -140,7 +141,10 @@ class Actor:
         result = self.engine.step([batch for _, batch in step], lr)
         self._version += 1
         means = means_of(self.engine, self._sums)
-        return {"pg_loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **means}
+        own = {name: value for name, value in means.items() if not name.startswith("rollout/")}
+        if len(own) < len(means):
+            own |= rollout_numbers(means)
+        return {"pg_loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **own}
 
     @call()
     def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> str:
