@@ -12,6 +12,7 @@ need no mask.
 Shape legend: T tokens of a row, N query heads, K key-value heads, D head_dim, L queries of a piece, M its keys.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -41,11 +42,11 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens `begin` ... `end` - 1 attend to themselves and to `num_before` tokens from `before` on."""
+    """`size` tokens attend to themselves and to `num_before` tokens of piece `source`, from its token `offset` on."""
 
-    begin: int
-    end: int
-    before: int
+    size: int
+    source: int
+    offset: int
     num_before: int
     mask: Tensor | None  # (L, M); without one, causal
 
@@ -58,15 +59,16 @@ class _Pieces:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output (1, N, T, D) of query over key and value (1, K, T, D)."""
+        sizes = [piece.size for piece in self.pieces]
+        # Not slices: the gradient of each would be as large as the whole.
+        queries, keys, values = (torch.split(part, sizes, 2) for part in (query, key, value))
         mixed = []
-        for piece in self.pieces:
-            own = [part[:, :, piece.begin : piece.end] for part in (query, key, value)]
+        for index, piece in enumerate(self.pieces):
+            own = [keys[index], values[index]]
             if piece.num_before:
-                seen = slice(piece.before, piece.before + piece.num_before)
-                own[1:] = [
-                    torch.cat([part[:, :, seen], new], 2) for part, new in zip((key, value), own[1:], strict=True)
-                ]
-            mixed.append(attend(own[0], own[1], own[2], piece.mask).transpose(1, 2))
+                seen = slice(piece.offset, piece.offset + piece.num_before)
+                own = [torch.cat([run[piece.source][:, :, seen], run[index]], 2) for run in (keys, values)]
+            mixed.append(attend(queries[index], own[0], own[1], piece.mask).transpose(1, 2))
         return torch.cat(mixed, 1).transpose(1, 2)
 
 
@@ -110,14 +112,18 @@ def run_begins(positions: Tensor) -> Tensor:
 
 
 def _cut(positions: Tensor, window: int, dtype: torch.dtype) -> _Pieces:
-    pieces: list[_Piece] = []
-    group: list[_Run] = []
+    groups: list[list[_Run]] = []
     for run in _runs(positions):
-        if group and run.end - group[0].begin > _SHORT_PIECE:
-            pieces.append(_piece(group, positions, window, dtype))
-            group = []
-        group.append(run)
-    return _Pieces((*pieces, _piece(group, positions, window, dtype)))
+        if not groups or run.end - groups[-1][0].begin > _SHORT_PIECE:
+            groups.append([])
+        groups[-1].append(run)
+    # A run lies in one piece, and so does what its siblings see of it.
+    begins = [group[0].begin for group in groups]
+    made = []
+    for group in groups:
+        source = bisect_right(begins, group[0].document) - 1
+        made.append(_piece(group, source, begins[source], positions, window, dtype))
+    return _Pieces(tuple(made))
 
 
 def _runs(positions: Tensor) -> list[_Run]:
@@ -130,14 +136,16 @@ def _runs(positions: Tensor) -> list[_Run]:
     return found
 
 
-def _piece(runs: Sequence[_Run], positions: Tensor, window: int, dtype: torch.dtype) -> _Piece:
+def _piece(
+    runs: Sequence[_Run], source: int, source_begin: int, positions: Tensor, window: int, dtype: torch.dtype
+) -> _Piece:
     begin, end, before = runs[0].begin, runs[-1].end, runs[0].document
     # Other runs of that document in this piece may continue more of it.
     num_before = 0
     if not runs[0].begins_document:
         num_before = max(run.position for run in runs if run.document == before)
     if len(runs) == 1 and not num_before and not 0 < window < end - begin:
-        return _Piece(begin, end, before, 0, None)
+        return _Piece(end - begin, source, 0, 0, None)
     queries = torch.arange(begin, end)
     keys = torch.cat([torch.arange(before, before + num_before), queries])
     lengths = torch.tensor([run.end - run.begin for run in runs])
@@ -150,4 +158,4 @@ def _piece(runs: Sequence[_Run], positions: Tensor, window: int, dtype: torch.dt
     if window:
         sees &= positions[keys] > (positions[queries] - window).unsqueeze(1)
     mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf)
-    return _Piece(begin, end, before, num_before, mask)
+    return _Piece(end - begin, source, before - source_begin, num_before, mask)
