@@ -113,10 +113,13 @@ class GenerationEngine:
         turn = self._scheduler.turn()
         if not turn.parts:
             return {}
-        turn = replace(turn, parts=tuple(turn.parts[index] for index in order(list(map(self._span, turn.parts)))))
+        spans = [self._span(part) for part in turn.parts]
+        ordered = order(spans)
+        spans = [spans[index] for index in ordered]
+        turn = replace(turn, parts=tuple(turn.parts[index] for index in ordered))
         for source, target in turn.copies:
             self.pool.copy(source, target)
-        logits = self._pass(turn)
+        logits = self._pass(turn, spans)
         tokens: list[int] = []
         logprobs: list[float] = []
         if logits is not None:
@@ -150,9 +153,8 @@ class GenerationEngine:
                 f"stop_texts = {request.stop_texts}: this engine cannot decode tokens: give it decode, or stop_tokens"
             )
 
-    def _pass(self, turn: Turn) -> Tensor | None:
+    def _pass(self, turn: Turn, spans: Sequence[Span]) -> Tensor | None:
         """Logits (B, V) after the parts that draw; None if none does."""
-        spans = [self._span(part) for part in turn.parts]
         self.pool.prepare(spans)
         passing = Passing(spans, **self._attending)
         tokens: list[int] = []

@@ -165,9 +165,11 @@ class Scheduler:
 
     def _admit(self, parts: list[Part], left: int) -> int:
         """Have waiting texts run while there are tokens and pages for them; the tokens left."""
+        if not self._waiting or not left:
+            return left
         skipped: list[tuple[int, Text]] = []
         growing = sum(map(self._may_grow, self._running))
-        readers = self._readers() if self._waiting and left else {}
+        readers = self._readers()
         # At most as many run as there are tokens in a turn: each gets one.
         while self._waiting and left and len(self._running) < self._token_budget:
             text = self._waiting[0][1]
