@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,13 @@ class Run:
     words: str
     limit_s: float = 900.0
     needs_root: bool = False
+    extra: str = ""  # of Terrace, and the module that it installs
 
     @property
     def obstacle(self) -> str:
         """Why it cannot run here, or ""."""
+        if self.extra and find_spec(self.extra) is None:
+            return f"it needs the extra {self.extra}"
         return "it needs root, for network namespaces" if self.needs_root and not is_root() else ""
 
 
@@ -66,6 +70,7 @@ RUNS = (
     Run("feeding", "feeding"),
     Run("generation", "generation"),
     Run("rollout", "rollout"),
+    Run("trl", "against_trl --rounds 8", extra="trl"),
     Run("planner", "planner --rounds 5"),
     Run("simulator", "simulator"),
     # The contestants of the targets alone, in one round: `make bench-lab` measures all of them.
