@@ -40,7 +40,7 @@ def controller(roles: Mapping[str, Group], steps: int, lr: float) -> Iterator[fl
     for step in range(steps):
         asked = rows_of([prompts.prompt(step * PROMPTS + each) for each in range(PROMPTS)]).repeat(RESPONSES)
         asked = asked | Rows({"seeds": torch.arange(len(asked)) + step * len(asked)})
-        actor.hand_over()
+        actor.hand_over(version=step)
         # Calls with `.remote` leave their rows where they were made, and calls of other pools run meanwhile.
         responses = actor.generate.remote(asked)
         old = actor.logprobs.remote(asked, responses)

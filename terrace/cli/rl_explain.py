@@ -7,8 +7,8 @@ from terrace.planner.roles.placement import price
 from terrace.planner.roles.search import FoundPlacements, find
 from terrace.report.roles import against_words, flow_words, groups_words, iteration_words, pools_table, roles_table
 from terrace.rl.config import RlConfig
+from terrace.rl.making import check_roles
 from terrace.rl.predicted import dataflow_of, placement_of
-from terrace.rl.run import check_roles
 
 
 def explain(config: RlConfig, *, search: bool) -> None:

@@ -22,10 +22,11 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, to_toml_table
+from terrace.rl.making import RunInputs, check_roles
 from terrace.rl.metrics import Metrics
 from terrace.rl.predicted import predicted, stages_of
 from terrace.rl.prompt_file import read_prompts
-from terrace.rl.run import Run, RunInputs, check_roles, checkpoint_of
+from terrace.rl.run import Run, checkpoint_of
 from terrace.rl.runtime import InlineRuntime, Runtime
 from terrace.rl.runtime_local import LocalRuntime, unused_gpus
 from terrace.rl.sort_task import SortPrompts, SortTokenizer

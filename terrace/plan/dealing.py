@@ -52,10 +52,10 @@ def deal(kept: Sequence[Sequence[int]], tiers: Sequence[int]) -> list[Replica]:
     return found
 
 
-def needs_of(replicas: Sequence[Replica], slices: Sequence[Parts]) -> list[Parts]:
-    """The parts that every rank needs for its slice; every rank is in one replica."""
+def needs_of(replicas: Sequence[Replica], slices: Sequence[Parts], world_size: int) -> list[Parts]:
+    """The parts that each of the cluster's ranks needs for its slice; none of a rank in no replica."""
     slice_of = {rank: index for replica in replicas for index, rank in enumerate(replica)}
-    return [slices[slice_of[rank]] for rank in range(len(slice_of))]
+    return [slices[slice_of[rank]] if rank in slice_of else {} for rank in range(world_size)]
 
 
 def _shared_out(kept: Sequence[Sequence[int]], room: int) -> list[list[int]]:

@@ -3,6 +3,7 @@
 A pure value, the same on every rank. Blocks that are alike share what is found for the first of them.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,19 @@ from terrace.plan.holdings import generation_slices, training_parts
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """Two pools of one cluster: ranks from `source` on train, those of `target`, from `first` on, generate.
+
+    Ranks of the transition are the cluster's.
+    """
+
+    cluster: Cluster
+    source: int
+    first: int
+    target: Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,30 +61,37 @@ class Transition:
         held: Sequence[Collection[int]],
         rows: int,
         source: Literal["params", "optimizer"] = "params",
+        apart: Apart | None = None,
     ) -> "Transition":
-        """The hand-over to replicas of `rows` tensor ranks.
+        """The hand-over to replicas of `rows` tensor ranks, on the same ranks or `apart`.
 
         `blocks` are whole, `flats` their flat buffers in training, `held` the blocks of each stage, `source` the copies
-        that are sent (terrace.plan.holdings). Raises `PlanError` for rows that cannot cut the blocks, or do not divide
-        the ranks.
+        that are sent (terrace.plan.holdings). `cluster` and `plan` are those of training. Raises `PlanError` for rows
+        that cannot cut the blocks, or do not divide the ranks.
         """
         mesh = Mesh.of(cluster, plan)
+        around, target = (cluster, cluster) if apart is None else (apart.cluster, apart.target)
+        before = 0 if apart is None else apart.source
+        after = around.world_size - before - cluster.world_size
         stages = [{stage for stage, own in enumerate(held) if index in own} for index in range(len(blocks))]
         alike = first_equal([(*own, block.params, on) for own, block, on in zip(flats, blocks, stages, strict=True)])
         holds, slices = dict[int, list[Parts]](), dict[int, list[Parts]]()
         dtypes = dict[int, dict[str, str]]()
-        kept = [[0] * rows for _ in range(cluster.world_size)]
+        kept = [[0] * rows for _ in range(target.world_size)]
         for first in dict.fromkeys(alike):
-            holds[first] = training_parts(flats[first], mesh, stages[first], source)
+            own = training_parts(flats[first], mesh, stages[first], source)
+            holds[first] = [*({} for _ in range(before)), *own, *({} for _ in range(after))]
             slices[first] = generation_slices(blocks[first], rows)
             dtypes[first] = {param.name: flat.dtype(plan) for flat in flats[first] for param in flat.params}
             times = alike.count(first)
-            for own, more in zip(kept, kept_elements(holds[first], slices[first]), strict=True):
-                own[:] = [old + times * new for old, new in zip(own, more, strict=True)]
-        tiers = tuple(tier.size for tier in cluster.tiers)
+            if apart is None:  # else no rank keeps anything
+                for kept_here, more in zip(kept, kept_elements(own, slices[first]), strict=True):
+                    kept_here[:] = [old + times * new for old, new in zip(kept_here, more, strict=True)]
+        shift = 0 if apart is None else apart.first
+        dealt = deal(kept, [tier.size for tier in target.tiers])
         return Transition(
-            tiers=tiers,
-            replicas=tuple(deal(kept, tiers)),
+            tiers=tuple(tier.size for tier in around.tiers),
+            replicas=tuple(tuple(shift + rank for rank in replica) for replica in dealt),
             rounds=_rounds(stages),
             alike=tuple(alike),
             holds=holds,
@@ -81,7 +102,7 @@ class Transition:
     @cached_property
     def cells(self) -> dict[int, list[Cell]]:
         """Cells by the first of blocks that are alike."""
-        return {first: cells_of(self.holds[first], needs_of(self.replicas, own)) for first, own in self.slices.items()}
+        return {first: cells_of(self.holds[first], self._needs(own)) for first, own in self.slices.items()}
 
     def moves(self, block: int, rank: int | None = None) -> list[Move]:
         """The moves of a block; with `rank`, those from it and to it."""
@@ -93,7 +114,10 @@ class Transition:
 
     def needs(self, block: int) -> list[Parts]:
         """Boxes of a block's parameters that each rank has afterwards."""
-        return needs_of(self.replicas, self.slices[self.alike[block]])
+        return self._needs(self.slices[self.alike[block]])
+
+    def _needs(self, slices: Sequence[Parts]) -> list[Parts]:
+        return needs_of(self.replicas, slices, math.prod(self.tiers))
 
 
 def _rounds(stages: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...]:

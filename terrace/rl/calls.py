@@ -40,6 +40,7 @@ class Call:
     or the mean of numbers by name over the shares of `split` (of data ranks without one), weighted by their rows.
     `balance`: shares have as even tokens as can be, or as even rows, for work that pads every row to one length.
     `reads`: the columns that the method reads, so that no others are sent; empty: it may read all.
+    `keeps_groups`: neighbouring rows with one number in the column `groups` go to the same share.
     """
 
     method: str
@@ -47,6 +48,7 @@ class Call:
     take: Take
     balance: Balance = "tokens"
     reads: tuple[str, ...] = ()
+    keeps_groups: bool = False
 
     @property
     def axis(self) -> str:
@@ -55,7 +57,12 @@ class Call:
 
 
 def call(
-    *, split: Split = None, take: Take = "first", balance: Balance = "tokens", reads: tuple[str, ...] = ()
+    *,
+    split: Split = None,
+    take: Take = "first",
+    balance: Balance = "tokens",
+    reads: tuple[str, ...] = (),
+    keeps_groups: bool = False,
 ) -> Callable[[_Method], _Method]:
     """Let a controller call the decorated method.
 
@@ -72,7 +79,7 @@ def call(
         raise ConfigError(f"split = {split!r} with take = {take!r}: take rows over the axis that they were split over")
 
     def mark(method: _Method) -> _Method:
-        setattr(method, _MARK, Call(method.__name__, split, take, balance, reads))
+        setattr(method, _MARK, Call(method.__name__, split, take, balance, reads, keeps_groups))
         return method
 
     return mark

@@ -6,9 +6,9 @@
 Model, cluster and plan are what they are for `terrace train`: a name or a file. All sizes are global.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,93 +24,23 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
 from terrace.rl.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
+from terrace.rl.keys import TASKS, RewardKeys, RunKeys
+from terrace.rl.placing import (
+    ACTOR,
+    COST,
+    COST_CRITIC,
+    CRITIC,
+    REFERENCE,
+    ROLLOUT,
+    Place,
+    PoolKeys,
+    check_plans,
+    places_of,
+    reward_name,
+)
 from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import section
-from terrace.train.trackers import check_names
-
-TASKS = ("sort",)  # a TOML file each, beside this one
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunKeys:
-    """Length and sizes of a run: a step draws `responses` to each of `prompts`, and learns `mini_batch` at a time."""
-
-    max_prompt: int  # tokens; a longer prompt is refused
-    max_response: int
-    task: str = ""  # one that ships with Terrace; empty: the prompts of a file
-    prompts_file: str = ""  # JSONL or Parquet
-    prompt_column: str = "prompt"  # its other columns go to rewards
-    held_out: int = 0  # first prompts of the file, which are never trained on and evaluated instead
-    steps: int = 40
-    prompts: int = 64
-    responses: int = 8
-    mini_batch: int = 256  # responses an update
-    epochs: int = 1  # times that a response is learned from
-    rows: int = 1  # tensor ranks of a replica that generates
-    reference: bool = True  # measure the distance from the start, at the cost of a forward pass
-    seed: int = 0
-    warmup_steps: int = 10  # in which the learning rate rises
-    critic_lr: float = 1e-3
-    start_steps: int = 0  # supervised steps of a task before
-    start_batch: int = 128
-    start_lr: float = 1e-3
-    evaluate_every: int = 10  # 0: never
-    checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2
-    metrics: tuple[str, ...] = ()  # where else they go: terrace.train.trackers
-    timeout_s: float = 600.0  # of a call of a role
-    reward_timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        least = dict.fromkeys(
-            ("max_prompt", "max_response", "steps", "prompts", "responses", "mini_batch", "epochs", "rows"), 1
-        )
-        least |= dict.fromkeys(("seed", "held_out", "warmup_steps", "start_steps", "evaluate_every"), 0)
-        least |= {"start_batch": 1, "checkpoint_every": 0, "keep_checkpoints": 1}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(f"run.{name} = {getattr(self, name)} must be at least {smallest}")
-        for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"run.{name} = {getattr(self, name)} must be above 0")
-        if self.task and self.task not in TASKS:
-            raise ConfigError(f"run.task = {self.task!r} is not known{did_you_mean(self.task, TASKS)}")
-        if bool(self.task) == bool(self.prompts_file):
-            raise ConfigError(
-                f"run.task = {self.task!r} and run.prompts_file = {self.prompts_file!r}: give one of them, the prompts "
-                "of a task or those of a file"
-            )
-        for name in ("held_out", "prompt_column"):
-            if self.task and getattr(self, name) != getattr(RunKeys, name):
-                raise ConfigError(
-                    f"run.{name} = {getattr(self, name)!r} has no effect under run.task = {self.task!r}, which has no "
-                    "file of prompts: leave it out"
-                )
-        if self.prompts * self.responses % self.mini_batch:
-            raise ConfigError(
-                f"run.mini_batch = {self.mini_batch} must divide the responses of a step, {self.prompts} x "
-                f"{self.responses} = {self.prompts * self.responses}"
-            )
-        check_names(self.metrics)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardKeys:
-    """A reward, or a cost: numbers that a Python function `module:function`, or a model, gives to responses."""
-
-    function: str = ""
-    model: str = ""  # Hugging Face folder of a model with one output
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if bool(self.function) == bool(self.model):
-            raise ConfigError(
-                f"a reward with function = {self.function!r} and model = {self.model!r}: give one of them, and "
-                "[[reward]] again for another"
-            )
-        if not math.isfinite(self.weight):
-            raise ConfigError(f"a reward with weight = {self.weight}: must be a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +56,27 @@ class RlConfig:
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     weights: str = ""  # Hugging Face folder; empty: from the seed
+    pool: tuple[PoolKeys, ...] = ()
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # of roles that have another than `plan`
+
+    @property
+    def roles(self) -> dict[str, bool]:
+        """The roles of a run by name, and whether each has an engine, which has a plan."""
+        return roles_of(self.run, self.algorithm, self.reward, self.cost, self.pool)
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Where each role is."""
+        return places_of(self.cluster, self.pool, self.roles)
+
+    def plan_of(self, role: str) -> Plan:
+        """The plan of a role with an engine."""
+        return self.plans.get(role, self.plan)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a rollout draws for the actor."""
+        return ROLLOUT in self.roles
 
     @property
     def rewards(self) -> tuple[RewardKeys, ...]:
@@ -145,9 +96,27 @@ class RlConfig:
         formats = {self.plan.compute, self.plan.messages or "fp32"}
         return formats == {"fp32"} and not self.plan.wire and self.algorithm.importance_bound is None
 
-    def num_micros(self, batch: int) -> int:
-        """Micro-batches of a data rank for a step of `batch` rows; raises `PlanError` where they do not fit."""
-        return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), batch)
+    def num_micros(self, batch: int, role: str = ACTOR) -> int:
+        """Micro-batches of a role's data rank for a step of `batch` rows; raises `PlanError` where they do not fit."""
+        plan = self.plan_of(role)
+        return num_micro_batches(plan, Layout.of(self.places[role].cluster, plan), batch)
+
+
+def roles_of(
+    run: RunKeys, algorithm: Algorithm, reward: Sequence[RewardKeys], cost: RewardKeys | None, pools: Sequence[PoolKeys]
+) -> dict[str, bool]:
+    """`RlConfig.roles` from its parts."""
+    found = {ACTOR: True}
+    if any(ROLLOUT in pool.roles for pool in pools):
+        found[ROLLOUT] = False
+    if run.reference:
+        found[REFERENCE] = True
+    if algorithm.name in NEEDS_CRITIC:
+        found[CRITIC] = True
+    if algorithm.name == "safe-rlhf":
+        found[COST_CRITIC] = True
+    found |= {reward_name(index): bool(each.model) for index, each in enumerate(reward)}
+    return found | ({} if cost is None else {COST: bool(cost.model)})
 
 
 def resolve(
@@ -188,6 +157,11 @@ def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for key in ("model", "cluster", "plan"):
         if isinstance(found.get(key), str) and (folder / found[key]).exists():
             found[key] = str((folder / found[key]).absolute())
+    if isinstance(found.get("plans"), Mapping):
+        found["plans"] = {
+            role: str((folder / plan).absolute()) if isinstance(plan, str) and (folder / plan).exists() else plan
+            for role, plan in found["plans"].items()
+        }
     found |= _absolute(found, "weights", folder)
     # What is no table is refused by whoever reads the sections.
     for section_name, key in (("run", "prompts_file"), ("cost", "model")):
@@ -222,30 +196,65 @@ def parse(table: Mapping[str, Any]) -> RlConfig:
         raise ConfigError(f"weights = {table['weights']!r} must be the name of a folder")
     cluster = parse_cluster(dict(table["cluster"]))
     optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
-    plan = replace(command_plan(table["plan"], cluster), update=optimizer.update)
     rewards = table.get("reward", [])
     if not isinstance(rewards, list) or not rewards:
         raise ConfigError('reward is missing: write [[reward]] for each, with function = "module:function"')
+    reward = tuple(load(RewardKeys, each, f"reward[{index}]") for index, each in enumerate(rewards))
+    cost = load(RewardKeys, table["cost"], "cost") if "cost" in table else None
+    algorithm, pools = algorithm_of(table.get("algorithm", {})), _pools(table)
+    plans = _plans(table, cluster, pools, roles_of(run, algorithm, reward, cost, pools), optimizer)
     config = RlConfig(
         model=parse_model(table["model"]),
         cluster=cluster,
-        plan=plan,
+        plan=plans[ACTOR],
         run=run,
-        reward=tuple(load(RewardKeys, each, f"reward[{index}]") for index, each in enumerate(rewards)),
-        cost=load(RewardKeys, table["cost"], "cost") if "cost" in table else None,
-        algorithm=algorithm_of(table.get("algorithm", {})),
+        reward=reward,
+        cost=cost,
+        algorithm=algorithm,
         optimizer=optimizer,
         weights=table.get("weights", ""),
+        pool=pools,
+        plans={role: plan for role, plan in plans.items() if plan != plans[ACTOR]},
     )
     _check(config)
     return config
+
+
+def _pools(table: Mapping[str, Any]) -> tuple[PoolKeys, ...]:
+    found = table.get("pool", [])
+    if not isinstance(found, list):
+        raise ConfigError("pool must be a list of tables: write [[pool]] for each, with ranks and roles")
+    return tuple(load(PoolKeys, each, f"pool[{index}]") for index, each in enumerate(found))
+
+
+def _plans(
+    table: Mapping[str, Any],
+    cluster: Cluster,
+    pools: Sequence[PoolKeys],
+    roles: Mapping[str, bool],
+    optimizer: OptimizerConfig,
+) -> dict[str, Plan]:
+    """The plan of every role with an engine: its own or the run's, on the ranks of its pool."""
+    own = table.get("plans", {})
+    if not isinstance(own, Mapping):
+        raise ConfigError("plans must be a table: write [plans.critic], or plans.critic = the name of a plan")
+    with_plans = [role for role, has_engine in roles.items() if has_engine]
+    check_plans(own, roles, with_plans)
+    places = places_of(cluster, pools, roles)
+    found = {}
+    for role in with_plans:
+        given = section("plan", own.get(role, table["plan"]))
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"plans.{role} = {given!r} must be a table, or the name of a plan or of its file")
+        found[role] = replace(command_plan(given, places[role].cluster), update=optimizer.update)
+    return found
 
 
 def to_toml_table(config: RlConfig) -> dict[str, Any]:
     """The resolved configuration; `parse` reads it back to an equal value."""
     table = {item.name: dump(getattr(config, item.name)) for item in fields(config)}
     table["model"] = dump(to_table(config.model))
-    return {name: value for name, value in table.items() if value is not None and value != ""}
+    return {name: value for name, value in table.items() if value is not None and value not in ("", [], {})}
 
 
 def _check(config: RlConfig) -> None:
@@ -269,7 +278,7 @@ def _check(config: RlConfig) -> None:
             f"algorithm.kl_horizon = {algorithm.kl_horizon:g}: a step of {drawn} responses could turn the sign of the "
             f"coefficient; it must be above {drawn / 5:g}"
         )
-    if algorithm.entropy and any(Mesh.of(config.cluster, config.plan).total(axis) > 1 for axis in TENSOR):
+    if algorithm.entropy and any(Mesh.of(config.places[ACTOR].cluster, config.plan).total(axis) > 1 for axis in TENSOR):
         raise ConfigError(
             f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
             "out, or give the ranks of that axis to another"
@@ -281,7 +290,9 @@ def _check(config: RlConfig) -> None:
         raise ConfigError(
             f"run.critic_lr = {run.critic_lr} has no effect: algorithm.name = {algorithm.name!r} has no critic"
         )
-    config.num_micros(run.mini_batch)
+    for role, has_engine in config.roles.items():
+        if has_engine:
+            config.num_micros(run.mini_batch, role)
     if run.start_steps:
         config.num_micros(run.start_batch)
 

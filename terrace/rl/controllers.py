@@ -21,13 +21,11 @@ from terrace.rl.importance import token_ratios, truncated
 from terrace.rl.kl import adapted, estimates, penalised, token_rewards
 from terrace.rl.lagrange import Multiplier, mixed
 from terrace.rl.metrics import ROLLOUT, Metrics, joined, of_rows, of_tokens
-from terrace.rl.prompts import PromptSource, rows_of
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows, cat
+from terrace.rl.stream import Stream, lags
 
 _MOST_ROUNDS = 8  # of drawing prompts until DAPO's batch is full; a guess
-_SEEDS_A_PLACE = 1 << 20  # more than the responses to one prompt
-_ASKED = ("prompts", "prompt_texts", "data", "groups", "seeds")
 _TEXTS = ("prompts", "responses")
 
 
@@ -44,7 +42,10 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The roles of an algorithm, each with the calls of its worker (`terrace.rl.workers`). `rewards` have a weight."""
+    """The roles of an algorithm, each with the calls of its worker (`terrace.rl.workers`). `rewards` have a weight.
+
+    Their stream has the role that draws, which is the actor or follows it.
+    """
 
     actor: Any
     rewards: tuple[tuple[float, Any], ...]
@@ -56,13 +57,12 @@ class Roles:
 
 @dataclass(kw_only=True)
 class Progress:
-    """The state of a run beside its weights: steps and updates done, prompts taken, coefficients."""
+    """The state of a run beside its weights and its stream: steps and updates done, coefficients."""
 
     kl_coefficient: float
     multiplier: Multiplier | None = None
     step: int = 0
     updates: int = 0  # of the actor: several a step
-    place: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Setup:
 
     roles: Roles
     algorithm: Algorithm
-    prompts: PromptSource
+    stream: Stream
     sizes: Sizes
     progress: Progress
     lr: Callable[[int], float]
@@ -108,11 +108,11 @@ def reinforce_pp_baseline(setup: Setup) -> Iterator[Metrics]:
 
 
 def remax(setup: Setup) -> Iterator[Metrics]:
-    """ReMax: a response against the likeliest one to its prompt."""
+    """ReMax: a response against the likeliest one to its prompt, which the stream draws beside it."""
     while True:
-        rows = scored(setup, rewarded(setup, drawn(setup)))
-        asked = only(rows.take(_firsts(rows.tensor("groups"))), *_ASKED)
-        greedy = rewarded(setup, asked | setup.roles.actor.generate(asked, greedy=True))
+        both = rewarded(setup, drawn(setup))
+        is_greedy = both.tensor("greedy")
+        rows, greedy = scored(setup, both.take(~is_greedy)), both.take(is_greedy)
         baseline = dict(zip(greedy.tensor("groups").tolist(), greedy.tensor("reward").tolist(), strict=True))
         of_greedy = torch.tensor([baseline[group] for group in rows.tensor("groups").tolist()])
         by_token = token_rewards(rows.tensor("reward"), kl_of(rows), in_rewards(setup))
@@ -188,17 +188,8 @@ CONTROLLERS: dict[str, Controller] = {
 
 
 def drawn(setup: Setup) -> Rows:
-    """The next prompts, as often as there are responses to each, and the actor's answers with its present weights."""
-    progress, sizes = setup.progress, setup.sizes
-    first = progress.place
-    progress.place += sizes.prompts
-    asked = rows_of([setup.prompts.prompt(place) for place in range(first, progress.place)], first)
-    asked = asked.repeat(sizes.responses)
-    seeds = asked.tensor("groups") * _SEEDS_A_PLACE + torch.arange(len(asked)) % sizes.responses
-    asked = asked | Rows({"seeds": seeds})
-    setup.roles.actor.hand_over()
-    answers: Rows = setup.roles.actor.generate(asked)
-    return asked | answers
+    """The next prompts with responses of the actor, with weights that are as old as the stream allows."""
+    return setup.stream.next(setup.progress.step)
 
 
 def rewarded(setup: Setup, rows: Rows) -> Rows:
@@ -236,7 +227,7 @@ def is_own(setup: Setup, rows: Rows) -> bool:
 
     They are then not computed again; the first update of the step, which finds them anyway, compares.
     """
-    return setup.rollout_is_exact and bool((rows.ragged("versions").values == setup.progress.updates).all())
+    return setup.rollout_is_exact and bool((rows.ragged("versions").values == setup.progress.step).all())
 
 
 def only(rows: Rows, *names: str) -> Rows:
@@ -267,7 +258,7 @@ def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
     progress, algorithm = setup.progress, setup.algorithm
     compares = is_own(setup, rows)
     found = of_rows(rows.drop("old") if compares else rows, setup.sizes.num_tokens)
-    found |= of_tokens("advantages", estimated)
+    found |= of_tokens("advantages", estimated) | lags(rows, progress.step)
     columns = {"old": rows.ragged("old"), "advantages": estimated.with_values(estimated.values.float())}
     if algorithm.kl == "loss" and progress.kl_coefficient:
         weight = torch.full_like(estimated.values, progress.kl_coefficient, dtype=torch.float32)
@@ -316,8 +307,3 @@ def mini_batches(setup: Setup, rows: Rows) -> Iterator[Rows]:
     sizes = [min(size, len(rows) - first) for first in range(0, len(rows), size)]
     for _ in range(setup.sizes.epochs):
         yield from rows.split(sizes)
-
-
-def _firsts(groups: Tensor) -> Tensor:
-    # The first row of each group; rows of a group stand together.
-    return torch.cat([torch.zeros(1, dtype=torch.int64), (groups[1:] != groups[:-1]).nonzero().flatten() + 1])

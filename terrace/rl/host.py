@@ -4,9 +4,12 @@ Rows that a call returns stay here, in the process's store, until the controller
 they are and how many tokens each has. Whoever needs them fetches them from where they are.
 """
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from terrace.base.errors import ConfigError
 from terrace.launch.world import World
@@ -20,10 +23,14 @@ _TOKENS = ("prompts", "responses")  # the columns that blocks run on (terrace.rl
 
 @dataclass(frozen=True)
 class Part:
-    """Rows where they were made: `place` is a store's name for them, `tokens` what each row has."""
+    """Rows where they were made: `place` is a store's name for them, `tokens` and `groups` are those of each row.
+
+    `groups` is empty for rows without that column.
+    """
 
     place: Any
     tokens: tuple[int, ...]
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a task: rows that stayed, or a value."""
+    """The result of a task: rows that stayed, or a value; it ran from `begin_s` to `end_s`, seconds of the epoch."""
 
     number: int
     part: Part | None = None
     value: Any = None
+    begin_s: float = 0.0
+    end_s: float = 0.0
 
 
 class Store(Protocol):
@@ -93,6 +102,10 @@ class Host:
 
     def run(self, task: Task) -> Answer:
         """Run a task; raises what the worker raises, and `ConfigError` for a result that cannot be taken."""
+        begin_s = time.time()
+        return replace(self._answer(task), begin_s=begin_s, end_s=time.time())
+
+    def _answer(self, task: Task) -> Answer:
         if task.worker is not None:
             self._workers[task.role] = task.worker(self._world, **task.values)
             return Answer(task.number)
@@ -111,7 +124,7 @@ class Host:
 
 def kept(store: Store, rows: Rows) -> Part:
     """Rows kept in a store."""
-    return Part(store.keep(rows), tokens_of(rows))
+    return Part(store.keep(rows), tokens_of(rows), groups_of(rows))
 
 
 def joined(store: Store, pieces: Sequence[Piece]) -> Rows:
@@ -137,6 +150,12 @@ def tokens_of(rows: Rows) -> tuple[int, ...]:
     ragged = {name: column for name, column in rows.columns.items() if isinstance(column, Ragged)}
     counted = [ragged[name] for name in _TOKENS if name in ragged] or list(ragged.values())
     return tuple(map(sum, zip(*(column.lengths.tolist() for column in counted), strict=True))) or (0,) * len(rows)
+
+
+def groups_of(rows: Rows) -> tuple[int, ...]:
+    """The column `groups`; empty without one."""
+    column = rows.columns.get("groups")
+    return tuple(column.tolist()) if isinstance(column, Tensor) else ()
 
 
 def _check(result: object, task: Task) -> None:

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
@@ -76,16 +76,24 @@ class RoleLayout:
             return tuple(range(self.num_ranks))
         return self._of(self.answering, call.axis)
 
-    def bounds(self, call: Call, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    def bounds(self, call: Call, tokens: Sequence[int], groups: Sequence[int] = ()) -> list[tuple[int, int]]:
         """First row and end of the rows of every rank: shares are consecutive, and as even in `tokens` as can be.
 
-        Those of a call with `balance="rows"` are as even in rows. `tokens` are those of each row. A rank in no replica
-        has no rows, nor have shares beyond the rows.
+        Those of a call with `balance="rows"` are as even in rows. `tokens` are those of each row, `groups` the group of
+        each, for a call that keeps groups together. A rank in no replica has no rows, nor have shares beyond the rows.
         """
         if call.split is None:
             return [(0, len(tokens))] * self.num_ranks
         costs = tokens if call.balance == "tokens" else [0] * len(tokens)
-        ends = list(accumulate(even_shares(costs, self.num_shares(call.split)), initial=0))
+        firsts = list(range(len(costs)))
+        if call.keeps_groups and groups:
+            firsts = [row for row in firsts if row == 0 or groups[row] != groups[row - 1]]
+        units = list(pairwise([*firsts, len(costs)]))
+        # A row costs something even where it has no token; `even_shares` counts that once for each unit.
+        costs = [sum(costs[first:stop]) + stop - first - 1 for first, stop in units]
+        shares = accumulate(even_shares(costs, self.num_shares(call.split)), initial=0)
+        row_ends = [*firsts, len(tokens)]
+        ends = [row_ends[unit] for unit in shares]
         own = self._of(self.shares, call.split)
         return [(0, 0) if share == _NO_SHARE else (ends[share], ends[share + 1]) for share in own]
 

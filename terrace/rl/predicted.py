@@ -4,16 +4,15 @@ Every prompt and response counts as long as the longest, so that memory is that 
 are no model; neither the greedy responses of ReMax nor the further rounds of DAPO are counted.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrace.model.config import load_model
-from terrace.plan.layout import Layout
-from terrace.plan.validate import num_micro_batches
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
-from terrace.rl.algorithm import NEEDS_CRITIC
 from terrace.rl.config import RlConfig
+from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
 
 _PHASES = {
     RESHARD: ("reshard",),
@@ -25,15 +24,19 @@ _PHASES = {
 
 def dataflow_of(config: RlConfig) -> Dataflow:
     """The models of a run and the sizes of its steps; `ModelError` for responses longer than a model has positions."""
-    model, run, name = config.model, config.run, config.algorithm.name
-    roles = [Role(name="actor", model=model, generates=True, scores=not config.rollout_is_exact, trains=True)]
+    model, run = config.model, config.run
+    # Responses of older weights are scored anew.
+    scores = not config.rollout_is_exact or run.max_lag > 0
+    roles = [Role(name=ACTOR, model=model, generates=not config.is_apart, scores=scores, trains=True)]
+    if config.is_apart:
+        roles.append(Role(name=ROLLOUT, model=model, generates=True, follows=ACTOR))
     if run.reference:
-        roles.append(Role(name="reference", model=model, scores=True))
-    critics = ("critic", "cost critic") if name == "safe-rlhf" else ("critic",) if name in NEEDS_CRITIC else ()
+        roles.append(Role(name=REFERENCE, model=model, scores=True))
     of_values = replace(model, scalar_head=True)
+    critics = [each for each in (CRITIC, COST_CRITIC) if each in config.roles]
     roles += [Role(name=critic, model=of_values, scores=True, trains=True) for critic in critics]
-    named = {f"reward {index}": reward for index, reward in enumerate(config.reward)}
-    for each, reward in (named | ({} if config.cost is None else {"cost": config.cost})).items():
+    named = {reward_name(index): reward for index, reward in enumerate(config.reward)}
+    for each, reward in (named | ({} if config.cost is None else {COST: config.cost})).items():
         if reward.model:
             roles.append(Role(name=each, model=load_model(reward.model), scores=True))
     return Dataflow(
@@ -49,14 +52,14 @@ def dataflow_of(config: RlConfig) -> Dataflow:
 
 
 def placement_of(config: RlConfig) -> RolePlacement:
-    """Where a run has its roles: all on all ranks, under one plan."""
-    # A step that does not divide is refused here, before anything is priced.
-    num_micro_batches(config.plan, Layout.of(config.cluster, config.plan), config.run.mini_batch)
-    roles = (
-        PlacedRole(name=role.name, plan=config.plan, rows=config.run.rows if role.generates else 0)
-        for role in dataflow_of(config).roles
-    )
-    return RolePlacement(pools=(Pool(devices=config.cluster.world_size, roles=tuple(roles)),))
+    """Where a run has its roles. A pool of functions alone is left out: they are no model."""
+    pools = defaultdict[int, list[PlacedRole]](list)
+    for role in dataflow_of(config).roles:
+        plan = config.plan_of(role.name) if role.trains or role.scores else None
+        placed = PlacedRole(name=role.name, plan=plan, rows=config.run.rows if role.generates else 0)
+        pools[config.places[role.name].pool].append(placed)
+    sizes = [pool.ranks for pool in config.pool] or [config.cluster.world_size]
+    return RolePlacement(pools=tuple(Pool(devices=sizes[at], roles=tuple(pools[at])) for at in sorted(pools)))
 
 
 def stages_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

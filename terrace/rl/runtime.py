@@ -22,6 +22,7 @@ from terrace.rl.calls import Call, call_of
 from terrace.rl.host import MAKE, Answer, Host, Part, Piece, Store, Task, joined, kept
 from terrace.rl.layout import RoleLayout
 from terrace.rl.rows import Rows
+from terrace.rl.spans import Calls, Span
 
 _MAKING = Call(MAKE, None, "all")
 
@@ -30,10 +31,20 @@ class Handle:
     """The result of a call, at the ranks that made it."""
 
     def __init__(
-        self, runtime: "Runtime", name: str, take: str, sources: Sequence[int], weights: Sequence[int]
+        self,
+        runtime: "Runtime",
+        name: str,
+        take: str,
+        sources: Sequence[int],
+        weights: Sequence[int],
+        pool: int | None = None,
     ) -> None:
+        """`name` is `role.method`, of a role on `pool`; rows of the controller are on none."""
         self._runtime, self._name, self._take, self._sources, self._weights = runtime, name, take, sources, weights
         self._answers: dict[int, Answer] = {}  # by rank
+        self._pool = pool
+        if pool is not None:
+            runtime.calls.sent(self, pool)
 
     def __repr__(self) -> str:
         return f"<result of {self._name}>"
@@ -46,6 +57,11 @@ class Handle:
     def tokens(self) -> list[int]:
         """Tokens of each row, as shares count them; waits and raises as `len` does."""
         return [each for part in self.parts for each in part.tokens]
+
+    @property
+    def groups(self) -> list[int]:
+        """The column `groups` of the rows, empty without one; waits and raises as `len` does."""
+        return [each for part in self.parts for each in part.groups]
 
     @property
     def parts(self) -> list[Part]:
@@ -85,6 +101,11 @@ class Handle:
             self._answers[rank] = answer
             if answer.part is not None:
                 weakref.finalize(self, self._runtime.forget, answer.part)
+            if self._pool is not None and len(self._answers) == len(self._sources):
+                begin_s = min(each.begin_s for each in self._answers.values())
+                end_s = max(each.end_s for each in self._answers.values())
+                role, _, method = self._name.rpartition(".")
+                self._runtime.calls.ended(self, Span(self._pool, role, method, begin_s, end_s))
 
 
 class Group:
@@ -128,11 +149,12 @@ class Caller:
             raise ConfigError(f"{name} was given {' and '.join(map(str, lengths))} rows: must be equally many")
         # The argument with the most tokens says most about the work.
         tokens = max((each.tokens for each in given), key=sum, default=[])
-        bounds = self._layout.bounds(self._call, tokens)
+        groups = next((found for each in given if self._call.keeps_groups and (found := each.groups)), ())
+        bounds = self._layout.bounds(self._call, tokens, groups)
         sources = self._layout.sources(self._call)
         pieces = [[runtime.pieces(each.parts, *bound, reads) for each in given] for bound in bounds]
         weights = [bounds[rank][1] - bounds[rank][0] for rank in sources]
-        handle = Handle(runtime, name, self._call.take, sources, weights)
+        handle = Handle(runtime, name, self._call.take, sources, weights, self._pool.index)
         number = runtime.number()
         tasks = [
             Task(number, self._role, self._call, tuple(own), values, rank in sources) for rank, own in enumerate(pieces)
@@ -157,7 +179,7 @@ class Pool:
         """
         groups = {name: self._group(name, worker, settings) for name, (worker, settings) in roles.items()}
         for name, (worker, settings) in roles.items():
-            handle = Handle(self.runtime, f"{name}.{MAKE}", "all", range(self.num_ranks), ())
+            handle = Handle(self.runtime, f"{name}.{MAKE}", "all", range(self.num_ranks), (), self.index)
             number = self.runtime.number()
             tasks = [Task(number, name, _MAKING, (), settings, False, worker) for _ in range(self.num_ranks)]
             self.runtime.send(self, tasks, handle, ())
@@ -184,6 +206,7 @@ class Runtime(ABC):
     def __init__(self, store: Store) -> None:
         self._store, self._numbers = store, 0
         self.pools: list[Pool] = []
+        self.calls = Calls()
 
     def __enter__(self) -> Self:
         return self
@@ -234,6 +257,10 @@ class Runtime(ABC):
         """Start the ranks of a pool."""
 
     @abstractmethod
+    def meeting(self) -> tuple[str, int]:
+        """Address and port of a new store, at which ranks of several pools can meet; it lives as long as this."""
+
+    @abstractmethod
     def send(self, pool: Pool, tasks: Sequence[Task], handle: Handle, given: Sequence[Handle]) -> None:
         """Send each rank its task; answers go to `handle`. Rows of `given` stay until all ranks have answered."""
 
@@ -273,6 +300,10 @@ class InlineRuntime(Runtime):
             except Exception as error:
                 error.add_note(f"in {task.name}")
                 raise
+
+    def meeting(self) -> tuple[str, int]:
+        """Raises `ConfigError`: calls of this process run one after the other, and meeting takes two at once."""
+        raise ConfigError("a rollout with ranks of its own needs processes of its own: use LocalRuntime")
 
     def collect(self, timeout_s: float | None) -> None:
         """Nothing is ever under way."""

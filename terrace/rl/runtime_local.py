@@ -13,10 +13,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.words import counted
 from terrace.launch.fork_server import start_fork_server
+from terrace.launch.rendezvous import host_store
+from terrace.launch.workers import LOOPBACK
 from terrace.rl.host import Answer, Part, Task
 from terrace.rl.memory import Segment, SharedMemory
 from terrace.rl.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
@@ -62,6 +65,7 @@ class LocalRuntime(Runtime):
         self._first_failure, self._has_failed = threading.Lock(), threading.Event()
         self._failure: tuple[int, BaseException] | None = None  # pool, error
         self._error: Exception | None = None  # that every later call raises
+        self._stores: list[TCPStore] = []
 
     def _open(self, pool: Pool) -> None:
         self._check()
@@ -123,6 +127,13 @@ class LocalRuntime(Runtime):
         elif (owner := self._of_pid.get(part.place.pid)) is not None:
             # The objects of these rows need not travel to be dropped.
             owner.dropped.append(self._store.part(part.place, 0, 0))
+
+    def meeting(self) -> tuple[str, int]:
+        """A store on this machine's loopback."""
+        store = host_store(LOOPBACK, 0, self._timeout_s)
+        assert isinstance(store, TCPStore), "whose port is known"
+        self._stores.append(store)
+        return LOOPBACK, int(store.port)
 
     def close(self) -> None:
         """End all processes: idle ones end by themselves, others are killed."""

@@ -143,6 +143,15 @@ class RayRuntime(Runtime):
         self._groups: list[Any] = []
         self._ranks: list[list[_Rank]] = []  # by pool
         self._error: Exception | None = None
+        self._stores: list[TCPStore] = []
+
+    def meeting(self) -> tuple[str, int]:
+        """A store on the node of this process."""
+        address = str(_ray.util.get_node_ip_address())
+        store = host_store(address, 0, self._timeout_s)
+        assert isinstance(store, TCPStore), "whose port is known"
+        self._stores.append(store)
+        return address, int(store.port)
 
     def _open(self, pool: Pool) -> None:
         self._check()

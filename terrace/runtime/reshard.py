@@ -9,9 +9,7 @@ tier; it has the messages of one instruction a lane at a time. Values travel in 
 class `reshard`), of which they are a copy, or of the masters, rounded as a refresh rounds them.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -20,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrace.base.boxes import Box, numel, overlap, sizes, within
+from terrace.base.boxes import numel, overlap, sizes
+from terrace.base.boxes import within as inside
 from terrace.base.errors import PlanError
-from terrace.comm.collectives import DTYPES
-from terrace.comm.lane import Ticket, make_lane
-from terrace.plan.handover import Move
 from terrace.plan.holdings import flat_boxes
 from terrace.plan.layout import island_ranks
 from terrace.plan.slices import rank_slices
@@ -35,14 +31,11 @@ from terrace.program.program import Program
 from terrace.program.verify_hand_over import verify_hand_over
 from terrace.runtime.engine import Engine
 from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.gap_messages import behind
+from terrace.runtime.reshard_messages import BlockParts, Own, Slices, play, within
 
-Slices = dict[str, Tensor]  # parameter -> this rank's slice of it
-_Own = tuple[str, Box, Tensor]  # parameter, a box of it, its values in a flat buffer
 _Loan = tuple[
     Tensor, list[tuple[Tensor, Tensor]]
 ]  # a flat buffer without memory, its boxes with their values elsewhere
-_Key = tuple[int, torch.dtype]  # a peer, and what its message is made of
 
 
 class HandOver:
@@ -114,7 +107,7 @@ class HandOver:
         if lend or self._source == "params":
             self._engine.drain()
         self._engine.runner.declared_bytes.update(self.sent_bytes)
-        parts, loans = list[_Parts](), list[_Loan]()
+        parts, loans = list[BlockParts](), list[_Loan]()
         # Before the first loan: after a failure at a later block the engine has them back.
         if lend:
             self._engine.state.lent = partial(_take_back, loans)
@@ -122,98 +115,50 @@ class HandOver:
             parts.append(self._parts(block))
             if lend:
                 self._lend(block, parts[-1], loans)
-        lanes = {tier: make_lane(self._engine.comm.device) for tier in self._groups}
-        tickets = dict[tuple[int, ...], Ticket]()  # of the newest instruction of blocks
-        try:
-            for position, (blocks, tier) in enumerate(self.program.instructions):
-                moves = [(parts[block], move) for block, move in self.program.moves[position]]
-                work = partial(self._exchange, self.program.names[tier], moves, self._groups[tier])
-                tickets[blocks] = lanes[tier].submit(behind(tickets.get(blocks), work))
-            for ticket in tickets.values():
-                ticket.wait()
-        finally:
-            # After a failure a lane may wait for a rank that is gone.
-            failed = any(lane.failed for lane in lanes.values())
-            for lane in lanes.values():
-                lane.close(wait=not failed)
+        comm = self._engine.comm
+        exchanges = {tier: within(group) for tier, group in self._groups.items()}
+        play(self.program, parts, exchanges, comm.device, comm.ledger, comm.pacer)
         return [own.slices for own in parts]
 
-    def _parts(self, block: int) -> "_Parts":
+    def _parts(self, block: int) -> BlockParts:
         """Boxes of a block that this rank holds, and its slices, filled where it holds them."""
-        state = self._engine.state
-        dtypes = {name: DTYPES[dtype] for name, dtype in self.transition.dtypes[self.transition.alike[block]].items()}
-        boxes = {name: own[0] for name, own in self.transition.needs(block)[self._rank].items()}
-        slices = {
-            name: torch.empty(sizes(box), dtype=dtypes[name], device=self._engine.comm.device)
-            for name, box in boxes.items()
-        }
-        own = list[_Own]()
-        for flat in state.flats.get(block, ()):
-            own += self._boxes(flat, *self._held(flat))
-        for name, box, values in own:
-            common = overlap(box, boxes[name]) if name in boxes else None
-            if common is not None:
-                slices[name][within(common, boxes[name])] = values[within(common, box)]
-        return _Parts(dtypes=dtypes, own=own, boxes=boxes, slices=slices)
+        return BlockParts.of(
+            self.transition, block, self._rank, held_boxes(self._engine, block, self._source), self._engine.comm.device
+        )
 
-    def _boxes(self, flat: FlatParam, start: int, held: Tensor) -> list["_Own"]:
-        """Boxes of parameters in `held`, the elements of a flat buffer from `start` on."""
-        slices_of, found = partial(rank_slices, mesh=self._engine.program.mesh, rank=self._rank), list[_Own]()
-        for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
-            first = part.start - start
-            values = held[first : first + numel(part.padded)].view(sizes(part.padded))
-            found.append((part.param.name, part.whole, values[within(part.real, part.padded)]))
-        return found
-
-    def _lend(self, block: int, parts: "_Parts", loans: list["_Loan"]) -> None:
+    def _lend(self, block: int, parts: BlockParts, loans: list["_Loan"]) -> None:
         """Take the memory of working copies that the slices have; what is sent of them is read there."""
         for flat in self._engine.state.flats.get(block, ()):
-            own = self._boxes(flat, flat.part(flat.layout.params).start, flat.shard)
+            own = boxes_of(self._engine, flat, flat.part(flat.layout.params).start, flat.shard)
             if all(name in parts.boxes and overlap(box, parts.boxes[name]) == box for name, box, _ in own):
-                loan = [(values, parts.slices[name][within(box, parts.boxes[name])]) for name, box, values in own]
+                loan = [(values, parts.slices[name][inside(box, parts.boxes[name])]) for name, box, values in own]
                 # Of masters a rank may hold less, and the rest would be there only after the messages.
                 for values, elsewhere in loan:
                     elsewhere.copy_(values)
                 loans.append((flat.shard, loan))
                 flat.shard.untyped_storage().resize_(0)
 
-    def _held(self, flat: FlatParam) -> tuple[int, Tensor]:
-        """The values of a flat buffer that this rank sends from, and where they begin in it."""
-        if self._source == "params" or flat.optimizer is None:
-            return flat.part(flat.layout.params).start, flat.shard
-        master = flat.optimizer.master
-        return flat.part(flat.layout.optimizer).start, master.to(flat.shard.dtype)
 
-    def _exchange(self, tier: str, moves: Sequence["_PartMove"], group: dist.ProcessGroup) -> None:
-        """Send and receive `moves`, all over one tier: one message to each peer, or one a dtype."""
-        sends, receives = defaultdict[_Key, list[_PartMove]](list), defaultdict[_Key, list[_PartMove]](list)
-        for parts, move in moves:
-            dtype = parts.dtypes[move.parameter]
-            if move.source == self._rank:
-                sends[move.target, dtype].append((parts, move))
-            else:
-                receives[move.source, dtype].append((parts, move))
-        device, pacer = self._engine.comm.device, self._engine.comm.pacer
-        leaving = {key: torch.cat([parts.read(move).reshape(-1) for parts, move in own]) for key, own in sends.items()}
-        coming = {
-            (peer, dtype): torch.empty(sum(numel(move.box) for _, move in own), dtype=dtype, device=device)
-            for (peer, dtype), own in receives.items()
-        }
-        begin_s = 0.0 if pacer is None else pacer.begin()
-        # All at once: one after the other, two ranks could each wait for the other's receive.
-        operations = [dist.P2POp(dist.irecv, values, peer, group) for (peer, _), values in coming.items()]
-        operations += [dist.P2POp(dist.isend, values, peer, group) for (peer, _), values in leaving.items()]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-        if leaving:
-            sent_bytes = sum(values.nbytes for values in leaving.values())
-            self._engine.comm.ledger.add(MessageClass.RESHARD, tier, sent_bytes)
-            if pacer is not None:
-                pacer.sent(tier, sent_bytes, 1, begin_s)
-        for key, values in coming.items():
-            pieces = torch.split(values, [numel(move.box) for _, move in receives[key]])
-            for (parts, move), piece in zip(receives[key], pieces, strict=True):
-                parts.place(move)[...] = piece.view(sizes(move.box))
+def held_boxes(engine: Engine, block: int, source: Literal["params", "optimizer"] = "params") -> list[Own]:
+    """Boxes of a block's parameters with the values that this rank sends."""
+    found = list[Own]()
+    for flat in engine.state.flats.get(block, ()):
+        if source == "params" or flat.optimizer is None:
+            found += boxes_of(engine, flat, flat.part(flat.layout.params).start, flat.shard)
+        else:
+            masters = flat.optimizer.master.to(flat.shard.dtype)
+            found += boxes_of(engine, flat, flat.part(flat.layout.optimizer).start, masters)
+    return found
+
+
+def boxes_of(engine: Engine, flat: FlatParam, start: int, held: Tensor) -> list[Own]:
+    """Boxes of parameters in `held`, the elements of a flat buffer from `start` on."""
+    slices_of, found = partial(rank_slices, mesh=engine.program.mesh, rank=engine.rank), list[Own]()
+    for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
+        first = part.start - start
+        values = held[first : first + numel(part.padded)].view(sizes(part.padded))
+        found.append((part.param.name, part.whole, values[inside(part.real, part.padded)]))
+    return found
 
 
 def _take_back(loans: Sequence[_Loan]) -> None:
@@ -232,34 +177,3 @@ def _check_exact(program: Program) -> None:
                 f"refreshes travel as {wire.name} over {tier.name} and parameters are {program.plan.compute}, so ranks "
                 'train with other values than their masters: hand over from "params", or leave the format out'
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """A rank's part of a block: (parameter, box, values) in its flat buffers, and by parameter its slice."""
-
-    dtypes: dict[str, torch.dtype]
-    own: list[_Own]
-    boxes: dict[str, Box]
-    slices: Slices
-
-    def place(self, move: Move) -> Tensor:
-        """The box of a move in the slice, which contains it."""
-        return self.slices[move.parameter][within(move.box, self.boxes[move.parameter])]
-
-    def read(self, move: Move) -> Tensor:
-        """Values of a move that this rank sends."""
-        # What a rank needs is in its slice by now; else it lies in its flat buffers, in one box or several.
-        need = self.boxes.get(move.parameter)
-        if need is not None and overlap(move.box, need) == move.box:
-            return self.place(move)
-        dtype, device = self.dtypes[move.parameter], self.own[0][2].device
-        values = torch.empty(sizes(move.box), dtype=dtype, device=device)
-        for name, box, held in self.own:
-            common = overlap(box, move.box) if name == move.parameter else None
-            if common is not None:
-                values[within(common, move.box)] = held[within(common, box)]
-        return values
-
-
-_PartMove = tuple[_Parts, Move]

@@ -18,7 +18,7 @@ from terrace.plan.plan import Plan
 from terrace.planner.roles.costs import Costs, lost_bytes, tensors_bytes
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.generation import Generation
-from terrace.planner.roles.pools import first_ranks, pool_cluster, pool_sizes
+from terrace.planner.roles.pools import pool_cluster, side_by_side
 from terrace.planner.roles.reshard import between_pools
 
 
@@ -147,14 +147,7 @@ def _checked(dataflow: Dataflow, placement: RolePlacement, cluster: Cluster) -> 
         if not pool.roles:
             raise PlanError(f"a pool of {pool.devices} devices has no roles: leave it out, or place a role on it")
         pool_cluster(cluster, pool.devices)
-    sizes = tuple(pool.devices for pool in placement.pools)
-    firsts = first_ranks(cluster, sizes)
-    if firsts is None:
-        raise PlanError(
-            f"pools of {', '.join(map(str, sizes))} devices do not lie side by side on the {cluster.world_size} of "
-            f"cluster {cluster.name!r}: use sizes of {', '.join(map(str, pool_sizes(cluster)))} that fill its tiers"
-        )
-    return firsts
+    return side_by_side(cluster, tuple(pool.devices for pool in placement.pools))
 
 
 def _report(costs: Costs, role: Role, placed: PlacedRole, pool: int, cluster: Cluster) -> RoleReport:

@@ -55,6 +55,17 @@ def first_ranks(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...] | N
     return tuple(starts) if at <= cluster.world_size else None
 
 
+def side_by_side(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """`first_ranks`; raises `PlanError` where pools of these sizes do not lie side by side."""
+    firsts = first_ranks(cluster, sizes)
+    if firsts is None:
+        raise PlanError(
+            f"pools of {', '.join(map(str, sizes))} devices do not lie side by side on the {cluster.world_size} of "
+            f"cluster {cluster.name!r}: use sizes of {', '.join(map(str, pool_sizes(cluster)))} that fill its tiers"
+        )
+    return firsts
+
+
 def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Every partition of range(count) into sets, fewest sets first; both levels in ascending order of first members."""
 

@@ -6,21 +6,20 @@ parameters during training.
 """
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from terrace.base.errors import TrainingError
 from terrace.checkpoint.reading import Checkpoint, resume
-from terrace.generation.engine import GenerationEngine
-from terrace.generation.request import Request, Sampling
-from terrace.generation.sliced import sliced_blocks, sliced_config
+from terrace.comm.ledger import Ledger
+from terrace.generation.sliced import sliced_blocks
+from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
 from terrace.model.config import block_specs
-from terrace.plan.dealing import Replica
-from terrace.plan.transition import Transition
+from terrace.plan.transition import Apart, Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build_stages
 from terrace.rl.aggregation import Aggregation
@@ -29,8 +28,8 @@ from terrace.rl.batches import objective_of
 from terrace.rl.calls import call
 from terrace.rl.layout import RoleLayout
 from terrace.rl.metrics import rollout_numbers
-from terrace.rl.ragged import Ragged, offsets_of
 from terrace.rl.rows import Rows
+from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import (
     ALL,
     TEXTS,
@@ -44,13 +43,13 @@ from terrace.rl.workers.engine_rows import (
     step_batches,
 )
 from terrace.runtime.reshard import HandOver
+from terrace.runtime.reshard_apart import HandOverApart
 
-_PAGE_TOKENS = 16  # of keys and values
-_MOST_REQUESTS = 256  # with pages at a time: beyond it a pass over a CPU's matrices gains nothing; a guess
+MEET_S = 120.0  # for the ranks of two pools to meet
 
 
 class Actor:
-    """A policy under `settings`, generating on replicas of `rows` tensor ranks.
+    """A policy under `settings`, generating on replicas of `rows` tensor ranks, or `apart` by a `Rollout`.
 
     A worker: every rank of its world makes it and gets every call, with its share of the rows.
     """
@@ -65,65 +64,81 @@ class Actor:
         stops: frozenset[int],
         rows: int = 1,
         seed: int = 0,
+        apart: Apart | None = None,
     ) -> None:
         """Responses have at most `num_tokens` tokens, and end with one of `stops`. Raises as the engine does."""
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
         self._aggregation, self._sums = algorithm.aggregate(num_tokens), Sums(float)
         objective = objective_of(policy_loss(algorithm, self._sums))
         self.engine = engine_of(world, settings, objective, device_of())
-        self._hand_over = HandOver(self.engine, rows)
+        self._apart = apart
+        self._sends: HandOverApart | None = None
+        self._hand_over = HandOver(self.engine, rows) if apart is None else None
         self._rows, self._version = rows, 0
         self._blocks: Sequence[nn.Module] | None = None  # of the replica, from a hand-over to the next update
 
     @classmethod
-    def layout(cls, num_ranks: int, *, settings: EngineSettings, rows: int = 1, **_: object) -> RoleLayout:
-        """Data ranks of the plan, and replicas of `rows` tensor ranks."""
-        return RoleLayout.of(settings.cluster, settings.plan, replicas_of(settings, rows))
+    def layout(
+        cls, num_ranks: int, *, settings: EngineSettings, rows: int = 1, apart: Apart | None = None, **_: object
+    ) -> RoleLayout:
+        """Data ranks of the plan, and replicas of `rows` tensor ranks unless others generate."""
+        replicas = transition_of(settings, rows).replicas if apart is None else ()
+        return RoleLayout.of(settings.cluster, settings.plan, replicas)
 
     @call()
-    def hand_over(self) -> dict[str, float]:
-        """Give the replicas the present parameters; bytes that all ranks sent, as planned and as counted."""
+    def hand_over(self, version: int) -> dict[str, float]:
+        """Give the replicas the present parameters as weights `version`; bytes that all ranks sent, and those planned."""
+        if self._hand_over is None:
+            raise TrainingError("this actor generates apart: call give, and take of the rollout")
         # Former slices go before new ones come: two sets may not fit.
-        self._blocks = None
-        before = self._reshard_bytes()
+        self._blocks, self._version = None, version
+        before = reshard_bytes(self.engine.comm.ledger)
         slices = self._hand_over.run(lend=True)
         self._blocks = sliced_blocks(self._settings.model, slices, self._hand_over.group)
-        planned = sum(self._hand_over.sent_bytes.values())
-        sent = self.engine.comm.exchange([planned, self._reshard_bytes() - before])
-        return dict(zip(("bytes_planned", "bytes_sent"), map(float, map(sum, zip(*sent, strict=True))), strict=True))
+        planned, sent = sum(self._hand_over.sent_bytes.values()), reshard_bytes(self.engine.comm.ledger) - before
+        return bytes_of_all(self.engine.comm.exchange([planned, sent]))
 
-    @call(split="replica", take="replica", reads=("prompts", "seeds"))
-    def generate(self, rows: Rows, *, greedy: bool = False) -> Rows:
+    @call(take="all")
+    def join(self, address: str, port: int) -> None:
+        """Meet the ranks of the rollout at the store there, as they do at the same time."""
+        assert self._apart is not None, "only an actor that generates apart joins"
+        transition = transition_of(self._settings, self._rows, self._apart)
+        store = open_store(address, port, MEET_S)
+        ranks = self._settings.cluster.world_size
+        self._sends = HandOverApart(transition, self._apart, ranks, self.engine.rank, store, self.engine)
+
+    @call()
+    def give(self) -> dict[str, float]:
+        """Send the rollout the present parameters, as it takes them; bytes as of `hand_over`, of these ranks."""
+        if self._sends is None:
+            raise TrainingError("this actor has met no rollout: call join of both first")
+        before = reshard_bytes(self._sends.ledger)
+        self._sends.run()
+        planned, sent = sum(self._sends.sent_bytes.values()), reshard_bytes(self._sends.ledger) - before
+        return bytes_of_all(self.engine.comm.exchange([planned, sent]))
+
+    @call(split="replica", take="replica", reads=READS, keeps_groups=True)
+    def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
         """Responses to prompts: `responses`, their log-probabilities `rollout`, `versions` of the weights, `finish`.
 
-        `rows` have `prompts` and `seeds` (R), int64: a response depends on prompt, seed and weights alone. Responses
-        are drawn from the policy itself, at temperature 1, or are its likeliest tokens where `greedy`.
+        `rows` have `prompts` and `seeds`, and may say which are `greedy` or begun already (`requests_of`). A response
+        depends on prompt, seed and weights alone. With `leave`, a replica stops while some groups are incomplete
+        (`completed`), and their rows have `finish` "aborted".
         """
         if self._blocks is None:
             raise TrainingError("generation has no weights: call hand_over first")
-        sampling = Sampling(temperature=0.0 if greedy else 1.0, top_k=0, seed=self._seed)
-        requests = [
-            Request(
-                prompt=tuple(prompt.tolist()),
-                num_tokens=self._num_tokens,
-                seed=seed,
-                sampling=sampling,
-                stop_tokens=self._stops,
-            )
-            for prompt, seed in zip(rows.ragged("prompts").rows(), rows.tensor("seeds").tolist(), strict=True)
-        ]
-        made = self._engine_for(self._blocks, len(requests)).run(requests) if requests else []
-        offsets = offsets_of(torch.tensor([len(each.tokens) for each in made], dtype=torch.int64))
-
-        def ragged(kind: str, dtype: torch.dtype) -> Ragged:
-            return Ragged(torch.tensor([x for each in made for x in getattr(each, kind)], dtype=dtype), offsets)
-
-        return Rows({
-            "responses": ragged("tokens", torch.int64),
-            "rollout": ragged("logprobs", torch.float32),
-            "versions": ragged("versions", torch.int64),
-            "finish": tuple(each.finish for each in made),
-        })  # fmt: skip
+        return drawn(
+            self._blocks,
+            self._settings.model,
+            rows,
+            context=self._settings.sequence + 1,
+            num_tokens=self._num_tokens,
+            stops=self._stops,
+            seed=self._seed,
+            tensor_rows=self._rows,
+            version=self._version,
+            leave=leave,
+        )
 
     @call(split="data", take="data", balance="rows", reads=TEXTS)
     def logprobs(self, rows: Rows) -> Rows:
@@ -139,7 +154,6 @@ class Actor:
         self._sums.clear()
         (step,) = step_batches(self.engine, own_rows(self.engine, rows), columns, self._aggregation)
         result = self.engine.step([batch for _, batch in step], lr)
-        self._version += 1
         means = means_of(self.engine, self._sums)
         own = {name: value for name, value in means.items() if not name.startswith("rollout/")}
         if len(own) < len(means):
@@ -149,30 +163,13 @@ class Actor:
     @call()
     def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> str:
         """Write a checkpoint with `facts` into a run folder, and keep the newest `keep`; returns its folder."""
-        return saved(self.engine, self._settings, folder, step, {**facts, "version": self._version}, keep)
+        return saved(self.engine, self._settings, folder, step, facts, keep)
 
     @call()
     def resume(self, folder: Path) -> None:
         """Take up a checkpoint that `save` has written."""
-        checkpoint = Checkpoint(folder)
-        resume(self.engine, checkpoint)
-        self._version, self._blocks = int(checkpoint.facts["version"]), None
-
-    def _engine_for(self, blocks: Sequence[nn.Module], num: int) -> GenerationEngine:
-        # With pages for its `num` requests and no more; every rank of the replica has the same requests.
-        context = self._settings.sequence + 1
-        return GenerationEngine(
-            blocks,
-            sliced_config(self._settings.model, self._rows),
-            context=context,
-            num_pages=min(_MOST_REQUESTS, num) * -(-context // _PAGE_TOKENS),
-            page_tokens=_PAGE_TOKENS,
-            version=self._version,
-        )
-
-    def _reshard_bytes(self) -> int:
-        total = self.engine.comm.ledger.total()
-        return sum(size for (message, _), size in total.items() if message is MessageClass.RESHARD)
+        resume(self.engine, Checkpoint(folder))
+        self._blocks = None
 
 
 class Reference:
@@ -220,9 +217,20 @@ class Student:
         return written
 
 
-def replicas_of(settings: EngineSettings, rows: int) -> tuple[Replica, ...]:
-    """The replicas of `rows` tensor ranks that generate, as `HandOver` has them; raises `PlanError` as it does."""
+def transition_of(settings: EngineSettings, rows: int, apart: Apart | None = None) -> Transition:
+    """The hand-over of an engine to replicas of `rows` tensor ranks; raises `PlanError` as `HandOver` does."""
     specs = block_specs(settings.model)
     programs = build_stages(settings.cluster, settings.plan, specs, settings.num_micros, settings.sequence)
     held = [set(program.stage.held) for program in programs]
-    return Transition.of(settings.cluster, settings.plan, specs, programs[0].flats, held, rows).replicas
+    return Transition.of(settings.cluster, settings.plan, specs, programs[0].flats, held, rows, apart=apart)
+
+
+def reshard_bytes(ledger: Ledger) -> int:
+    """Bytes of hand-overs that this rank has sent."""
+    return sum(size for (message, _), size in ledger.total().items() if message is MessageClass.RESHARD)
+
+
+def bytes_of_all(by_rank: Sequence[Sequence[int]]) -> dict[str, float]:
+    """`bytes_planned` and `bytes_sent`, from those of each rank."""
+    planned, sent = map(sum, zip(*by_rank, strict=True))
+    return {"bytes_planned": float(planned), "bytes_sent": float(sent)}

@@ -1,0 +1,91 @@
+"""Sections of the file of a run, `[run]` and `[[reward]]`, each checked by itself."""
+
+import math
+from dataclasses import dataclass
+
+from terrace.base.errors import ConfigError, did_you_mean
+from terrace.train.trackers import check_names
+
+TASKS = ("sort",)  # a TOML file each, beside this one
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    """Length and sizes of a run: a step draws `responses` to each of `prompts`, and learns `mini_batch` at a time."""
+
+    max_prompt: int  # tokens; a longer prompt is refused
+    max_response: int
+    task: str = ""  # one that ships with Terrace; empty: the prompts of a file
+    prompts_file: str = ""  # JSONL or Parquet
+    prompt_column: str = "prompt"  # its other columns go to rewards
+    held_out: int = 0  # first prompts of the file, which are never trained on and evaluated instead
+    steps: int = 40
+    prompts: int = 64
+    responses: int = 8
+    mini_batch: int = 256  # responses an update
+    epochs: int = 1  # times that a response is learned from
+    rows: int = 1  # tensor ranks of a replica that generates
+    max_lag: int = 0  # steps that may lie between the weights that draw a response and the step that learns from it
+    reference: bool = True  # measure the distance from the start, at the cost of a forward pass
+    seed: int = 0
+    warmup_steps: int = 10  # in which the learning rate rises
+    critic_lr: float = 1e-3
+    start_steps: int = 0  # supervised steps of a task before
+    start_batch: int = 128
+    start_lr: float = 1e-3
+    evaluate_every: int = 10  # 0: never
+    checkpoint_every: int = 0  # 0: only at the end
+    keep_checkpoints: int = 2
+    metrics: tuple[str, ...] = ()  # where else they go: terrace.train.trackers
+    timeout_s: float = 600.0  # of a call of a role
+    reward_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(
+            ("max_prompt", "max_response", "steps", "prompts", "responses", "mini_batch", "epochs", "rows"), 1
+        )
+        least |= dict.fromkeys(("seed", "held_out", "warmup_steps", "start_steps", "evaluate_every", "max_lag"), 0)
+        least |= {"start_batch": 1, "checkpoint_every": 0, "keep_checkpoints": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(f"run.{name} = {getattr(self, name)} must be at least {smallest}")
+        for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"run.{name} = {getattr(self, name)} must be above 0")
+        if self.task and self.task not in TASKS:
+            raise ConfigError(f"run.task = {self.task!r} is not known{did_you_mean(self.task, TASKS)}")
+        if bool(self.task) == bool(self.prompts_file):
+            raise ConfigError(
+                f"run.task = {self.task!r} and run.prompts_file = {self.prompts_file!r}: give one of them, the prompts "
+                "of a task or those of a file"
+            )
+        for name in ("held_out", "prompt_column"):
+            if self.task and getattr(self, name) != getattr(RunKeys, name):
+                raise ConfigError(
+                    f"run.{name} = {getattr(self, name)!r} has no effect under run.task = {self.task!r}, which has no "
+                    "file of prompts: leave it out"
+                )
+        if self.prompts * self.responses % self.mini_batch:
+            raise ConfigError(
+                f"run.mini_batch = {self.mini_batch} must divide the responses of a step, {self.prompts} x "
+                f"{self.responses} = {self.prompts * self.responses}"
+            )
+        check_names(self.metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKeys:
+    """A reward, or a cost: numbers that a Python function `module:function`, or a model, gives to responses."""
+
+    function: str = ""
+    model: str = ""  # Hugging Face folder of a model with one output
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if bool(self.function) == bool(self.model):
+            raise ConfigError(
+                f"a reward with function = {self.function!r} and model = {self.model!r}: give one of them, and "
+                "[[reward]] again for another"
+            )
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"a reward with weight = {self.weight}: must be a finite number")

@@ -1,0 +1,172 @@
+"""The roles of a run, made on their pools: settings of each, checked before a process starts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from terrace.base.errors import ModelError, PlanError
+from terrace.data.tokenizer import Tokenizer
+from terrace.generation.sliced import sliced_config
+from terrace.model.config import load_model
+from terrace.model.experts.config import refuse_looking_ahead
+from terrace.plan.context import is_context_parallel
+from terrace.plan.mesh import Mesh
+from terrace.plan.transition import Apart
+from terrace.rl.config import RlConfig
+from terrace.rl.controllers import Roles
+from terrace.rl.layout import RoleLayout
+from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
+from terrace.rl.prompts import PromptSource
+from terrace.rl.rows import Rows
+from terrace.rl.runtime import Group, Pool, Runtime
+from terrace.rl.workers.critic import Critic
+from terrace.rl.workers.engine_rows import EngineSettings
+from terrace.rl.workers.policy import Actor, Reference
+from terrace.rl.workers.reward_function import RewardFunction
+from terrace.rl.workers.reward_model import RewardModel
+from terrace.rl.workers.rollout import Rollout
+from terrace.runtime.settings import OptimizerConfig
+
+Examples = Callable[[int, int], Rows]  # (first, number) -> prompts with their right responses
+_Worker = tuple[type, Mapping[str, Any]]  # a class and its settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """Configuration, prompts and tokenizer of a run; `examples` are for its supervised start, if it has one."""
+
+    config: RlConfig
+    prompts: PromptSource
+    tokenizer: Tokenizer
+    stops: frozenset[int]
+    examples: Examples | None = None
+
+
+def check_roles(config: RlConfig) -> None:
+    """Raise `PlanError` or `ModelError` for a plan or a model that no role can have; starts nothing."""
+    longest = config.run.max_prompt + config.run.max_response
+    for role, has_engine in config.roles.items():
+        plan, where = config.plan_of(role), f"role {role}: " if config.plans or config.pool else ""
+        if has_engine and is_context_parallel(Mesh.of(config.places[role].cluster, plan), plan):
+            raise PlanError(f"{where}responses need whole rows: leave out the context axis and balance")
+        if has_engine and plan.outer is not None:
+            raise PlanError(f"{where}islands would generate with parameters that differ: leave out plan.outer")
+    if config.model.learned_positions and longest > config.model.max_positions:
+        raise ModelError(
+            f"run.max_prompt + run.max_response = {longest} tokens, and the model has learned "
+            f"{config.model.max_positions} positions: lower one of them"
+        )
+    if config.model.scalar_head:
+        raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
+    refuse_looking_ahead(config.model.experts)
+    sliced_config(config.model, config.run.rows)
+    for role, (worker, settings) in workers_of(config, config.weights).items():
+        layout = getattr(worker, "layout", None)
+        if layout is not None:
+            found: RoleLayout = layout(config.places[role].cluster.world_size, **settings)
+            assert found.num_ranks == config.places[role].cluster.world_size, "a role has the ranks of its pool"
+
+
+def engine_settings(
+    config: RlConfig, role: str, weights: str, batch: int, optimizer: OptimizerConfig | None = None
+) -> EngineSettings:
+    """The engine of a role that steps on `batch` rows; raises `PlanError` where these do not fit."""
+    return EngineSettings(
+        model=config.model,
+        cluster=config.places[role].cluster,
+        plan=config.plan_of(role),
+        num_micros=config.num_micros(batch, role),
+        sequence=config.sequence,
+        optimizer=optimizer or config.optimizer,
+        weights=weights,
+        seed=config.run.seed,
+    )
+
+
+def reward_settings(config: RlConfig, role: str, folder: str) -> EngineSettings:
+    """The engine of a reward model; raises `ModelError` for a folder of another model."""
+    model = load_model(folder)
+    if not model.scalar_head:
+        raise ModelError(
+            f"{folder} is no reward model: its head has {model.vocab_size} outputs, and a reward is one; train one "
+            'with train.objective = "reward"'
+        )
+    settings = engine_settings(config, role, folder, config.run.mini_batch)
+    # A reward is read at the last token, which has no label otherwise.
+    return replace(settings, model=model, sequence=config.sequence + 1)
+
+
+def apart_of(config: RlConfig) -> Apart | None:
+    """The two pools of a hand-over to a rollout; None where the actor draws."""
+    if not config.is_apart:
+        return None
+    actor, rollout = config.places[ACTOR], config.places[ROLLOUT]
+    return Apart(cluster=config.cluster, source=actor.first, first=rollout.first, target=rollout.cluster)
+
+
+def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) -> dict[str, _Worker]:
+    """Class and settings of every role. Without `inputs`, they suffice for layouts alone."""
+    run, apart = config.run, apart_of(config)
+    policy = engine_settings(config, ACTOR, weights, run.mini_batch)
+    draws = {
+        "settings": policy,
+        "num_tokens": run.max_response,
+        "stops": frozenset() if inputs is None else inputs.stops,
+        "rows": run.rows,
+        "seed": run.seed,
+        "apart": apart,
+    }
+    found: dict[str, _Worker] = {ACTOR: (Actor, {**draws, "algorithm": config.algorithm})}
+    if apart is not None:
+        found[ROLLOUT] = (Rollout, draws)
+    if REFERENCE in config.roles:
+        found[REFERENCE] = (Reference, {"settings": engine_settings(config, REFERENCE, weights, run.mini_batch)})
+    optimizer = replace(config.optimizer, lr=run.critic_lr)
+    for role in (each for each in (CRITIC, COST_CRITIC) if each in config.roles):
+        settings = engine_settings(config, role, weights, run.mini_batch, optimizer)
+        settings = replace(settings, model=replace(config.model, scalar_head=True))
+        found[role] = (Critic, {"settings": settings, "value_clip": config.algorithm.value_clip})
+    given = {reward_name(index): reward for index, reward in enumerate(config.reward)}
+    for role, reward in (given | ({COST: config.cost} if config.cost is not None else {})).items():
+        column = {"column": "cost" if role == COST else "reward"}
+        if reward.model:
+            found[role] = (RewardModel, {**column, "settings": reward_settings(config, role, reward.model)})
+        else:
+            tokenizer = None if inputs is None else inputs.tokenizer
+            judge = {"function": reward.function, "tokenizer": tokenizer, "deadline_s": run.reward_timeout_s}
+            found[role] = (RewardFunction, {**column, **judge})
+    return found
+
+
+def pools_of(config: RlConfig, runtime: Runtime) -> list[Pool]:
+    """The pools of a run, started."""
+    sizes = [pool.ranks for pool in config.pool] or [config.cluster.world_size]
+    return [runtime.pool(size) for size in sizes]
+
+
+def made_roles(inputs: RunInputs, runtime: Runtime, pools: list[Pool], weights: str) -> tuple[Roles, Group | None]:
+    """The roles of a run on its pools, and the rollout if it has one, which has met the actor."""
+    config = inputs.config
+    workers, made = workers_of(config, weights, inputs), dict[str, Group]()
+    for index, pool in enumerate(pools):
+        made |= pool.host(**{role: each for role, each in workers.items() if config.places[role].pool == index})
+    if config.is_apart:
+        address, port = runtime.meeting()
+        joining = [made[role].join.remote(address=address, port=port) for role in (ACTOR, ROLLOUT)]
+        for each in joining:
+            each.get()
+    roles = Roles(
+        actor=made[ACTOR],
+        rewards=tuple((reward.weight, made[reward_name(index)]) for index, reward in enumerate(config.reward)),
+        reference=made.get(REFERENCE),
+        cost=made.get(COST),
+        critic=made.get(CRITIC),
+        cost_critic=made.get(COST_CRITIC),
+    )
+    return roles, made.get(ROLLOUT)
+
+
+def student_settings(config: RlConfig) -> EngineSettings:
+    """The engine of a supervised start."""
+    optimizer = replace(config.optimizer, lr=config.run.start_lr)
+    return engine_settings(config, ACTOR, config.weights, config.run.start_batch, optimizer)

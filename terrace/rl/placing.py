@@ -1,0 +1,100 @@
+"""Pools of a run: which ranks have which roles, and where each pool lies in the cluster.
+
+    [[pool]]
+    ranks = 6
+    roles = ["actor", "reference"]
+
+    [[pool]]
+    ranks = 2
+    roles = ["rollout"]
+
+A role that no pool names is with the actor. Without pools all roles are on all ranks.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.words import counted
+from terrace.cluster.cluster import Cluster
+from terrace.planner.roles.pools import pool_cluster, side_by_side
+
+ACTOR, ROLLOUT, REFERENCE, CRITIC, COST_CRITIC, COST = "actor", "rollout", "reference", "critic", "cost_critic", "cost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolKeys:
+    """Neighbouring ranks, and the roles that share them."""
+
+    ranks: int
+    roles: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError(f"pool.ranks = {self.ranks} must be at least 1")
+        if not self.roles:
+            raise ConfigError(f"a pool of {counted(self.ranks, 'rank')} without roles: name them, or leave it out")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role is: its pool, the pool's first rank in the whole cluster, and the pool as a cluster of its own."""
+
+    pool: int
+    first: int
+    cluster: Cluster
+
+
+def reward_name(index: int) -> str:
+    """The role of the reward at a place in the run's file."""
+    return f"reward_{index}"
+
+
+def places_of(cluster: Cluster, pools: Sequence[PoolKeys], roles: Collection[str]) -> dict[str, Place]:
+    """The place of each of the run's `roles`.
+
+    Raises `ConfigError` for a role that is unknown, twice, or a rollout beside its actor; and for ranks that are left
+    over. Raises `PlanError` for pools that cannot lie side by side on the cluster.
+    """
+    if not pools:
+        return dict.fromkeys(roles, Place(0, 0, cluster))
+    _check(cluster, pools, roles)
+    firsts = side_by_side(cluster, tuple(pool.ranks for pool in pools))
+    found: dict[str, Place] = {}
+    for index, (pool, first) in enumerate(zip(pools, firsts, strict=True)):
+        found |= dict.fromkeys(pool.roles, Place(index, first, pool_cluster(cluster, pool.ranks)))
+    return {role: found.get(role, found[ACTOR]) for role in roles}
+
+
+def _check(cluster: Cluster, pools: Sequence[PoolKeys], roles: Collection[str]) -> None:
+    named: dict[str, int] = {}
+    for index, pool in enumerate(pools):
+        for role in pool.roles:
+            if role not in roles:
+                raise ConfigError(f"pool[{index}].roles: the run has no role {role!r}{did_you_mean(role, roles)}")
+            if role in named:
+                raise ConfigError(f"pool[{index}].roles: {role!r} is named twice: a role is on one pool")
+            named[role] = index
+    if ACTOR not in named:
+        raise ConfigError(f"no pool has the role {ACTOR!r}, and roles that no pool names are with it: name it in one")
+    if named.get(ROLLOUT) == named[ACTOR]:
+        raise ConfigError(
+            f"pool[{named[ACTOR]}] has actor and rollout: an actor generates on its own ranks, so leave out the "
+            "rollout, or give it another pool"
+        )
+    total = sum(pool.ranks for pool in pools)
+    if total != cluster.world_size:
+        raise ConfigError(
+            f"pools of {' + '.join(str(pool.ranks) for pool in pools)} ranks on a cluster of {cluster.world_size}: "
+            "they must add up to all of its ranks; change them, or the cluster's sizes"
+        )
+
+
+def check_plans(plans: Mapping[str, object], roles: Collection[str], with_plans: Collection[str]) -> None:
+    """Raise `ConfigError` for a plan of a role that the run has not, or that has none."""
+    for role in plans:
+        if role not in roles:
+            raise ConfigError(f"plans.{role}: the run has no role {role!r}{did_you_mean(role, with_plans)}")
+        if role not in with_plans:
+            why = "draws by the plan of its actor" if role == ROLLOUT else "is a function"
+            raise ConfigError(f"plans.{role} has no effect: {role!r} {why}; leave it out")

@@ -1,0 +1,127 @@
+"""Responses by a replica: requests from rows of prompts, run until enough groups are complete, and back to rows.
+
+A replica stops by counts alone, never by the clock, so that the same calls give the same responses.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from terrace.generation.engine import GenerationEngine
+from terrace.generation.request import Completion, Request, Sampling
+from terrace.generation.sliced import sliced_config
+from terrace.model.config import ModelConfig
+from terrace.rl.ragged import Ragged, offsets_of
+from terrace.rl.rows import Rows
+
+Finish = Literal["stop", "length", "aborted"]
+FINISHES: tuple[Finish, ...] = get_args(Finish)
+BEGUN = ("responses", "rollout", "versions")  # columns of a response so far
+READS = ("prompts", "seeds", "greedy", "groups", "must", *BEGUN)
+_PAGE_TOKENS = 16  # of keys and values
+_MOST_REQUESTS = 256  # with pages at a time: beyond it a pass over a CPU's matrices gains nothing; a guess
+
+
+def drawn(
+    blocks: Sequence[nn.Module],
+    model: ModelConfig,
+    rows: Rows,
+    *,
+    context: int,
+    num_tokens: int,
+    stops: frozenset[int],
+    seed: int,
+    tensor_rows: int,
+    version: int,
+    leave: Fraction,
+) -> Rows:
+    """Responses of a replica of `tensor_rows` ranks, of at most `num_tokens` tokens, to its share of rows."""
+    requests = requests_of(rows, num_tokens=num_tokens, stops=stops, seed=seed)
+    if not requests:
+        return rows_of_completions([])
+    # With pages for its requests and no more; every rank of the replica has the same requests.
+    engine = GenerationEngine(
+        blocks,
+        sliced_config(model, tensor_rows),
+        context=context,
+        num_pages=min(_MOST_REQUESTS, len(requests)) * -(-context // _PAGE_TOKENS),
+        page_tokens=_PAGE_TOKENS,
+        version=version,
+    )
+    return rows_of_completions(completed(engine, requests, rows, leave))
+
+
+def requests_of(rows: Rows, *, num_tokens: int, stops: frozenset[int], seed: int) -> list[Request]:
+    """A request for each row: columns `prompts`, `seeds` (R) int64, and perhaps `greedy` (R) bool and those of BEGUN.
+
+    Responses are drawn from the policy itself, at temperature 1, or are its likeliest tokens where `greedy`.
+    """
+    num = len(rows)
+    greedy = rows.tensor("greedy").tolist() if "greedy" in rows.columns else [False] * num
+    begun = _begun(rows) if "responses" in rows.columns else [None] * num
+    samplings = [Sampling(temperature=temperature, top_k=0, seed=seed) for temperature in (1.0, 0.0)]
+    return [
+        Request(
+            prompt=tuple(prompt.tolist()),
+            num_tokens=num_tokens,
+            seed=own_seed,
+            sampling=samplings[is_greedy],
+            stop_tokens=stops,
+            begun=so_far,
+        )
+        for prompt, own_seed, is_greedy, so_far in zip(
+            rows.ragged("prompts").rows(), rows.tensor("seeds").tolist(), greedy, begun, strict=True
+        )
+    ]
+
+
+def _begun(rows: Rows) -> list[Completion | None]:
+    tokens, logprobs, versions = ([tuple(each.tolist()) for each in rows.ragged(name).rows()] for name in BEGUN)
+    return [
+        Completion(*each, finish="aborted") if each[0] else None
+        for each in zip(tokens, logprobs, versions, strict=True)
+    ]
+
+
+def completed(engine: GenerationEngine, requests: Sequence[Request], rows: Rows, leave: Fraction) -> list[Completion]:
+    """The completions of requests; those that are left have `finish` "aborted".
+
+    Of the groups of `rows` (column `groups`), a share `leave`, rounded down, may stay incomplete. Rows that `must` end
+    (R, bool) are waited for.
+    """
+    groups = rows.tensor("groups").tolist() if "groups" in rows.columns else list(range(len(requests)))
+    must = rows.tensor("must").tolist() if "must" in rows.columns else [False] * len(requests)
+    open_rows = Counter(groups)
+    may_stay, num_must = int(len(open_rows) * leave), sum(must)
+    row_of = {engine.add(request): row for row, request in enumerate(requests)}
+    ended: dict[int, Completion] = {}
+    while num_must or len(open_rows) > may_stay:
+        found = engine.step()
+        for number in found:
+            row = row_of[number]
+            num_must -= must[row]
+            open_rows[groups[row]] -= 1
+            if not open_rows[groups[row]]:
+                del open_rows[groups[row]]
+        ended |= found
+    ended |= engine.abort()
+    return [ended[number] for number in row_of]
+
+
+def rows_of_completions(made: Sequence[Completion]) -> Rows:
+    """`responses`, their log-probabilities `rollout`, `versions` of the weights, `finish`."""
+    offsets = offsets_of(torch.tensor([len(each.tokens) for each in made], dtype=torch.int64))
+
+    def ragged(kind: str, dtype: torch.dtype) -> Ragged:
+        return Ragged(torch.tensor([x for each in made for x in getattr(each, kind)], dtype=dtype), offsets)
+
+    return Rows({
+        "responses": ragged("tokens", torch.int64),
+        "rollout": ragged("logprobs", torch.float32),
+        "versions": ragged("versions", torch.int64),
+        "finish": tuple(each.finish for each in made),
+    })  # fmt: skip

@@ -1,0 +1,106 @@
+"""The rollout: replicas on ranks of their own, which generate with the parameters of an actor elsewhere.
+
+It draws while the actor learns, and takes new parameters between two calls of `generate`.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from fractions import Fraction
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from terrace.base.errors import TrainingError
+from terrace.generation.sliced import sliced_blocks
+from terrace.launch.rendezvous import open_store
+from terrace.launch.world import World
+from terrace.plan.presets import preset
+from terrace.plan.transition import Apart
+from terrace.rl.calls import call
+from terrace.rl.layout import RoleLayout
+from terrace.rl.rows import Rows
+from terrace.rl.workers.drawing import READS, drawn
+from terrace.rl.workers.engine_rows import EngineSettings
+from terrace.rl.workers.policy import MEET_S, bytes_of_all, reshard_bytes, transition_of
+from terrace.runtime.reshard_apart import HandOverApart, local_replica
+
+_LIMIT = timedelta(minutes=10)  # of a message inside a replica
+
+
+class Rollout:
+    """Draws responses for an actor with `settings`, whose pool is `apart`, on replicas of `rows` tensor ranks."""
+
+    def __init__(
+        self,
+        world: World | None,
+        *,
+        settings: EngineSettings,
+        apart: Apart,
+        num_tokens: int,
+        stops: frozenset[int],
+        rows: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Responses have at most `num_tokens` tokens, and end with one of `stops`. Raises as `transition_of`."""
+        self._world, self._settings, self._apart, self._rows = world, settings, apart, rows
+        self._drawing: dict[str, Any] = {"num_tokens": num_tokens, "stops": stops, "seed": seed, "tensor_rows": rows}
+        self._version = 0
+        self._takes: HandOverApart | None = None
+        self._blocks: Sequence[nn.Module] | None = None
+        self._transition = transition_of(settings, rows, apart)
+        self._group: dist.ProcessGroup | None = None
+        if rows > 1:
+            ranks = local_replica(self._transition, apart, self._rank)
+            self._group = dist.new_group(list(ranks), timeout=_LIMIT, use_local_synchronization=True, sort_ranks=False)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._world is None else self._world.rank
+
+    @classmethod
+    def layout(
+        cls, num_ranks: int, *, settings: EngineSettings, apart: Apart, rows: int = 1, **_: object
+    ) -> RoleLayout:
+        """Replicas of `rows` tensor ranks; it has no plan, so every rank is a data rank."""
+        replicas = transition_of(settings, rows, apart).replicas
+        own = [tuple(rank - apart.first for rank in replica) for replica in replicas]
+        return RoleLayout.of(apart.target, preset("ddp", apart.target), own)
+
+    @call(take="all")
+    def join(self, address: str, port: int) -> None:
+        """Meet the ranks of the actor at the store there, as they do at the same time."""
+        store = open_store(address, port, MEET_S)
+        ranks = self._settings.cluster.world_size
+        self._takes = HandOverApart(self._transition, self._apart, ranks, self._rank, store)
+
+    @call()
+    def take(self, version: int) -> dict[str, float]:
+        """Take the parameters that the actor gives, as weights `version`; bytes that these ranks passed on."""
+        if self._takes is None:
+            raise TrainingError("this rollout has met no actor: call join of both first")
+        # Former slices go before new ones come: two sets may not fit.
+        self._blocks, self._version = None, version
+        before = reshard_bytes(self._takes.ledger)
+        self._blocks = sliced_blocks(self._settings.model, self._takes.run(), self._group)
+        own = [sum(self._takes.sent_bytes.values()), reshard_bytes(self._takes.ledger) - before]
+        found = [own]
+        if self._world is not None:
+            found = [own] * self._world.world_size
+            dist.all_gather_object(found, own)
+        return bytes_of_all(found)
+
+    @call(split="replica", take="replica", reads=READS, keeps_groups=True)
+    def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
+        """Responses to prompts, as those of `Actor.generate`."""
+        if self._blocks is None:
+            raise TrainingError("generation has no weights: call take first")
+        return drawn(
+            self._blocks,
+            self._settings.model,
+            rows,
+            context=self._settings.sequence + 1,
+            version=self._version,
+            leave=leave,
+            **self._drawing,
+        )

@@ -1,0 +1,88 @@
+"""A hand-over to ranks of another pool, which is a world of its own: the ranks that train send, others generate.
+
+Both sides plan the same transition (terrace.plan.transition, `Apart`) and run its program over gloo groups that join
+the two worlds, one a tier, so that a slow tier is crossed once and the ranks that generate pass parameters on among
+themselves. Nothing is lent: the ranks that train keep their parameters.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from terrace.base.errors import PlanError
+from terrace.comm.ledger import Ledger
+from terrace.plan.transition import Apart, Transition
+from terrace.plan.wire import MessageClass
+from terrace.program.hand_over import HandOverProgram, hand_over_program
+from terrace.program.verify_hand_over import verify_hand_over
+from terrace.runtime.engine import Engine
+from terrace.runtime.reshard import held_boxes
+from terrace.runtime.reshard_messages import BlockParts, Exchange, Slices, between, play
+
+_CPU = torch.device("cpu")
+
+
+class HandOverApart:
+    """One rank's side of the hand-over: with an `engine` it sends, else it receives.
+
+    `rank` is its number in its own pool. All ranks of both pools make it at the same time, since they meet at `store`,
+    and call `run` at the same points. Raises `PlanError` for an engine on a GPU: the groups are gloo's.
+    """
+
+    def __init__(
+        self,
+        transition: Transition,
+        apart: Apart,
+        num_senders: int,
+        rank: int,
+        store: Store,
+        engine: Engine | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        if engine is not None and engine.comm.device != _CPU:
+            raise PlanError(
+                f"a hand-over to another pool from {engine.comm.device}: its messages are gloo's, between CPUs; place "
+                "the roles that train and generate on one pool"
+            )
+        self.transition, self._engine = transition, engine
+        own = (apart.source if engine is not None else apart.first) + rank
+        self.program: HandOverProgram = hand_over_program(apart.cluster, transition, own)
+        verify_hand_over(self.program)
+        members = [*range(apart.source, apart.source + num_senders)]
+        members += range(apart.first, apart.first + apart.target.world_size)
+        places = {member: place for place, member in enumerate(members)}
+        self._exchanges: dict[int, Exchange] = {}
+        for tier in sorted({each.tier for each in self.program.instructions}):
+            of_tier = PrefixStore(f"tier/{tier}", store)
+            group = ProcessGroupGloo(of_tier, places[own], len(members), timeout=timeout)
+            self._exchanges[tier] = between(group, places)
+        self.ledger = Ledger() if engine is None else engine.comm.ledger
+
+    @property
+    def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
+        """Bytes that this rank sends in a hand-over, by message class and tier."""
+        return self.program.sent_bytes
+
+    def run(self) -> list[Slices]:
+        """Send the parameters as they are after the last step, or receive this rank's slices of every block."""
+        engine = self._engine
+        if engine is not None:
+            engine.state.recover()
+            engine.drain()
+            engine.runner.declared_bytes.update(self.sent_bytes)
+        parts = [self._parts(block) for block in range(len(self.transition.alike))]
+        play(self.program, parts, self._exchanges, _CPU, self.ledger)
+        return [own.slices for own in parts]
+
+    def _parts(self, block: int) -> BlockParts:
+        own = [] if self._engine is None else held_boxes(self._engine, block)
+        return BlockParts.of(self.transition, block, self.program.rank, own, _CPU)
+
+
+def local_replica(transition: Transition, apart: Apart, rank: int) -> Sequence[int]:
+    """The ranks of the replica that `rank` of the generating pool is in, numbered in that pool, by slice."""
+    found = next(replica for replica in transition.replicas if apart.first + rank in replica)
+    return [each - apart.first for each in found]

@@ -1,0 +1,167 @@
+"""Messages of a hand-over: a rank's parts of blocks, and its program played over lanes.
+
+    for one block of every stage, and then the next, from the outermost tier inward, each tier on a lane of its own:
+        what goes to a peer -> one buffer -> sent and received all at once -> into the slices
+
+An `Exchange` carries tensors over a tier: over a process group of the world (`within`), or over one that joins two
+pools, which are worlds of their own (`between`).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrace.base.boxes import Box, numel, overlap, sizes
+from terrace.base.boxes import within as inside
+from terrace.comm.collectives import DTYPES
+from terrace.comm.lane import Ticket, make_lane
+from terrace.comm.ledger import Ledger
+from terrace.comm.pace import Pacer
+from terrace.plan.handover import Move
+from terrace.plan.transition import Transition
+from terrace.plan.wire import MessageClass
+from terrace.program.hand_over import HandOverProgram
+from terrace.runtime.gap_messages import behind
+
+Slices = dict[str, Tensor]  # parameter -> this rank's slice of it
+Own = tuple[str, Box, Tensor]  # parameter, a box of it, its values in a flat buffer
+Ends = Sequence[tuple[int, Tensor]]  # (peer, values)
+Exchange = Callable[[Ends, Ends], None]  # sends, receives: all at once
+_Key = tuple[int, torch.dtype]  # a peer, and what its message is made of
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockParts:
+    """A rank's part of a block: (parameter, box, values) in its flat buffers, and by parameter its slice."""
+
+    dtypes: dict[str, torch.dtype]
+    own: list[Own]
+    boxes: dict[str, Box]
+    slices: Slices
+
+    @staticmethod
+    def of(transition: Transition, block: int, rank: int, own: list[Own], device: torch.device) -> "BlockParts":
+        """The part of a rank that holds `own`; its slices are filled where it holds them."""
+        dtypes = {name: DTYPES[dtype] for name, dtype in transition.dtypes[transition.alike[block]].items()}
+        boxes = {name: parts[0] for name, parts in transition.needs(block)[rank].items()}
+        slices = {name: torch.empty(sizes(box), dtype=dtypes[name], device=device) for name, box in boxes.items()}
+        for name, box, values in own:
+            common = overlap(box, boxes[name]) if name in boxes else None
+            if common is not None:
+                slices[name][inside(common, boxes[name])] = values[inside(common, box)]
+        return BlockParts(dtypes=dtypes, own=own, boxes=boxes, slices=slices)
+
+    def place(self, move: Move) -> Tensor:
+        """The box of a move in the slice, which contains it."""
+        return self.slices[move.parameter][inside(move.box, self.boxes[move.parameter])]
+
+    def read(self, move: Move) -> Tensor:
+        """Values of a move that this rank sends."""
+        # What a rank needs is in its slice by now; else it lies in its flat buffers, in one box or several.
+        need = self.boxes.get(move.parameter)
+        if need is not None and overlap(move.box, need) == move.box:
+            return self.place(move)
+        dtype, device = self.dtypes[move.parameter], self.own[0][2].device
+        values = torch.empty(sizes(move.box), dtype=dtype, device=device)
+        for name, box, held in self.own:
+            common = overlap(box, move.box) if name == move.parameter else None
+            if common is not None:
+                values[inside(common, move.box)] = held[inside(common, box)]
+        return values
+
+
+_PartMove = tuple[BlockParts, Move]
+
+
+def play(
+    program: HandOverProgram,
+    parts: Sequence[BlockParts],
+    exchanges: Mapping[int, Exchange],
+    device: torch.device,
+    ledger: Ledger,
+    pacer: Pacer | None = None,
+) -> None:
+    """Run a rank's program over the exchange of each tier; `parts` are by block, and their slices are filled."""
+    lanes = {tier: make_lane(device) for tier in exchanges}
+    tickets = dict[tuple[int, ...], Ticket]()  # of the newest instruction of blocks
+    try:
+        for position, (blocks, tier) in enumerate(program.instructions):
+            moves = [(parts[block], move) for block, move in program.moves[position]]
+            work = partial(_exchange, program, tier, moves, exchanges[tier], device, ledger, pacer)
+            tickets[blocks] = lanes[tier].submit(behind(tickets.get(blocks), work))
+        for ticket in tickets.values():
+            ticket.wait()
+    finally:
+        # After a failure a lane may wait for a rank that is gone.
+        failed = any(lane.failed for lane in lanes.values())
+        for lane in lanes.values():
+            lane.close(wait=not failed)
+
+
+def _exchange(
+    program: HandOverProgram,
+    tier: int,
+    moves: Sequence[_PartMove],
+    exchange: Exchange,
+    device: torch.device,
+    ledger: Ledger,
+    pacer: Pacer | None,
+) -> None:
+    """Send and receive `moves`, all over one tier: one message to each peer, or one a dtype."""
+    sends, receives = defaultdict[_Key, list[_PartMove]](list), defaultdict[_Key, list[_PartMove]](list)
+    for parts, move in moves:
+        dtype = parts.dtypes[move.parameter]
+        if move.source == program.rank:
+            sends[move.target, dtype].append((parts, move))
+        else:
+            receives[move.source, dtype].append((parts, move))
+    leaving = {key: torch.cat([parts.read(move).reshape(-1) for parts, move in own]) for key, own in sends.items()}
+    coming = {
+        (peer, dtype): torch.empty(sum(numel(move.box) for _, move in own), dtype=dtype, device=device)
+        for (peer, dtype), own in receives.items()
+    }
+    begin_s = 0.0 if pacer is None else pacer.begin()
+    exchange(
+        [(peer, values) for (peer, _), values in leaving.items()],
+        [(peer, values) for (peer, _), values in coming.items()],
+    )
+    if leaving:
+        sent_bytes = sum(values.nbytes for values in leaving.values())
+        ledger.add(MessageClass.RESHARD, program.names[tier], sent_bytes)
+        if pacer is not None:
+            pacer.sent(program.names[tier], sent_bytes, 1, begin_s)
+    for key, values in coming.items():
+        pieces = torch.split(values, [numel(move.box) for _, move in receives[key]])
+        for (parts, move), piece in zip(receives[key], pieces, strict=True):
+            parts.place(move)[...] = piece.view(sizes(move.box))
+
+
+def within(group: dist.ProcessGroup) -> Exchange:
+    """Over a group of the world, whose ranks are the program's."""
+
+    def exchange(sends: Ends, receives: Ends) -> None:
+        # All at once: one after the other, two ranks could each wait for the other's receive.
+        operations = [dist.P2POp(dist.irecv, values, peer, group) for peer, values in receives]
+        operations += [dist.P2POp(dist.isend, values, peer, group) for peer, values in sends]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    return exchange
+
+
+def between(group: Any, places: Mapping[int, int]) -> Exchange:
+    """Over a gloo group of two pools; `places` are those of the program's ranks in it."""
+
+    def exchange(sends: Ends, receives: Ends) -> None:
+        works = [group.recv([values], places[peer], 0) for peer, values in receives]
+        works += [group.send([values], places[peer], 0) for peer, values in sends]
+        for work in works:
+            work.wait()
+
+    return exchange
