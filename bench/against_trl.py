@@ -27,7 +27,8 @@ from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.rl import sort_task
 from terrace.rl.config import RlConfig, resolve
-from terrace.rl.run import START, Run, RunInputs
+from terrace.rl.making import RunInputs
+from terrace.rl.run import START, Run
 from terrace.rl.runtime import InlineRuntime
 from terrace.train.export import export
 

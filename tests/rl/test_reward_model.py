@@ -13,7 +13,7 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.rl.config import RewardKeys, resolve
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
-from terrace.rl.run import reward_settings
+from terrace.rl.making import reward_settings
 from terrace.rl.workers.reward_model import RewardModel
 from tests.support.hf_folder import TABLE, write_folder
 from tests.support.toys import cluster_of, run_blocks
@@ -44,7 +44,7 @@ def test_a_reward_is_the_output_at_the_last_token(tmp_path: Path) -> None:
 
     # The longest of both, and an empty response, whose reward is at the end of its prompt.
     rows = Rows({"prompts": tokens(4, 1, 2, 3), "responses": tokens(5, 3, 0, 1)})
-    found = RewardModel(None, settings=reward_settings(small, str(folder))).rewards(rows).tensor("reward")
+    found = RewardModel(None, settings=reward_settings(small, "reward_0", str(folder))).rewards(rows).tensor("reward")
     texts = [torch.cat(row) for row in zip(rows.ragged("prompts").rows(), rows.ragged("responses").rows(), strict=True)]
     torch.testing.assert_close(found, torch.tensor([alone(folder, text) for text in texts]), rtol=0, atol=1e-5)
     assert len(set(found.tolist())) == 4
@@ -54,6 +54,6 @@ def test_another_model_is_no_reward_model(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     assert not load_model(str(folder)).scalar_head
     with pytest.raises(ModelError, match="is no reward model: its head has 96 outputs, and a reward is one"):
-        reward_settings(resolve("sort", None, {}, {}), str(folder))
+        reward_settings(resolve("sort", None, {}, {}), "reward_0", str(folder))
     with pytest.raises(ConfigError, match=r"give one of them, and \[\[reward\]\] again for another"):
         RewardKeys(function="a:b", model="c")

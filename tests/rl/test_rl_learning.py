@@ -5,6 +5,7 @@ A response has up to four tokens of five; token 0 ends it. Each 1 is worth 1/4; 
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -24,6 +25,7 @@ from terrace.rl.metrics import Metrics
 from terrace.rl.prompts import Prompt
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
+from terrace.rl.stream import Drawing, stream_of
 
 LENGTH, VOCAB, NUM_RESPONSES = 4, 5, 64
 # Beside its paper's values: a KL that is counted, where there is a place for it, and clips that let a table move.
@@ -54,23 +56,26 @@ class Table:
         self.theta = torch.zeros(LENGTH, VOCAB, requires_grad=True)
         self.optimizer, self.num_hand_overs = torch.optim.Adam([self.theta]), 0
         self.num_scored = 0
-        self.lag = 0  # updates between the weights that draw and the present ones
+        self.lag = 0  # steps between the weights that draw and the present ones
+        self.version = 0
         self.given: list[dict[str, Tensor]] = []  # columns of each update
 
-    def hand_over(self) -> None:
+    def hand_over(self, version: int) -> Metrics:
         self.num_hand_overs += 1
+        self.version = version
+        return {}
 
-    def generate(self, rows: Rows, *, greedy: bool = False) -> Rows:
+    def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
         generator = torch.Generator().manual_seed(int(rows.tensor("seeds")[0]))
         odds = self.theta.detach().softmax(-1)
         drawn = torch.multinomial(odds, len(rows), replacement=True, generator=generator).t()
-        if greedy:
-            drawn = odds.argmax(-1).expand(len(rows), LENGTH)
+        if "greedy" in rows.columns:
+            drawn = torch.where(rows.tensor("greedy")[:, None], odds.argmax(-1), drawn)
         ends = (drawn == 0).int().argmax(-1) + 1  # the first 0, which is a token of the response
         lengths = torch.where((drawn == 0).any(-1), ends, LENGTH)
         tokens = Ragged.of([row[:length] for row, length in zip(drawn, lengths.tolist(), strict=True)])
         finish = tuple("length" if length == LENGTH else "stop" for length in lengths.tolist())
-        versions = tokens.with_values(torch.full_like(tokens.values, len(self.given) - self.lag))
+        versions = tokens.with_values(torch.full_like(tokens.values, self.version - self.lag))
         made = Rows({"responses": tokens, "finish": finish, "versions": versions})
         return made | Rows({"rollout": self._logprobs(made)})
 
@@ -155,9 +160,11 @@ class Asking:
         return ()
 
 
-def setup_of(name: str, shuffle: bool = False, **more: Any) -> Setup:
+def setup_of(name: str, shuffle: bool = False, max_lag: int = 0, **more: Any) -> Setup:
     actor, single = Table(name, **more), name in ("ppo", "reinforce++", "remax", "safe-rlhf")
     algorithm, is_safe = actor.algorithm, name == "safe-rlhf"
+    prompts, responses = (NUM_RESPONSES, 1) if single else (NUM_RESPONSES // 8, 8)
+    drawing = Drawing(source=Asking(), prompts=prompts, responses=responses, max_lag=max_lag)
     return Setup(
         roles=Roles(
             actor=actor,
@@ -168,10 +175,10 @@ def setup_of(name: str, shuffle: bool = False, **more: Any) -> Setup:
             cost_critic=Values(),
         ),
         algorithm=algorithm,
-        prompts=Asking(),
+        stream=stream_of(replace(drawing, has_greedy=name == "remax"), actor),
         sizes=Sizes(
-            prompts=NUM_RESPONSES if single else NUM_RESPONSES // 8,
-            responses=1 if single else 8,
+            prompts=drawing.prompts,
+            responses=drawing.responses,
             mini_batch=NUM_RESPONSES // 2,
             num_tokens=LENGTH,
         ),
@@ -211,7 +218,7 @@ def test_every_algorithm_raises_the_reward(name: str) -> None:
 
 def test_the_policy_that_drew_is_not_scored_again() -> None:
     def learnt(is_exact: bool, lag: int = 0) -> Table:
-        setup = replace(setup_of("grpo"), rollout_is_exact=is_exact)
+        setup = replace(setup_of("grpo", max_lag=9 * lag), rollout_is_exact=is_exact)
         table: Table = setup.roles.actor
         table.lag = lag
         list(islice(CONTROLLERS["grpo"](setup), 3))
@@ -260,7 +267,7 @@ def test_dapo_draws_until_its_batch_is_full() -> None:
     rounds = [step["group/rounds"] for step in steps]
     assert rounds[0] == 1
     assert max(rounds) > 1
-    assert setup.progress.place == sum(rounds) * setup.sizes.prompts
+    assert setup.stream.state()[0] == sum(rounds) * setup.sizes.prompts
     assert all(step["group/kept"] == NUM_RESPONSES for step in steps if step["group/rounds"] < 8)
     # Prompts have one token. All that was drawn counts, kept or not.
     assert steps[0]["group/tokens"] == pytest.approx(NUM_RESPONSES * (1 + steps[0]["response_length/mean"]))

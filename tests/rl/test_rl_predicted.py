@@ -10,7 +10,8 @@ from terrace.base.errors import PlanError, TerraceError
 from terrace.cli.rl_explain import explain
 from terrace.planner.roles.placement import price
 from terrace.report.tables import quantity
-from terrace.rl.config import RewardKeys, RlConfig, resolve
+from terrace.rl.config import RlConfig, resolve
+from terrace.rl.keys import RewardKeys
 from terrace.rl.predicted import dataflow_of, placement_of, predicted, stages_of
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model
@@ -39,7 +40,7 @@ def test_a_reward_model_scores_and_a_function_is_no_role(tmp_path: Path) -> None
     write_model(tmp_path, {**TABLE, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1})
     config = sort()
     flow = dataflow_of(replace(config, reward=(*config.reward, RewardKeys(model=str(tmp_path)))))
-    assert [(role.name, role.does, role.model.scalar_head) for role in flow.roles[2:]] == [("reward 1", "scores", True)]
+    assert [(role.name, role.does, role.model.scalar_head) for role in flow.roles[2:]] == [("reward_1", "scores", True)]
 
 
 def test_the_sizes_are_those_of_a_step() -> None:

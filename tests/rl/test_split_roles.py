@@ -14,6 +14,7 @@ from terrace.rl.metrics import Metrics
 from terrace.rl.runtime import InlineRuntime, Runtime
 from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
+from terrace.rl.stream import Drawing, stream_of
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import EngineSettings
 from terrace.rl.workers.policy import Actor, Reference
@@ -61,6 +62,7 @@ def stepped(runtime: Runtime, is_split: bool) -> Iterator[Metrics]:
         roles = {name: group for each in made for name, group in each.items()}
     else:
         roles = runtime.pool(1).host(**workers)
+    drawing = Drawing(source=SortPrompts(), prompts=PROMPTS, responses=RESPONSES)
     setup = Setup(
         roles=Roles(
             actor=roles["actor"],
@@ -69,7 +71,7 @@ def stepped(runtime: Runtime, is_split: bool) -> Iterator[Metrics]:
             critic=roles["critic"],
         ),
         algorithm=ALGORITHM,
-        prompts=SortPrompts(),
+        stream=stream_of(drawing, roles["actor"]),
         sizes=Sizes(prompts=PROMPTS, responses=RESPONSES, mini_batch=MINI_BATCH, num_tokens=NUM_TOKENS),
         progress=Progress(kl_coefficient=ALGORITHM.kl_coefficient),
         lr=lambda step: 1e-3,

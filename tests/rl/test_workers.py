@@ -24,7 +24,7 @@ from terrace.rl.metrics import ROLLOUT, of_rows
 from terrace.rl.prompts import rows_of
 from terrace.rl.rows import Rows, cat
 from terrace.rl.sort_task import END, SortPrompts
-from terrace.rl.workers import policy
+from terrace.rl.workers import drawing
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import EngineSettings, engine_of, scores
 from terrace.rl.workers.policy import Actor, Reference, Student
@@ -83,7 +83,7 @@ def played(world: World | None, num_ranks: int) -> dict[str, Any]:
     for turn in range(2):
         prompts = rows_of([SortPrompts().prompt(place) for place in range(NUM_PROMPTS)], first_group=0)
         prompts = prompts | Rows({"seeds": torch.arange(NUM_PROMPTS) + 100 * turn})
-        handed = ask("hand_over")
+        handed = ask("hand_over", version=turn)
         assert handed["bytes_sent"] == handed["bytes_planned"]
         assert (handed["bytes_sent"] > 0) == (num_ranks > 1)
         rows = prompts | ask("generate", prompts)
@@ -155,15 +155,16 @@ def test_keys_and_values_have_pages_for_the_requests_alone(monkeypatch: pytest.M
             sizes.append(num_pages)
             super().__init__(*given, num_pages=num_pages, **more)
 
-    monkeypatch.setattr(policy, "GenerationEngine", Counted)
+    monkeypatch.setattr(drawing, "GenerationEngine", Counted)
     settings = settings_of(1)
     actor = Actor(None, settings=settings, algorithm=algorithm_of({}), num_tokens=NUM_TOKENS, stops=frozenset({END}))
     prompts = rows_of([SortPrompts().prompt(place) for place in range(3)]) | Rows({"seeds": torch.arange(3)})
-    actor.hand_over()
+    actor.hand_over(version=0)
     for num in (3, 1):
         assert len(actor.generate(prompts.take(range(num)))) == num
     assert sizes == [3, 1], "a context of 16 tokens is one page"
     # No former slices live beside the new ones.
+    assert actor._hand_over is not None
     hand_over, held = actor._hand_over.run, list[object]()
 
     def watched(**given: bool) -> Any:
@@ -171,7 +172,7 @@ def test_keys_and_values_have_pages_for_the_requests_alone(monkeypatch: pytest.M
         return hand_over(**given)
 
     monkeypatch.setattr(actor._hand_over, "run", watched)
-    actor.hand_over()
+    actor.hand_over(version=1)
     assert held == [None]
 
 
@@ -197,7 +198,7 @@ def test_a_resumed_actor_has_the_same_bits(tmp_path: Path) -> None:
     def turn(actor: Actor, number: int) -> Rows:
         prompts = rows_of([SortPrompts().prompt(place) for place in range(MINI_BATCH)])
         prompts = prompts | Rows({"seeds": torch.arange(MINI_BATCH) + number})
-        actor.hand_over()
+        actor.hand_over(version=number)
         rows = prompts | actor.generate(prompts)
         rows = rows | actor.logprobs(rows)
         gains = rows.ragged("old").with_values(torch.cos(torch.arange(len(rows.ragged("old").values))))
