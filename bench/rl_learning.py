@@ -21,9 +21,9 @@ import torch
 
 from terrace.base.schema import merge
 from terrace.rl.config import resolve
+from terrace.rl.making import RunInputs
 from terrace.rl.metrics import Metrics
 from terrace.rl.prompts import Sample
-from terrace.rl.making import RunInputs
 from terrace.rl.run import START, Run
 from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer, reward

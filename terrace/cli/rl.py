@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "--explain", action="store_true", help="predict a step by role, stage and pool, with its memory; start nothing"
     )
     parser.add_argument(
-        "--place", choices=("auto",), help="with --explain: also find the fastest placement of the roles on the cluster"
+        "--place", choices=("auto",), help="find the fastest placement of the roles on the cluster, and run in it"
     )
     parser.set_defaults(run=run)
 
@@ -53,18 +53,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = resolve(options.task, _file(options), given, overrides)
     if options.explain:
         rl_explain.explain(config, search=options.place is not None)
-    else:
-        rl_run.run(config, options.folder, options.resume)
+        return 0
+    if options.place is not None:
+        config = rl_explain.placed(config)
+    rl_run.run(config, options.folder, options.resume)
     return 0
 
 
 def _check_explain(options: argparse.Namespace) -> None:
     if options.explain and options.folder is not None:
         raise ConfigError("--explain starts nothing, so there is no run folder: leave out --folder")
-    if options.place is not None and not options.explain:
+    if options.place is not None and options.resume is not None:
         raise ConfigError(
-            f"--place {options.place} finds a placement and starts nothing, since a run has all its roles on all ranks "
-            "under one plan: add --explain"
+            f"--place {options.place}: a resumed run keeps the placement of its config.toml: leave --place out"
         )
 
 

@@ -4,11 +4,21 @@ fastest placement. Nothing is started.
 
 from terrace.cli.terminal import Terminal
 from terrace.planner.roles.placement import price
-from terrace.planner.roles.search import FoundPlacements, find
+from terrace.planner.roles.search import FoundPlacements
 from terrace.report.roles import against_words, flow_words, groups_words, iteration_words, pools_table, roles_table
 from terrace.rl.config import RlConfig
 from terrace.rl.making import check_roles
-from terrace.rl.predicted import dataflow_of, placement_of
+from terrace.rl.predicted import dataflow_of, found_placements, placement_of
+
+
+def placed(config: RlConfig) -> RlConfig:
+    """The run in the fastest placement that the search finds, which is printed."""
+    check_roles(config)
+    best = found_placements(config).best[0]
+    console = Terminal()
+    console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))
+    print(f"{iteration_words(best.report)}\n")
+    return config.placed(best.placement)
 
 
 def explain(config: RlConfig, *, search: bool) -> None:
@@ -23,7 +33,7 @@ def explain(config: RlConfig, *, search: bool) -> None:
     print(f"{iteration_words(report)}\n")
     console.print(pools_table(report))
     if search:
-        _show(find(flow, cluster), config, console)
+        _show(found_placements(config), config, console)
 
 
 def _show(found: FoundPlacements, config: RlConfig, console: Terminal) -> None:

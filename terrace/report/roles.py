@@ -67,7 +67,11 @@ def pools_table(report: IterationReport) -> Table:
 
 def iteration_words(report: IterationReport) -> str:
     """The sum of an iteration, which pool each stage waits for, the hand-over by tier, how generation fills memory."""
-    stages = " + ".join(f"{stage} {seconds(report.stages[stage])}" for stage in STAGES)
+    generate, prepare, train = (f"{stage} {seconds(report.stages[stage])}" for stage in _OF_ROLES)
+    rest = f"{generate} + {prepare} + {train}"
+    if report.dataflow.ahead:
+        rest = f"the larger of {generate} and {prepare} + {train}"
+    stages = f"{RESHARD} {seconds(report.stages[RESHARD])} + {rest}"
     lines = [f"iteration {seconds(report.seconds)} = {stages}; {quantity(report.tokens_per_s, 'tokens/s')}"]
     if len(report.pools) > 1:
         lines += [_waits(report, stage) for stage in _OF_ROLES]
@@ -92,11 +96,12 @@ def against_words(best: IterationReport, other: IterationReport) -> str:
 
 
 def measured_words(report: IterationReport, measured: Mapping[str, float]) -> str:
-    """Seconds of every stage, predicted beside measured, and whether the step kept to its band."""
+    """Seconds of every stage and of the step, predicted beside measured, and whether the step kept to its band."""
     lines = ["predicted beside measured:"]
     for stage in STAGES:
         lines.append(f"    {stage:14s} {seconds(report.stages[stage]):>10s} {seconds(measured[stage]):>10s}")
-    whole_s = sum(measured.values())
+    whole_s = measured["step"]
+    lines.append(f"    {'step':14s} {seconds(report.seconds):>10s} {seconds(whole_s):>10s}")
     error = (report.seconds - whole_s) / whole_s
     verdict = "within" if abs(error) <= STEP_BAND else "OUTSIDE"
     lines.append(f"predicted step time {100 * error:+.0f} %, {verdict} its band of {100 * STEP_BAND:.0f} %")

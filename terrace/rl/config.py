@@ -23,6 +23,7 @@ from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
+from terrace.planner.roles.placement import RolePlacement
 from terrace.rl.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
 from terrace.rl.keys import TASKS, RewardKeys, RunKeys
 from terrace.rl.placing import (
@@ -69,6 +70,21 @@ class RlConfig:
         """Where each role is."""
         return places_of(self.cluster, self.pool, self.roles)
 
+    def placed(self, placement: RolePlacement) -> "RlConfig":
+        """This run with its roles as in `placement`; functions are with the actor."""
+        roles = [role for pool in placement.pools for role in pool.roles]
+        plans = {role.name: replace(role.plan, update=self.optimizer.update) for role in roles if role.plan is not None}
+        pools = [
+            PoolKeys(ranks=pool.devices, roles=tuple(role.name for role in pool.roles)) for pool in placement.pools
+        ]
+        return replace(
+            self,
+            plan=plans[ACTOR],
+            plans={role: plan for role, plan in plans.items() if plan != plans[ACTOR]},
+            pool=tuple(pools) if len(pools) > 1 else (),
+            run=replace(self.run, rows=max(role.rows for role in roles)),
+        )
+
     def plan_of(self, role: str) -> Plan:
         """The plan of a role with an engine."""
         return self.plans.get(role, self.plan)
@@ -97,9 +113,15 @@ class RlConfig:
         return formats == {"fp32"} and not self.plan.wire and self.algorithm.importance_bound is None
 
     def num_micros(self, batch: int, role: str = ACTOR) -> int:
-        """Micro-batches of a role's data rank for a step of `batch` rows; raises `PlanError` where they do not fit."""
+        """Micro-batches of a role's data rank for a step of `batch` rows.
+
+        Raises `PlanError` where they do not fit a role that trains; one that only scores fills its last micro-batch.
+        """
         plan = self.plan_of(role)
-        return num_micro_batches(plan, Layout.of(self.places[role].cluster, plan), batch)
+        layout = Layout.of(self.places[role].cluster, plan)
+        if role in (ACTOR, CRITIC, COST_CRITIC):
+            return num_micro_batches(plan, layout, batch)
+        return -(-batch // (layout.data_degree * plan.micro_batch))
 
 
 def roles_of(
@@ -293,8 +315,11 @@ def _check(config: RlConfig) -> None:
     for role, has_engine in config.roles.items():
         if has_engine:
             config.num_micros(run.mini_batch, role)
-    if run.start_steps:
-        config.num_micros(run.start_batch)
+    if config.is_apart and run.max_lag and len(config.pool[config.places[ROLLOUT].pool].roles) > 1:
+        raise ConfigError(
+            f"run.max_lag = {run.max_lag} lets the rollout draw while others learn, and the other roles of its pool "
+            "would wait for it: give it a pool of its own, or set run.max_lag = 0"
+        )
 
 
 def _check_task(run: RunKeys) -> None:

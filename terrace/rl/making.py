@@ -10,6 +10,7 @@ from terrace.generation.sliced import sliced_config
 from terrace.model.config import load_model
 from terrace.model.experts.config import refuse_looking_ahead
 from terrace.plan.context import is_context_parallel
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.transition import Apart
 from terrace.rl.config import RlConfig
@@ -168,5 +169,8 @@ def made_roles(inputs: RunInputs, runtime: Runtime, pools: list[Pool], weights: 
 
 def student_settings(config: RlConfig) -> EngineSettings:
     """The engine of a supervised start."""
-    optimizer = replace(config.optimizer, lr=config.run.start_lr)
-    return engine_settings(config, ACTOR, config.weights, config.run.start_batch, optimizer)
+    settings = engine_settings(config, ACTOR, config.weights, config.run.mini_batch)
+    rows = Layout.of(settings.cluster, settings.plan).data_degree * settings.plan.micro_batch
+    # Rows without labels fill the last micro-batch.
+    num_micros = -(-config.run.start_batch // rows)
+    return replace(settings, num_micros=num_micros, optimizer=replace(config.optimizer, lr=config.run.start_lr))

@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from terrace.base.errors import PlanError
 from terrace.model.config import load_model
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
+from terrace.planner.roles.search import FoundPlacements, find
 from terrace.rl.config import RlConfig
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
 
@@ -48,6 +50,7 @@ def dataflow_of(config: RlConfig) -> Dataflow:
         updates=run.prompts * run.responses // run.mini_batch,
         epochs=run.epochs,
         compute=config.plan.compute,
+        ahead=config.is_apart and run.max_lag > 0,
     )
 
 
@@ -62,12 +65,38 @@ def placement_of(config: RlConfig) -> RolePlacement:
     return RolePlacement(pools=tuple(Pool(devices=sizes[at], roles=tuple(pools[at])) for at in sorted(pools)))
 
 
+def found_placements(config: RlConfig) -> FoundPlacements:
+    """The fastest placements of a run's roles, also with a rollout apart where a lag lets it draw ahead.
+
+    Raises `PlanError` where none has room.
+    """
+    together = dataflow_of(replace(config, pool=()))
+    if not config.run.max_lag:
+        return find(together, config.cluster)
+    actor, *others = together.roles
+    rollout = Role(name=ROLLOUT, model=config.model, generates=True, follows=ACTOR)
+    apart = replace(together, roles=(replace(actor, generates=False), rollout, *others), ahead=True)
+    found, failed = list[FoundPlacements](), list[PlanError]()
+    for flow in (together, apart) if config.cluster.world_size > 1 else (together,):
+        try:
+            found.append(find(flow, config.cluster))
+        except PlanError as error:
+            failed.append(error)
+    if not found:
+        raise failed[0]
+    best = sorted((each for one in found for each in one.best), key=lambda placed: placed.seconds)
+    return FoundPlacements(best=tuple(best), num_tried=sum(one.num_tried for one in found))
+
+
 def stages_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of a step by stage as a run measured them (`time/...`): the mean of its steps but the first, if any."""
+    """Seconds of a step, by stage and as a whole (`step`), as a run measured them (`time/...`).
+
+    They are the means over its steps but the first, if there are others.
+    """
     steady = metrics[1:] or metrics
     return {
         stage: sum(found.get(f"time/{phase}", 0.0) for found in steady for phase in phases) / len(steady)
-        for stage, phases in _PHASES.items()
+        for stage, phases in (*_PHASES.items(), ("step", ("step",)))
     }
 
 

@@ -11,9 +11,9 @@ from terrace.model.config import load_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
 from terrace.rl.config import RewardKeys, resolve
+from terrace.rl.making import reward_settings
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
-from terrace.rl.making import reward_settings
 from terrace.rl.workers.reward_model import RewardModel
 from tests.support.hf_folder import TABLE, write_folder
 from tests.support.toys import cluster_of, run_blocks

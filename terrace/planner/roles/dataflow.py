@@ -70,6 +70,7 @@ class Dataflow:
     updates: int = 1
     epochs: int = 1
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    ahead: bool = False  # a role that only generates draws for the next iteration while the others learn
 
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_tokens", "response_tokens", "samples", "updates", "epochs"):
@@ -89,6 +90,13 @@ class Dataflow:
         if len(generating) != 1:
             named = ", ".join(generating) or "none"
             raise PlanError(f"one role of a dataflow generates, and here {named}: set `generates` on one role")
+        if self.ahead and not self.generator.follows:
+            raise PlanError(f"role {generating[0]!r} trains, so it cannot draw ahead: let another role generate for it")
+
+    def iteration_s(self, generate_s: float, prepare_s: float, train_s: float) -> float:
+        """Seconds of an iteration beside those of its hand-over."""
+        learn_s = prepare_s + train_s
+        return max(generate_s, learn_s) if self.ahead else generate_s + learn_s
 
     @property
     def sequences(self) -> int:

@@ -4,6 +4,7 @@ Pools work side by side and a role's stages one after the other, so with the sec
 
     iteration = reshard + sum over generate, prepare, train of max over pools of the sum over their roles
 
+and where the generator draws ahead (`Dataflow.ahead`), the larger of generate and prepare + train stands for that sum.
 (HybridFlow, Sheng et al. 2409.19256, section 6, algorithm 1). Roles of a pool share its devices: all that they hold is
 there together, and of what they need while they work only the largest.
 """
@@ -86,13 +87,19 @@ class IterationReport:
     stages: Mapping[str, float]
     roles: tuple[RoleReport, ...]
     pools: tuple[PoolReport, ...]
-    tokens: int
+    dataflow: Dataflow
     sent_bytes: Mapping[str, int] = field(default_factory=dict)  # of the hand-over, by tier
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and responses."""
+        return self.dataflow.tokens
 
     @cached_property
     def seconds(self) -> float:
         """Seconds of the iteration."""
-        return sum(self.stages.values())
+        rest = (self.stages[stage] for stage in (GENERATE, PREPARE, TRAIN))
+        return self.stages[RESHARD] + self.dataflow.iteration_s(*rest)
 
     @property
     def tokens_per_s(self) -> float:
@@ -144,6 +151,12 @@ def _checked(dataflow: Dataflow, placement: RolePlacement, cluster: Cluster) -> 
     for name in placed:
         dataflow.role(name)
     for pool in placement.pools:
+        names = [role.name for role in pool.roles]
+        if dataflow.ahead and dataflow.generator.name in names and len(names) > 1:
+            raise PlanError(
+                f"a pool has {', '.join(names)}, and {dataflow.generator.name!r} draws there while the others should "
+                "learn: give it a pool of its own"
+            )
         if not pool.roles:
             raise PlanError(f"a pool of {pool.devices} devices has no roles: leave it out, or place a role on it")
         pool_cluster(cluster, pool.devices)
@@ -204,5 +217,5 @@ def _joined(
         sums = (sum(r.seconds.get(stage, 0.0) for r in roles if r.pool == index) for index in range(len(pools)))
         stages[stage] = max(sums)
     return IterationReport(
-        stages=stages, roles=tuple(roles), pools=tuple(pools), tokens=dataflow.tokens, sent_bytes=hand_over.sent_bytes
+        stages=stages, roles=tuple(roles), pools=tuple(pools), dataflow=dataflow, sent_bytes=hand_over.sent_bytes
     )

@@ -5,7 +5,8 @@
 3. Every way to share the devices among the pools, with at least so many each (`_Sharing`).
 4. For each pool the plans of its roles (`Choices`), found once for a role and a number of devices. Of their
    combinations that fit together only those stay that no other beats in generation, scores and training at once.
-5. The iteration is the sum over stages of the slowest pool.
+5. The iteration is the sum over stages of the slowest pool, or as `Dataflow.iteration_s` has it. A generator that
+   draws ahead is alone in its pool.
 
 Before any plan is searched, pools have bounds on their seconds: pools whose bounds add up to more than the `count` best
 partitions so far, or leave the others too few devices to be faster, are left. So these partitions, each with its best
@@ -216,7 +217,11 @@ def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacement
 
     Raises `PlanError` where none has room.
     """
-    return find_among(Places(dataflow, cluster), partitions(len(dataflow.roles)), count)
+    among = partitions(len(dataflow.roles))
+    if dataflow.ahead:
+        alone = (dataflow.roles.index(dataflow.generator),)
+        among = (sets for sets in among if alone in sets)
+    return find_among(Places(dataflow, cluster), among, count)
 
 
 def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> FoundPlacements:
@@ -255,6 +260,7 @@ class _Sharing:
     def __init__(self, places: Places, sets: Sequence[Roles], least: Sequence[int], num_tried: int) -> None:
         world = places.cluster.world_size
         self.places, self.sizes, self.num_tried = places, pool_sizes(places.cluster), num_tried
+        self.total_s = places.dataflow.iteration_s
         self.order = sorted(range(len(sets)), key=lambda index: -sum(places.least_seconds(sets[index], world)))
         self.sets = [sets[index] for index in self.order]
         self.least = [least[index] for index in self.order]
@@ -265,7 +271,7 @@ class _Sharing:
         excess, before_s = _EXCESS, 0.0
         while True:
             self.floors = [self._floors(at) for at in range(len(self.sets))]
-            root_s = sum(max(each) for each in zip(*(floors[-1] for floors in self.floors), strict=True))
+            root_s = self.total_s(*map(max, zip(*(floors[-1] for floors in self.floors), strict=True)))
             self.limit_s = min(best[0], root_s * (1 + excess) if excess < _MOST_EXCESS else math.inf)
             whole = self._sized((), self.places.cluster.world_size, (0.0, 0.0, 0.0))
             for bound_s, sizes in sorted(each for each in whole if each[0] >= before_s):
@@ -283,7 +289,7 @@ class _Sharing:
             raise PlanError(_too_many(self.places))
         at = len(chosen)
         if at == len(self.sets):
-            yield sum(slowest), chosen
+            yield self.total_s(*slowest), chosen
             return
         needed = [self._needed(each, slowest) for each in range(at, len(self.sets))]
         # All devices are shared, so the last pool has the rest.
@@ -291,7 +297,7 @@ class _Sharing:
         for size in self.sizes:
             if max(first, needed[0]) <= size <= last:
                 found = _slower(slowest, self.places.least_seconds(self.sets[at], size))
-                if sum(found) < self.limit_s:
+                if self.total_s(*found) < self.limit_s:
                     yield from self._sized((*chosen, size), left - size, found)
 
     def _opened(self, chosen: Sequence[int], best: _Best) -> _Best:
@@ -314,7 +320,7 @@ class _Sharing:
     def _needed(self, at: int, slowest: Seconds) -> float:
         """The least size of a pool with which all may end within the limit."""
         floors = self.floors[at]
-        index = bisect_left(floors, True, key=lambda floor: sum(map(max, slowest, floor)) < self.limit_s)
+        index = bisect_left(floors, True, key=lambda floor: self.total_s(*map(max, slowest, floor)) < self.limit_s)
         return self.sizes[index] if index < len(floors) else math.inf
 
 
@@ -324,15 +330,16 @@ def _slower(first: Seconds, second: Seconds) -> Seconds:
 
 def _best(places: Places, sets: Sequence[Roles], sizes: Sequence[int], firsts: Sequence[int], best: _Best) -> _Best:
     """The better of `best` and the fastest options of the pools; pools are added one by one while that may be."""
+    total_s = places.dataflow.iteration_s
     found, bounds = best, [places.least_seconds(*each) for each in zip(sets, sizes, strict=True)]
 
     def extend(chosen: list[Option], slowest: Sequence[float]) -> None:
         nonlocal found
         least = bounds[len(chosen) :]
-        if sum(max(each) for each in zip(slowest, *least, strict=True)) >= found[0]:
+        if total_s(*map(max, zip(slowest, *least, strict=True))) >= found[0]:
             return
         if not least:
-            seconds = sum(slowest) + _between(places, firsts, chosen)
+            seconds = total_s(*slowest) + _between(places, firsts, chosen)
             if seconds < found[0]:
                 found = seconds, chosen
             return

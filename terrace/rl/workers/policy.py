@@ -87,7 +87,7 @@ class Actor:
 
     @call()
     def hand_over(self, version: int) -> dict[str, float]:
-        """Give the replicas the present parameters as weights `version`; bytes that all ranks sent, and those planned."""
+        """Give the replicas the present parameters as weights `version`; bytes that all ranks sent, and the plan's."""
         if self._hand_over is None:
             raise TrainingError("this actor generates apart: call give, and take of the rollout")
         # Former slices go before new ones come: two sets may not fit.
