@@ -18,7 +18,7 @@ from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.rl.algorithm import Algorithm
-from terrace.rl.config import RewardKeys, RunKeys
+from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
 from tests.support.tiny_runs import environment, terrace

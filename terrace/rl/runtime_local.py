@@ -24,6 +24,7 @@ from terrace.rl.host import Answer, Part, Task
 from terrace.rl.memory import Segment, SharedMemory
 from terrace.rl.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
 from terrace.rl.processes import GRACE_S, STACKS_S, Processes
+from terrace.rl.rows import Rows
 from terrace.rl.runtime import Handle, Pool, Runtime
 from terrace.rl.serve import PROTOCOL
 
@@ -119,6 +120,16 @@ class LocalRuntime(Runtime):
             self._of_pid[answer.part.place.pid] = rank
         rank.take(answer)
         return True
+
+    def read(self, parts: Sequence[Part]) -> Rows:
+        """The rows of all parts, here; raises the failure of a pool whose process had them and has ended."""
+        try:
+            return super().read(parts)
+        except HangError:
+            self._check()
+            dead = [rank for part in parts if (rank := self._of_pid.get(part.place.pid)) is not None]
+            self._fail(dead[0].pool if dead else 0)
+            raise
 
     def forget(self, part: Part) -> None:
         """Have the owner of rows drop them, with the next call that it gets."""

@@ -37,7 +37,8 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
         content = path.read_bytes()
         if sha256(content).hexdigest() != facts["sha256"]:
             raise CheckpointError(
-                f"{path} is damaged: its digest is not the one of its checkpoint; resume an earlier run"
+                f"{path} is damaged: its digest is not that of its checkpoint; remove that checkpoint to resume from "
+                "the one before"
             )
         tensors: dict[str, Tensor] = load(content)
     except (OSError, SafetensorError) as error:
