@@ -24,13 +24,9 @@ from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.spans import Span, idle_share, seconds_by_phase
 
-EXACT = {
-    "compute": "fp64",
-    "master": "fp64",
-    "micro_batch": 2,
-    "schedule": None,
-    "mapping": {"system": {"pipeline": 1}},
-}
+ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
+EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
+OF_TIME = ("time/", "perf/", "sync/bubble", "reshard")
 SMALL: dict[str, Any] = {
     "plan": EXACT,
     "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -79,11 +75,7 @@ def ran(runtime: Runtime, config: RlConfig, folder: Path) -> list[Metrics]:
 
 
 def numbers(found: Metrics) -> Metrics:
-    return {
-        name: value
-        for name, value in found.items()
-        if not name.startswith(("time/", "perf/", "sync/bubble", "reshard"))
-    }
+    return {name: value for name, value in found.items() if not name.startswith(OF_TIME)}
 
 
 def test_roles_on_two_pools_take_the_steps_of_one_process(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"state.safetensors is damaged: its digest is not that of its check"):
             read_state(path, facts)
     path.unlink()
-    with pytest.raises(CheckpointError, match="cannot read .*the responses under way of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*the responses under way of a checkpoint"):
         read_state(path, facts)
 
 
