@@ -1,6 +1,7 @@
 """`terrace rl`: learning from feedback. Everything is checked before the first process starts.
 
-The controller is this process. Roles are in local processes, or in this one where the cluster has one rank.
+The controller is this process. Roles are in local processes, in this one where the cluster has one rank, or on the
+machines of a Ray cluster.
 """
 
 import argparse
@@ -37,6 +38,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--place", choices=("auto",), help="find the fastest placement of the roles on the cluster, and run in it"
     )
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="run roles on the Ray cluster at ADDRESS (auto: that of this machine), on CPUs"
+    )
     parser.set_defaults(run=run)
 
 
@@ -56,13 +60,14 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     if options.place is not None:
         config = rl_explain.placed(config)
-    rl_run.run(config, options.folder, options.resume)
+    rl_run.run(config, options.folder, options.resume, options.ray)
     return 0
 
 
 def _check_explain(options: argparse.Namespace) -> None:
-    if options.explain and options.folder is not None:
-        raise ConfigError("--explain starts nothing, so there is no run folder: leave out --folder")
+    for name in ("folder", "ray"):
+        if options.explain and getattr(options, name) is not None:
+            raise ConfigError(f"--explain starts nothing: leave out --{name}")
     if options.place is not None and options.resume is not None:
         raise ConfigError(
             f"--place {options.place}: a resumed run keeps the placement of its config.toml: leave --place out"

@@ -9,13 +9,14 @@ from shlex import quote
 
 import tomli_w
 
-from terrace.base.errors import ConfigError, ModelError, TerraceError, TrainingError
+from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError, TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import sealed_json, sealed_toml
 from terrace.base.words import counted
 from terrace.cli.prepare import new_folder
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
+from terrace.launch.start import local_devices
 from terrace.model.config import block_specs
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
@@ -28,7 +29,7 @@ from terrace.rl.predicted import predicted, stages_of
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import Run, checkpoint_of
 from terrace.rl.runtime import InlineRuntime, Runtime
-from terrace.rl.runtime_local import LocalRuntime, unused_gpus
+from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.lock import folder_lock
@@ -37,10 +38,14 @@ from terrace.train.trackers import Tracker, check_installed, open_trackers
 METRICS, CONFIG = "metrics.jsonl", "config.toml"
 
 
-def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
-    """Run it in a new `folder`, or go on in `resume`; raises the `TerraceError` of the first mistake."""
+def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None = None) -> None:
+    """Run it in a new `folder`, or go on in `resume`, in processes of this machine or on the Ray cluster at `ray`.
+
+    Raises the `TerraceError` of the first mistake.
+    """
     inputs = inputs_of(config)
     check_roles(config)
+    _check_devices(config, ray)
     check_installed(config.run.metrics)
     for each in config.rewards:
         if each.function:
@@ -50,12 +55,13 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None) -> None:
     if resume is not None:
         checkpoint_of(inputs, resume)
     chosen = resume or new_folder(folder)
-    print(f"{_words(config)}{unused_gpus()}\nrun folder {chosen}", flush=True)
-    with folder_lock(chosen), _runtime(config) as runtime:
+    print(f"{_words(config)}{_unused_gpus(config, ray)}\nrun folder {chosen}", flush=True)
+    with folder_lock(chosen), _runtime(config, ray) as runtime:
         if resume is None:
             # Before the supervised start, so that a run that ends in it can be resumed.
             _write_config(chosen, config)
-        made = Run(inputs, runtime, chosen, lambda text: print(text, flush=True))
+        # Ranks on other machines have another working folder.
+        made = Run(inputs, runtime, chosen.absolute(), lambda text: print(text, flush=True))
         first = made.resume() if resume is not None else 0
         if first >= config.run.steps:
             raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")
@@ -124,8 +130,44 @@ def _stops(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset([end])
 
 
-def _runtime(config: RlConfig) -> Runtime:
-    return InlineRuntime() if config.cluster.world_size == 1 else LocalRuntime(timeout_s=config.run.timeout_s)
+def _runtime(config: RlConfig, ray: str | None) -> Runtime:
+    timeout_s = config.run.timeout_s
+    if ray is not None:
+        # The one module that imports Ray, which is an extra.
+        from terrace.rl.runtime_ray import RayRuntime
+
+        return RayRuntime(ray, timeout_s=timeout_s)
+    if config.cluster.world_size == 1:
+        return InlineRuntime()
+    return LocalRuntime(timeout_s=timeout_s, backend="nccl" if config.cluster.device.backend == "cuda" else "gloo")
+
+
+def _check_devices(config: RlConfig, ray: str | None) -> None:
+    if config.cluster.device.backend != "cuda":
+        return
+    if ray is not None:
+        raise ConfigError(
+            f"cluster {config.cluster.name!r} has CUDA devices, and under Ray roles run on CPUs: add "
+            "--cluster.device.backend cpu, or leave out --ray"
+        )
+    ranks, num_devices = config.cluster.world_size, len(local_devices())
+    if num_devices < ranks:
+        raise PlanError(
+            f"cluster {config.cluster.name!r} has {counted(ranks, 'rank')} with a CUDA device each, and this machine "
+            f"has {counted(num_devices, 'CUDA device')}: give it fewer ranks, such as --cluster.tiers.NAME.size 1, or "
+            "try it on this machine's CPU with --cluster.device.backend cpu"
+        )
+
+
+def _unused_gpus(config: RlConfig, ray: str | None) -> str:
+    """A line on GPUs of this machine that the run leaves idle; empty where there are none."""
+    num = len(local_devices())
+    if not num or ray is not None or config.cluster.device.backend == "cuda":
+        return ""
+    return (
+        f"\nroles run on the CPU, as device.backend of cluster {config.cluster.name!r} says: {counted(num, 'GPU')} of "
+        "this machine not used"
+    )
 
 
 @contextmanager

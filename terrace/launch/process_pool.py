@@ -100,23 +100,26 @@ class ProcessPool:
         arguments: tuple[Any, ...],
         timeout_s: float | None,
         backend: str = "gloo",
+        first_device: int = 0,
     ) -> list[Any]:
         """Run `function(world, *arguments)` on `world_size` ranks; returns their results in rank order.
 
-        With backend nccl each rank uses the CUDA device of its number. Raises one error for all ranks; no process of a
-        failed call survives.
+        With backend nccl each rank uses a CUDA device, in order from `first_device` on. Raises one error for all ranks;
+        no process of a failed call survives.
         """
         if not 1 <= world_size <= len(self._members):
             raise ValueError(f"a world of {world_size} needs 1 to {len(self._members)} processes")
         # Before anything is sent, so that an argument that cannot be pickled leaves the pool intact.
         payload = pickle.dumps((function, arguments))
         try:
-            return self._call(world_size, payload, timeout_s, backend)
+            return self._call(world_size, payload, timeout_s, backend, first_device)
         except BaseException:
             self._stop(range(world_size), 0.0)
             raise
 
-    def _call(self, world_size: int, payload: bytes, timeout_s: float | None, backend: str) -> list[Any]:
+    def _call(
+        self, world_size: int, payload: bytes, timeout_s: float | None, backend: str, first_device: int
+    ) -> list[Any]:
         self._num_jobs += 1
         members = [self._member(rank) for rank in range(world_size)]
         num_threads = max(1, _num_cores() // world_size)
@@ -125,7 +128,7 @@ class ProcessPool:
         deaths: list[str] = []
         seal = self._seal.within(f"job/{self._num_jobs}")
         for rank, member in enumerate(members):
-            job = PoolJob(self._num_jobs, rank, world_size, num_threads, limit_s, backend, seal, payload)
+            job = PoolJob(self._num_jobs, rank, world_size, num_threads, limit_s, backend, seal, payload, first_device)
             # A process that died while idle is reported below.
             with suppress(OSError):
                 member.link.send(job)

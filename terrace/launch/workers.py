@@ -48,6 +48,7 @@ class PoolJob:
     backend: str
     seal: Seal
     payload: bytes
+    first_device: int = 0  # of the CUDA devices that the ranks use
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
     torch.set_num_threads(job.num_threads)
     timeout = timedelta(seconds=job.timeout_s)
     store = PrefixStore(f"job/{job.number}", open_store(LOOPBACK, port, job.timeout_s))
-    device = torch.device("cuda", job.rank) if job.backend == "nccl" else None
+    device = torch.device("cuda", job.first_device + job.rank) if job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
     dist.init_process_group(

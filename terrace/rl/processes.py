@@ -37,12 +37,20 @@ class Processes:
     constructor raises it, if they fail before they are there, and `HangError` where they are not within `start_s`.
     """
 
-    def __init__(self, num_ranks: int, failed: Callable[[BaseException], None], *, start_s: float = _START_S) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        failed: Callable[[BaseException], None],
+        *,
+        backend: str = "gloo",
+        first_device: int = 0,
+        start_s: float = _START_S,
+    ) -> None:
         self._pool, self._failed = ProcessPool(num_ranks, grace_s=GRACE_S), failed
         secret = secrets.token_bytes(_SECRET_BYTES)
         events: queue.SimpleQueue[_Link | BaseException] = queue.SimpleQueue()
         with Listener(family="AF_UNIX", backlog=num_ranks, authkey=secret) as listener:
-            job = (num_ranks, serve, (listener.address, secret), None)
+            job = (num_ranks, serve, (listener.address, secret), None, backend, first_device)
             self._job = threading.Thread(target=self._run, args=(job, events), name="pool of roles", daemon=True)
             self._job.start()
             threading.Thread(target=_accept, args=(listener, num_ranks, events), name="links", daemon=True).start()

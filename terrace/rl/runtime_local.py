@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from terrace.base.errors import ConfigError, HangError
-from terrace.base.words import counted
 from terrace.launch.fork_server import start_fork_server
 from terrace.launch.rendezvous import host_store
 from terrace.launch.workers import LOOPBACK
@@ -40,24 +38,18 @@ class _Rank(Pending):
     dropped: deque[Segment] = field(default_factory=deque)
 
 
-def unused_gpus() -> str:
-    """A line on GPUs of this machine, which roles do not use; empty without one."""
-    if not torch.cuda.is_available():
-        return ""
-    return f"\nroles run on the CPU, over gloo: {counted(torch.cuda.device_count(), 'GPU')} of this machine not used"
-
-
 class LocalRuntime(Runtime):
-    """Pools of processes of this machine, on its CPU (gloo), which end with this one however it ends.
+    """Pools of processes of this machine, which end with this one however it ends.
 
+    With `backend` gloo they are on its CPU; with nccl each rank has a GPU, in the order in which pools are started.
     A call that a rank has not answered `timeout_s` after it began is a `HangError` with its name and the ranks. After
     any failure of a worker all pools are ended, and every later call raises the same error: a worker's `TerraceError`
     in one line; `RuntimeError` with the traceback of another exception; `HangError` with the signal of a process that
     was killed. Python starts the processes anew, so a script needs `if __name__ == "__main__":`.
     """
 
-    def __init__(self, *, timeout_s: float = 1800.0) -> None:
-        self._timeout_s = checked(timeout_s)
+    def __init__(self, *, timeout_s: float = 1800.0, backend: Literal["gloo", "nccl"] = "gloo") -> None:
+        self._timeout_s, self._backend = checked(timeout_s), backend
         super().__init__(SharedMemory())
         start_fork_server()
         self._processes: list[Processes] = []
@@ -71,7 +63,12 @@ class LocalRuntime(Runtime):
     def _open(self, pool: Pool) -> None:
         self._check()
         try:
-            processes = Processes(pool.num_ranks, lambda error: self._on_failure(pool.index, error))
+            processes = Processes(
+                pool.num_ranks,
+                lambda error: self._on_failure(pool.index, error),
+                backend=self._backend,
+                first_device=sum(each.num_ranks for each in self.pools),
+            )
         except Exception as error:
             self._end()
             self._error = error

@@ -12,7 +12,6 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from terrace.base.errors import PlanError
 from terrace.comm.ledger import Ledger
 from terrace.plan.transition import Apart, Transition
 from terrace.plan.wire import MessageClass
@@ -22,14 +21,12 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.reshard import held_boxes
 from terrace.runtime.reshard_messages import BlockParts, Exchange, Slices, between, play
 
-_CPU = torch.device("cpu")
-
 
 class HandOverApart:
     """One rank's side of the hand-over: with an `engine` it sends, else it receives.
 
     `rank` is its number in its own pool. All ranks of both pools make it at the same time, since they meet at `store`,
-    and call `run` at the same points. Raises `PlanError` for an engine on a GPU: the groups are gloo's.
+    and call `run` at the same points. Slices are made on `device`; messages go by the host, over gloo.
     """
 
     def __init__(
@@ -39,15 +36,11 @@ class HandOverApart:
         num_senders: int,
         rank: int,
         store: Store,
+        device: torch.device,
         engine: Engine | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        if engine is not None and engine.comm.device != _CPU:
-            raise PlanError(
-                f"a hand-over to another pool from {engine.comm.device}: its messages are gloo's, between CPUs; place "
-                "the roles that train and generate on one pool"
-            )
-        self.transition, self._engine = transition, engine
+        self.transition, self._engine, self._device = transition, engine, device
         own = (apart.source if engine is not None else apart.first) + rank
         self.program: HandOverProgram = hand_over_program(apart.cluster, transition, own)
         verify_hand_over(self.program)
@@ -74,12 +67,12 @@ class HandOverApart:
             engine.drain()
             engine.runner.declared_bytes.update(self.sent_bytes)
         parts = [self._parts(block) for block in range(len(self.transition.alike))]
-        play(self.program, parts, self._exchanges, _CPU, self.ledger)
+        play(self.program, parts, self._exchanges, self._device, self.ledger)
         return [own.slices for own in parts]
 
     def _parts(self, block: int) -> BlockParts:
         own = [] if self._engine is None else held_boxes(self._engine, block)
-        return BlockParts.of(self.transition, block, self.program.rank, own, _CPU)
+        return BlockParts.of(self.transition, block, self.program.rank, own, self._device)
 
 
 def local_replica(transition: Transition, apart: Apart, rank: int) -> Sequence[int]:

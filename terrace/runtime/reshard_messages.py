@@ -156,12 +156,21 @@ def within(group: dist.ProcessGroup) -> Exchange:
 
 
 def between(group: Any, places: Mapping[int, int]) -> Exchange:
-    """Over a gloo group of two pools; `places` are those of the program's ranks in it."""
+    """Over a gloo group of two pools, by way of the host; `places` are those of the program's ranks in it."""
 
     def exchange(sends: Ends, receives: Ends) -> None:
-        works = [group.recv([values], places[peer], 0) for peer, values in receives]
-        works += [group.send([values], places[peer], 0) for peer, values in sends]
+        leaving = [(peer, values.cpu()) for peer, values in sends]
+        coming = [(peer, _on_host(values)) for peer, values in receives]
+        works = [group.recv([values], places[peer], 0) for peer, values in coming]
+        works += [group.send([values], places[peer], 0) for peer, values in leaving]
         for work in works:
             work.wait()
+        for (_, values), (_, arrived) in zip(receives, coming, strict=True):
+            if arrived is not values:
+                values.copy_(arrived)
 
     return exchange
+
+
+def _on_host(values: Tensor) -> Tensor:
+    return values if values.is_cpu else torch.empty_like(values, device="cpu")

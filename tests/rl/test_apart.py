@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,28 +12,16 @@ import pytest
 from terrace.base.errors import ConfigError, HangError, PlanError
 from terrace.base.schema import merge
 from terrace.plan.transition import Apart
-from terrace.rl.config import RlConfig, parse, resolve, to_toml_table
-from terrace.rl.making import RunInputs, apart_of, check_roles
-from terrace.rl.metrics import Metrics
+from terrace.rl.config import parse, to_toml_table
+from terrace.rl.making import apart_of, check_roles
 from terrace.rl.placing import ACTOR, PoolKeys
 from terrace.rl.predicted import found_placements, placement_of, predicted
 from terrace.rl.run import Run
-from terrace.rl.runtime import InlineRuntime, Runtime
+from terrace.rl.runtime import InlineRuntime
 from terrace.rl.runtime_local import LocalRuntime
-from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.spans import Span, idle_share, seconds_by_phase
+from tests.support.rl_runs import ALONE, EXACT, FOUR, config_of, inputs_of, numbers, ran
 
-ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
-EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
-OF_TIME = ("time/", "perf/", "sync/bubble", "reshard")
-SMALL: dict[str, Any] = {
-    "plan": EXACT,
-    "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
-    "run": {"rows": 1, "prompts": 4, "responses": 4, "mini_batch": 8, "start_steps": 1, "start_batch": 8, "steps": 3},
-    "algorithm": {"name": "ppo", "kl_coefficient": 0.05},
-}
-ALONE = {"cluster": {"tiers": {name: {"size": 1} for name in ("package", "node", "system")}}}
-FOUR = {"cluster": {"tiers": {"system": {"size": 1}}}}
 SHARDED = {"preset": "zero3", **EXACT, "micro_batch": 4}
 APART: dict[str, Any] = {
     **FOUR,
@@ -51,31 +38,6 @@ LAGGING: dict[str, Any] = {
     "pool": [{"ranks": 2, "roles": ["actor"]}, {"ranks": 2, "roles": ["rollout"]}],
     "plans": {"actor": SHARDED, "reference": SHARDED},
 }
-
-
-def config_of(*overrides: Mapping[str, Any]) -> RlConfig:
-    table = SMALL
-    for each in overrides:
-        table = merge(table, each)
-    return resolve("sort", None, {}, table)
-
-
-def inputs_of(config: RlConfig) -> RunInputs:
-    task = SortPrompts(config.run.seed)
-    stops = frozenset({END})
-    return RunInputs(config=config, prompts=task, tokenizer=SortTokenizer(), stops=stops, examples=task.examples)
-
-
-def ran(runtime: Runtime, config: RlConfig, folder: Path) -> list[Metrics]:
-    check_roles(config)
-    with runtime:
-        run = Run(inputs_of(config), runtime, folder, lambda text: None)
-        run.resume()
-        return [found for _, found in run.steps()]
-
-
-def numbers(found: Metrics) -> Metrics:
-    return {name: value for name, value in found.items() if not name.startswith(OF_TIME)}
 
 
 def test_roles_on_two_pools_take_the_steps_of_one_process(tmp_path: Path) -> None:

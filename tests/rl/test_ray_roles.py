@@ -12,7 +12,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from terrace.base.errors import ConfigError, DataError, HangError
+from terrace.rl.runtime import InlineRuntime
 from terrace.rl.runtime_ray import RayRuntime
+from tests.support.rl_runs import ALONE, config_of, numbers, ran
 from tests.support.toy_roles import Scaler, prompts_of
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,18 @@ def test_roles_run_on_two_nodes_and_a_failure_ends_them() -> None:
         assert time.monotonic() - before_s < ENDED_S
         with pytest.raises(DataError, match="row 3"):
             roles["reward"].pid()
+
+
+def test_a_run_on_two_nodes_takes_the_steps_of_one_process(tmp_path: Path) -> None:
+    """The rollout is on another node than the actor, which sends it its parameters."""
+    pools = [{"ranks": 1, "roles": ["actor"]}, {"ranks": 1, "roles": ["rollout"]}]
+    steps = {"run": {"steps": 1, "evaluate_every": 0}, "algorithm": {"name": "grpo"}}
+    cluster = {"tiers": {name: {"size": 2 if name == "package" else 1} for name in ("package", "node", "system")}}
+    config = config_of(steps, {"cluster": cluster, "pool": pools})
+    (alone,) = ran(InlineRuntime(), config_of(ALONE, steps), tmp_path / "alone")
+    (apart,) = ran(RayRuntime(num_cpus=2.0, timeout_s=120.0), config, tmp_path / "ray")
+    assert numbers(apart) == pytest.approx(numbers(alone), rel=1e-9, abs=1e-9)
+    assert apart["reshard/bytes_sent"] == apart["reshard/bytes_planned"] > 0
 
 
 @pytest.mark.nightly

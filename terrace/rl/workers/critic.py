@@ -45,7 +45,7 @@ class Critic:
                 self._sums["vf_clipfrac"] += float(((found.values.detach() - old).abs() > value_clip).sum())
             return value_loss(found.values, old, returns, weights, clip=value_clip)
 
-        self._engine = engine_of(world, settings, values_objective_of(loss), device_of())
+        self._engine = engine_of(world, settings, values_objective_of(loss), device_of(settings))
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, **_: object) -> RoleLayout:

@@ -118,9 +118,11 @@ def _initial(settings: EngineSettings) -> InitialValue:
     )
 
 
-def device_of() -> torch.device:
-    """The device of this rank: its GPU if ranks talk over nccl, else the CPU."""
-    return run_device() if dist.is_initialized() else torch.device("cpu")
+def device_of(settings: EngineSettings) -> torch.device:
+    """The device of this rank: its GPU if ranks talk over nccl, or it is alone on a cluster of GPUs; else the CPU."""
+    if dist.is_initialized():
+        return run_device()
+    return torch.device("cuda" if settings.cluster.device.backend == "cuda" else "cpu")
 
 
 def step_batches(

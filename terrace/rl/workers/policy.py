@@ -70,7 +70,7 @@ class Actor:
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
         self._aggregation, self._sums = algorithm.aggregate(num_tokens), Sums(float)
         objective = objective_of(policy_loss(algorithm, self._sums))
-        self.engine = engine_of(world, settings, objective, device_of())
+        self.engine = engine_of(world, settings, objective, device_of(settings))
         self._apart = apart
         self._sends: HandOverApart | None = None
         self._hand_over = HandOver(self.engine, rows) if apart is None else None
@@ -105,7 +105,8 @@ class Actor:
         transition = transition_of(self._settings, self._rows, self._apart)
         store = open_store(address, port, MEET_S)
         ranks = self._settings.cluster.world_size
-        self._sends = HandOverApart(transition, self._apart, ranks, self.engine.rank, store, self.engine)
+        engine = self.engine
+        self._sends = HandOverApart(transition, self._apart, ranks, engine.rank, store, engine.comm.device, engine)
 
     @call()
     def give(self) -> dict[str, float]:
@@ -177,7 +178,7 @@ class Reference:
 
     def __init__(self, world: World | None, *, settings: EngineSettings) -> None:
         objective = objective_of(policy_loss(Algorithm(), Sums(float)))
-        self.engine = engine_of(world, settings, objective, device_of(), freeze=ALL)
+        self.engine = engine_of(world, settings, objective, device_of(settings), freeze=ALL)
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings) -> RoleLayout:
@@ -195,7 +196,7 @@ class Student:
 
     def __init__(self, world: World | None, *, settings: EngineSettings) -> None:
         objective = objective_of(policy_loss(Algorithm(), Sums(float)))
-        self._settings, self._engine = settings, engine_of(world, settings, objective, device_of())
+        self._settings, self._engine = settings, engine_of(world, settings, objective, device_of(settings))
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings) -> RoleLayout:

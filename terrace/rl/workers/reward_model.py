@@ -25,7 +25,7 @@ class RewardModel:
         """Raises as the engine does."""
         self._column = column
         objective = values_objective_of(lambda found, _: found.values.sum())
-        self._engine = engine_of(world, settings, objective, device_of(), freeze=ALL)
+        self._engine = engine_of(world, settings, objective, device_of(settings), freeze=ALL)
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, column: str = "reward") -> RoleLayout:

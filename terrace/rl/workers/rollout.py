@@ -21,7 +21,7 @@ from terrace.rl.calls import call
 from terrace.rl.layout import RoleLayout
 from terrace.rl.rows import Rows
 from terrace.rl.workers.drawing import READS, drawn
-from terrace.rl.workers.engine_rows import EngineSettings
+from terrace.rl.workers.engine_rows import EngineSettings, device_of
 from terrace.rl.workers.policy import MEET_S, bytes_of_all, reshard_bytes, transition_of
 from terrace.runtime.reshard_apart import HandOverApart, local_replica
 
@@ -72,7 +72,8 @@ class Rollout:
         """Meet the ranks of the actor at the store there, as they do at the same time."""
         store = open_store(address, port, MEET_S)
         ranks = self._settings.cluster.world_size
-        self._takes = HandOverApart(self._transition, self._apart, ranks, self._rank, store)
+        device = device_of(self._settings)
+        self._takes = HandOverApart(self._transition, self._apart, ranks, self._rank, store, device)
 
     @call()
     def take(self, version: int) -> dict[str, float]:

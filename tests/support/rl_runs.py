@@ -1,0 +1,50 @@
+"""Small runs of `terrace rl` in fp64, on any runtime."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from terrace.base.schema import merge
+from terrace.rl.config import RlConfig, resolve
+from terrace.rl.making import RunInputs, check_roles
+from terrace.rl.metrics import Metrics
+from terrace.rl.run import Run
+from terrace.rl.runtime import Runtime
+from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
+
+ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
+EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
+OF_TIME = ("time/", "perf/", "sync/bubble", "reshard")
+SMALL: dict[str, Any] = {
+    "plan": EXACT,
+    "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "run": {"rows": 1, "prompts": 4, "responses": 4, "mini_batch": 8, "start_steps": 1, "start_batch": 8, "steps": 3},
+    "algorithm": {"name": "ppo", "kl_coefficient": 0.05},
+}
+ALONE = {"cluster": {"tiers": {name: {"size": 1} for name in ("package", "node", "system")}}}
+FOUR = {"cluster": {"tiers": {"system": {"size": 1}}}}
+
+
+def config_of(*overrides: Mapping[str, Any]) -> RlConfig:
+    table = SMALL
+    for each in overrides:
+        table = merge(table, each)
+    return resolve("sort", None, {}, table)
+
+
+def inputs_of(config: RlConfig) -> RunInputs:
+    task = SortPrompts(config.run.seed)
+    stops = frozenset({END})
+    return RunInputs(config=config, prompts=task, tokenizer=SortTokenizer(), stops=stops, examples=task.examples)
+
+
+def ran(runtime: Runtime, config: RlConfig, folder: Path) -> list[Metrics]:
+    check_roles(config)
+    with runtime:
+        run = Run(inputs_of(config), runtime, folder, lambda text: None)
+        run.resume()
+        return [found for _, found in run.steps()]
+
+
+def numbers(found: Metrics) -> Metrics:
+    return {name: value for name, value in found.items() if not name.startswith(OF_TIME)}
