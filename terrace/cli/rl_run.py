@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
     check_installed(config.run.metrics)
     for each in config.rewards:
         if each.function:
-            load_function(each.function)
+            load_function(each.function, os.getcwd())
         else:
             _check_reward_model(each.model, inputs.tokenizer)
     if resume is not None:

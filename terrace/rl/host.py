@@ -4,7 +4,6 @@ Rows that a call returns stay here, in the process's store, until the controller
 they are and how many tokens each has. Whoever needs them fetches them from where they are.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from terrace.launch.world import World
 from terrace.rl.calls import Call
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows, cat
+from terrace.rl.spans import now_s
 
 MAKE = "__init__"  # the method of the task that makes a worker
 _TOKENS = ("prompts", "responses")  # the columns that blocks run on (terrace.rl.batches)
@@ -102,8 +102,8 @@ class Host:
 
     def run(self, task: Task) -> Answer:
         """Run a task; raises what the worker raises, and `ConfigError` for a result that cannot be taken."""
-        begin_s = time.time()
-        return replace(self._answer(task), begin_s=begin_s, end_s=time.time())
+        begin_s = now_s()
+        return replace(self._answer(task), begin_s=begin_s, end_s=now_s())
 
     def _answer(self, task: Task) -> Answer:
         if task.worker is not None:

@@ -1,5 +1,6 @@
 """The roles of a run, made on their pools: settings of each, checked before a process starts."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -134,8 +135,9 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
             found[role] = (RewardModel, {**column, "settings": reward_settings(config, role, reward.model)})
         else:
             tokenizer = None if inputs is None else inputs.tokenizer
-            judge = {"function": reward.function, "tokenizer": tokenizer, "deadline_s": run.reward_timeout_s}
-            found[role] = (RewardFunction, {**column, **judge})
+            # A user's module lies where the command was called, which is no rank's working folder on other machines.
+            judge = {"function": reward.function, "tokenizer": tokenizer, "folder": os.getcwd()}
+            found[role] = (RewardFunction, {**column, **judge, "deadline_s": run.reward_timeout_s})
     return found
 
 

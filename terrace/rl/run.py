@@ -8,7 +8,6 @@ bits of one that went on.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from terrace.rl.placing import ACTOR
 from terrace.rl.prompts import rows_of
 from terrace.rl.rows import Rows
 from terrace.rl.runtime import Pool, Runtime
-from terrace.rl.spans import idle_share, seconds_by_phase
+from terrace.rl.spans import idle_share, now_s, seconds_by_phase
 from terrace.rl.stream import Drawing, stream_of
 from terrace.rl.stream_file import read_state, write_state
 from terrace.rl.workers.policy import Student
@@ -127,9 +126,9 @@ class Run:
         config, controller = self._inputs.config, CONTROLLERS[self._inputs.config.algorithm.name](self._setup)
         run, world_size = config.run, config.cluster.world_size
         for step in range(self._progress.step + 1, run.steps + 1):
-            begin_s = time.time()
+            begin_s = now_s()
             found = next(controller)
-            end_s = time.time()
+            end_s = now_s()
             found |= self._timed(begin_s, end_s)
             seconds = end_s - begin_s
             lengths = (found.get(f"{kind}_length/mean", 0.0) for kind in ("prompt", "response"))

@@ -4,7 +4,6 @@ Ray starts and places the processes and carries calls; rows lie in its object st
 machine fetches them. What ranks send each other in their roles' collectives is gloo's, and no part of Ray.
 """
 
-import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -138,9 +137,7 @@ class RayRuntime(Runtime):
         self._resources = {"CPU": num_cpus}
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            # Modules of the user, such as rewards, lie where the command was called, on a file system that all share.
-            paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
-            ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+            ray.init(address=address, log_to_driver=False)
         elif address is not None:
             raise ConfigError(f"address = {address!r}, and this process has joined a Ray cluster already: leave it out")
         self._groups: list[Any] = []

@@ -24,6 +24,11 @@ PHASES = {
 }
 
 
+def now_s() -> float:
+    """Seconds of the epoch, which ranks on several machines have in common. They only show."""
+    return time.time()
+
+
 class Span(NamedTuple):
     """A call of a role on a pool, from `begin_s` to `end_s`, seconds of the epoch."""
 
@@ -49,7 +54,7 @@ class Calls:
 
     def sent(self, handle: object, pool: int) -> None:
         """A call has been sent to a pool."""
-        self._sent[handle] = pool, time.time()
+        self._sent[handle] = pool, now_s()
 
     def ended(self, handle: object, span: Span) -> None:
         """A call has been answered."""

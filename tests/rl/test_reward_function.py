@@ -120,4 +120,4 @@ def test_a_function_that_hangs_ends_the_call_with_its_prompt() -> None:
 )
 def test_a_function_that_cannot_be_imported_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_function(name)
+        load_function(name, str(Path.cwd()))

@@ -33,17 +33,16 @@ _OBJECTS = ("prompt_texts", "finish", "data")  # columns
 _SHOWN = 60  # characters of a prompt in an error
 
 
-def load_function(name: str) -> Function:
-    """The function `module:function`, of a module that is installed or lies in the working folder.
+def load_function(name: str, folder: str) -> Function:
+    """The function `module:function`, of a module that is installed or lies in `folder`.
 
     Raises `ConfigError` where it cannot be imported.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"the reward {name!r} must be module:function, such as my_rewards:exact")
-    # A user's module lies where the command was called.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever the user's module raises
@@ -67,8 +66,10 @@ class RewardFunction:
         tokenizer: Tokenizer,
         deadline_s: float = 60.0,
         column: str = "reward",
+        folder: str | None = None,
     ) -> None:
-        self._name, self._function = function, load_function(function)
+        """The function's module lies in `folder`, the working folder by default."""
+        self._name, self._function = function, load_function(function, folder or os.getcwd())
         self._tokenizer, self._deadline_s, self._column = tokenizer, deadline_s, column
 
     @call(split="data", take="data", reads=("responses", *_OBJECTS))
