@@ -96,6 +96,17 @@ def section(title: str, body: str) -> str:
     return f"<h2>{title}</h2>{body}" if body else ""
 
 
+def missing_list(missing: Sequence[str]) -> str:
+    """Section with a sentence for each part of a run that could not be read."""
+    items = "".join(f"<li>{prose(words)}</li>" for words in missing)
+    return section("What is missing", f"<ul class=missing>{items}</ul>" if items else "")
+
+
+def details(title: str, text: str) -> str:
+    """Text that is shown when asked for; empty without one."""
+    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text else ""
+
+
 def column(title: str, body: str) -> str:
     return f"<div>{section(title, body)}</div>" if body else ""
 
@@ -167,6 +178,11 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     head = f"<thead><tr>{cells(headings, 'th')}</tr></thead>"
     return f"<div class=scroll><table>{head}<tbody>{body}</tbody>{last}</table></div>"
+
+
+def words_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Table of text, but for a column `size`; empty without rows."""
+    return html_table(headings, rows, [each for each in headings if each != "size"]) if rows else ""
 
 
 def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
