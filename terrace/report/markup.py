@@ -157,13 +157,18 @@ def memory_key(curve: MemoryCurve) -> str:
 def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
     """Legend of (name, colour property, remark)."""
     items = [
-        f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}'
+        f'<li><i style="background:var({colour})"></i>{escape(_words(name))}'
         f"{f' <span class=quiet>{escape(said)}</span>' if said else ''}</li>"
         for name, colour, said in entries
     ]
     if critical:
         items.append('<li><i class=line style="background:var(--ink)"></i>on the critical path</li>')
     return f"<ul class=legend>{''.join(items)}</ul>"
+
+
+def _words(category: str) -> str:
+    # Categories are identifiers. Other names, such as that of a function with its module, stay as they are.
+    return _WORDS.get(category, category.replace("_", " ") if category.isidentifier() else category)
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], last: str = "") -> str:

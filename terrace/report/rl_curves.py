@@ -1,6 +1,7 @@
 """Curves over the steps of a run of `terrace rl`, by verl's names of its numbers."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from terrace.report.run_curves import Curve
@@ -59,11 +60,13 @@ def rl_curves(records: Sequence[Numbers], table: Mapping[str, Any], predicted_s:
 
 def _reward_names(table: Mapping[str, Any]) -> list[str]:
     rewards = table.get("reward")
-    found = []
-    for number, reward in enumerate(rewards if isinstance(rewards, list) else ()):
-        own = reward if isinstance(reward, Mapping) else {}
-        found.append(f"{own.get('function') or own.get('model') or 'reward'} ({number})")
-    return found
+    found = [
+        str(own.get("function") or Path(str(own.get("model"))).name)
+        for own in (rewards if isinstance(rewards, list) else ())
+        if isinstance(own, Mapping)
+    ]
+    # As the run tells samples of equal names apart.
+    return [name if found.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(found)]
 
 
 def _section(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:

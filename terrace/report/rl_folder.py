@@ -169,10 +169,10 @@ def _status(records: Sequence[Numbers], table: Mapping[str, Any]) -> str:
 
 def _figures(records: Sequence[Numbers]) -> list[tuple[str, str]]:
     newest, after = records[-_FEW:], steady(records)
-    figures = [(f"{_mean(newest, 'reward/mean'):.3f}", f"reward, mean of the last {counted(len(newest), 'step')}")]
+    figures = [(f"{_mean(newest, 'reward/mean'):.4g}", f"reward, mean of the last {counted(len(newest), 'step')}")]
     held_out = [found["val/reward"] for found in records if "val/reward" in found]
     if held_out:
-        figures.append((f"{held_out[-1]:.3f}", "reward of held-out prompts"))
+        figures.append((f"{held_out[-1]:.4g}", "reward of held-out prompts"))
     figures.append((quantity(_mean(after, "perf/tokens_per_s"), "tokens/s"), "prompts and responses, over all ranks"))
     figures.append((seconds(_mean(after, "time/step")), "a step"))
     figures.append((f"{records[-1]['step']:,.0f}", "step" if records[-1]["step"] == 1 else "steps"))
@@ -185,8 +185,8 @@ def _notes(records: Sequence[Numbers], step_s: float, predicted_s: float) -> lis
     if few:
         first, last = (_mean(part, "reward/mean") for part in (records[:few], records[-few:]))
         notes.append(
-            f"The mean reward of drawn responses went from {first:.3f} in the first {counted(few, 'step')} to "
-            f"{last:.3f} in the last."
+            f"The mean reward of drawn responses went from {first:.4g} in the first {counted(few, 'step')} to "
+            f"{last:.4g} in the last {few}."
         )
     if step_s > 0 and predicted_s > 0:
         notes.append(
@@ -195,9 +195,7 @@ def _notes(records: Sequence[Numbers], step_s: float, predicted_s: float) -> lis
         )
     apart = [found["rollout/logprob_diff_max"] for found in records if "rollout/logprob_diff_max" in found]
     if apart:
-        notes.append(
-            f"The log-probability of no token differs by more than {max(apart):.1e} between rollout and training."
-        )
+        notes.append(f"Log-probabilities of tokens differ by at most {max(apart):.1e} between rollout and training.")
     return notes
 
 

@@ -1,5 +1,6 @@
 """Samples of a run of `terrace rl`, a table a step, from its `samples.jsonl`. All text is escaped: a model wrote it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +105,12 @@ def _table(samples: Sequence[ReadSample]) -> str:
         for sample in samples
     ]
     left = ["prompt", "response", "finish"]
-    return html_table([*left, "reward", *parts, *extra], rows, left)
+    return html_table([*left, "reward", *map(_breaking, parts), *extra], rows, left)
+
+
+def _breaking(name: str) -> Markup:
+    # A column of numbers is as wide as its heading, so long names may break at their marks.
+    return Markup(re.sub("([.:/_])", r"\1<wbr>", escape(name)))
 
 
 def _text(text: str) -> Markup:
