@@ -4,7 +4,7 @@ Lines are sealed, a step each. A run that goes on drops the lines of steps that 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ class Record:
         samples = self._run.samples.taken(step, step == self._last)
         if samples:
             self._write(SAMPLES, {"step": step, "samples": samples})
+            for tracker in self._trackers.values():
+                tracker.write("samples", markdown(samples), step)
 
     def _write(self, name: str, line: Mapping[str, Any]) -> None:
         self._files[name].write(_sealed(line))
@@ -95,6 +97,17 @@ def write_prediction(folder: Path, config: RlConfig) -> IterationReport | Terrac
     }
     write_atomic(folder / PREDICTION, sealed_json(json.dumps(table, indent=1)))
     return report
+
+
+def markdown(samples: Iterable[Mapping[str, Any]]) -> str:
+    """Samples as a block of code, so that no mark in a response acts."""
+    lines = list[str]()
+    for sample in samples:
+        numbers = {"reward": sample["reward"], **sample["parts"]}
+        numbers |= {name: sample[name] for name in ("cost", "advantage") if sample[name] is not None}
+        lines.append(", ".join([sample["kind"], sample["finish"], *(f"{name} {x:.4g}" for name, x in numbers.items())]))
+        lines += [*f"prompt: {sample['prompt']}".split("\n"), *f"response: {sample['response']}".split("\n"), ""]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _is_done(line: Mapping[str, Any], first_step: int) -> bool:
