@@ -52,7 +52,7 @@ class Record:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """The step that the run has done last."""
-        self._write(CALLS, {"step": step, **self._run.calls.line})
+        self._write(CALLS, {"step": step, **self._run.calls})
         self._samples(step)
         self._write(METRICS, {"step": step, **metrics})
         for tracker in self._trackers.values():
@@ -78,7 +78,7 @@ class Record:
 
 
 def write_prediction(folder: Path, config: RlConfig) -> IterationReport | TerraceError:
-    """Write `prediction.json`: seconds by stage, its phases in `time/...`, bytes of a hand-over by tier.
+    """Write `prediction.json`: seconds of a step and by stage, the phases of each in `time/...`, bytes of a hand-over by tier.
 
     Returns the prediction, or why there is none; a file of an earlier start then leaves.
     """
@@ -90,6 +90,7 @@ def write_prediction(folder: Path, config: RlConfig) -> IterationReport | Terrac
         return error
     table = {
         "is_measured": config.cluster.is_measured,
+        "seconds": report.seconds,
         "stages": {
             stage: {"seconds": seconds, "phases": list(PHASES[stage])} for stage, seconds in report.stages.items()
         },

@@ -26,9 +26,12 @@ _CURVES: tuple[tuple[str, str, Mapping[str, str], bool], ...] = (
         {"reward": "critic/vf_explained_var", "cost": "cost_critic/vf_explained_var"},
         False,
     ),
+    ("Age of responses", "steps", {"mean": "sync/version_lag", "oldest": "sync/version_lag_max"}, True),
     ("Gradient norm before clipping", "", {"actor": "actor/grad_norm", "critic": "critic/grad_norm"}, True),
     ("Throughput", "tokens/s over all ranks", {"tokens/s": "perf/tokens_per_s"}, True),
 )
+
+_CHANGING = ("KL coefficient", "Age of responses")  # curves that are left out where they are constant
 
 
 def rl_curves(records: Sequence[Numbers], table: Mapping[str, Any], predicted_s: float) -> list[Curve]:
@@ -52,10 +55,13 @@ def rl_curves(records: Sequence[Numbers], table: Mapping[str, Any], predicted_s:
         Curve(title="Cost", lines=lines({"cost": "safe/cost"}), from_zero=True, smooth=True, level=level),
     ]
     curves += [Curve(title=title, unit=unit, lines=lines(named), from_zero=low) for title, unit, named, low in _CURVES]
+    pools = dict.fromkeys(name for record in records for name in record if name.startswith("sync/bubble/"))
+    idle = {"all ranks": "sync/bubble"} | {name.rpartition("/")[2].replace("_", " "): name for name in pools}
+    curves.append(Curve(title="Time of ranks without a call", unit="share", lines=lines(idle), from_zero=True))
     step = ("predicted", predicted_s) if predicted_s else None
     curves.append(Curve(title="Seconds of a step", lines=lines({"step": "time/step"}), from_zero=True, level=step))
-    # A coefficient that nothing changes says nothing.
-    return [curve for curve in curves if curve.lines and not (curve.title == "KL coefficient" and _is_constant(curve))]
+    # A coefficient that nothing changes says nothing, nor does the age of responses where all are new.
+    return [curve for curve in curves if curve.lines and not (curve.title in _CHANGING and _is_constant(curve))]
 
 
 def _reward_names(table: Mapping[str, Any]) -> list[str]:

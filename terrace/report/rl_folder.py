@@ -44,6 +44,7 @@ class _Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prediction:
+    seconds: float = 0.0  # of a step
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     sent_bytes: dict[str, float] = field(default_factory=dict)
 
@@ -81,8 +82,8 @@ def rl_view(folder: Path) -> RlView:
         status=_status(records, table),
         figures=_figures(records) if records else (),
         missing=missing,
-        notes=_notes(records, step_s, sum(predicted.values())) if records else (),
-        curves=rl_curves(records, table, sum(predicted.values())),
+        notes=_notes(records, step_s, prediction.seconds) if records else (),
+        curves=rl_curves(records, table, prediction.seconds),
         iteration=steady_iteration(calls),
         phases=phases,
         step_s=step_s,
@@ -195,7 +196,11 @@ def _notes(records: Sequence[Numbers], step_s: float, predicted_s: float) -> lis
         )
     apart = [found["rollout/logprob_diff_max"] for found in records if "rollout/logprob_diff_max" in found]
     if apart:
-        notes.append(f"Log-probabilities of tokens differ by at most {max(apart):.1e} between rollout and training.")
+        oldest = max(found.get("sync/version_lag_max", 0.0) for found in records)
+        older = f"; responses are of weights up to {counted(int(oldest), 'step')} old" if oldest else ""
+        notes.append(
+            f"Log-probabilities of tokens differ by at most {max(apart):.2g} between rollout and training{older}."
+        )
     return notes
 
 

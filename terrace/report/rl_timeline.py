@@ -15,7 +15,7 @@ from terrace.report.timeline import TimelineChart
 
 _MAX_BARS = 1000
 _LANE_HEIGHT, _GAP, _HEADING = 24, 8, 22
-_COLOURS = {"update": "updates"}  # methods whose colour has another name
+_COLOURS = {"update": "updates", "give": "hand_over", "take": "hand_over"}  # methods by the name of their colour
 
 
 @dataclass(frozen=True, kw_only=True)
