@@ -78,7 +78,7 @@ class Record:
 
 
 def write_prediction(folder: Path, config: RlConfig) -> IterationReport | TerraceError:
-    """Write `prediction.json`: seconds of a step and by stage, the phases of each in `time/...`, bytes of a hand-over by tier.
+    """Write `prediction.json`: seconds of a step and by stage, phases of a stage, bytes of a hand-over by tier.
 
     Returns the prediction, or why there is none; a file of an earlier start then leaves.
     """

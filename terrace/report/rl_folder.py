@@ -169,22 +169,32 @@ def _status(records: Sequence[Numbers], table: Mapping[str, Any]) -> str:
 
 
 def _figures(records: Sequence[Numbers]) -> list[tuple[str, str]]:
-    newest, after = records[-_FEW:], steady(records)
-    figures = [(f"{_mean(newest, 'reward/mean'):.4g}", f"reward, mean of the last {counted(len(newest), 'step')}")]
-    held_out = [found["val/reward"] for found in records if "val/reward" in found]
-    if held_out:
-        figures.append((f"{held_out[-1]:.4g}", "reward of held-out prompts"))
-    figures.append((quantity(_mean(after, "perf/tokens_per_s"), "tokens/s"), "prompts and responses, over all ranks"))
-    figures.append((seconds(_mean(after, "time/step")), "a step"))
-    figures.append((f"{records[-1]['step']:,.0f}", "step" if records[-1]["step"] == 1 else "steps"))
-    return figures
+    newest, after, last = records[-_FEW:], steady(records), records[-1]["step"]
+    held_out = [found for found in records if "val/reward" in found][-1:]
+    figures = (
+        (_mean(newest, "reward/mean"), _number, f"reward, mean of the last {counted(len(newest), 'step')}"),
+        (_mean(held_out, "val/reward"), _number, "reward of held-out prompts"),
+        (_mean(after, "perf/tokens_per_s"), _tokens, "prompts and responses, over all ranks"),
+        (_mean(after, "time/step"), seconds, "a step"),
+        (last, _number, "step" if last == 1 else "steps"),
+    )
+    # A run may lack the numbers of any.
+    return [(words(value), named) for value, words, named in figures if math.isfinite(value)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
+
+
+def _tokens(value: float) -> str:
+    return quantity(value, "tokens/s")
 
 
 def _notes(records: Sequence[Numbers], step_s: float, predicted_s: float) -> list[str]:
     notes = []
     few = min(_FEW, len(records) // 2)
-    if few:
-        first, last = (_mean(part, "reward/mean") for part in (records[:few], records[-few:]))
+    first, last = (_mean(part, "reward/mean") for part in (records[:few], records[len(records) - few :]))
+    if math.isfinite(first) and math.isfinite(last):
         notes.append(
             f"The mean reward of drawn responses went from {first:.4g} in the first {counted(few, 'step')} to "
             f"{last:.4g} in the last {few}."
@@ -237,4 +247,4 @@ def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]
 
 def _mean(records: Sequence[Numbers], name: str) -> float:
     values = [found[name] for found in records if name in found]
-    return statistics.fmean(values) if values else math.nan
+    return statistics.fmean(values) if values else math.nan  # for a number that no record has

@@ -113,8 +113,8 @@ def _colour(name: str) -> str:
 def _timeline_words(drawn: Iteration) -> str:
     words = (
         f"Step {drawn.step}, of the median length of steady steps: {seconds(drawn.step_s)}. A bar is a call of a role, "
-        "from its begin on the first rank to its end on the last, by their clocks; gaps are waits for the controller or "
-        "for another pool. What reaches in or out is cut."
+        "from its begin on the first rank to its end on the last, by their clocks; gaps are waits for the controller "
+        "or for another pool. What reaches in or out is cut."
     )
     return f"{words} {drawn.left_out} further calls of the step were not recorded." if drawn.left_out else words
 

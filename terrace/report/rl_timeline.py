@@ -67,7 +67,6 @@ def steady_iteration(steps: Sequence[RecordedStep]) -> Iteration | None:
         return None
     chosen = sorted(drawn, key=lambda step: step.step_s)[(len(drawn) - 1) // 2]
     calls, following = _calls(chosen), after.get(chosen.step)
-    left_out = chosen.left_out
     # A pool that works on across the end of a step has its call in the next line. A run that was resumed in between
     # has another start.
     if following is not None and following.begin_s >= chosen.begin_s + chosen.step_s:
@@ -76,7 +75,7 @@ def steady_iteration(steps: Sequence[RecordedStep]) -> Iteration | None:
             replace(call, begin_s=call.begin_s + shift_s, end_s=call.end_s + shift_s) for call in _calls(following)
         ]
     inside = [call for call in calls if call.end_s > max(0.0, call.begin_s) and call.begin_s < chosen.step_s]
-    return Iteration(step=chosen.step, step_s=chosen.step_s, calls=inside, left_out=left_out)
+    return Iteration(step=chosen.step, step_s=chosen.step_s, calls=inside, left_out=chosen.left_out) if inside else None
 
 
 def _calls(step: RecordedStep) -> list[RecordedCall]:
