@@ -155,7 +155,11 @@ def _without(name: str) -> Callable[[Path], None]:
 
 
 def _cut(name: str, length: int) -> Callable[[Path], None]:
-    return lambda run: (run / name).write_bytes((run / name).read_bytes()[:length]) and None
+    def damage(run: Path) -> None:
+        path = run / name
+        path.write_bytes(path.read_bytes()[:length])
+
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -190,7 +194,7 @@ def test_strange_values_are_no_values(run: Path, name: str) -> None:
             lines[name] = [{**line, key: value} for line in lines[name]]
             write(run, lines)
             checked(rl_page(rl_view(run)))
-        inner = {"calls.jsonl": "calls", "samples.jsonl": "samples"}.get(name)
+        inner = {"calls.jsonl": "calls", "samples.jsonl": "samples"}.get(name, "")
         for key in lines_of(run)[name][-1][inner][0] if inner else ():
             lines = lines_of(run)
             lines[name] = [{**line, inner: [{**line[inner][0], key: value}]} for line in lines[name]]
