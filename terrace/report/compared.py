@@ -20,9 +20,16 @@ class ComparedAmounts(NamedTuple):
 
 
 def time_table(
-    time_s: ComparedAmounts, heading: str = "category", categories: Sequence[str] = (), colour: Colour = colour_key
+    time_s: ComparedAmounts,
+    heading: str = "category",
+    categories: Sequence[str] = (),
+    colour: Colour = colour_key,
+    whole: ComparedAmounts | None = None,
 ) -> str:
-    """Seconds by category, of `categories` if these are given; `colour` gives a category its colour's name."""
+    """Seconds by category, of `categories` if these are given; `colour` gives a category its colour's name.
+
+    Where categories overlap, `whole` has the seconds of the step, which stand in the foot instead of a sum.
+    """
     predicted, measured = time_s
     # One scale for all bars of the table.
     longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
@@ -33,7 +40,8 @@ def time_table(
         bars = (meter([(ink, each.get(name, 0.0))], longest) for each in time_s)
         rows.append([name, *_cells(time_s, name, seconds), Markup(f"<div class=pair>{''.join(bars)}</div>")])
     headings = [heading, "predicted", "measured", "error", "predicted above measured"]
-    return html_table(headings, rows, [heading, headings[-1]], _total(time_s, seconds)) if rows else ""
+    foot = _total(time_s, seconds) if whole is None else _total(whole, seconds, "step")
+    return html_table(headings, rows, [heading, headings[-1]], foot) if rows else ""
 
 
 def bytes_table(amounts: ComparedAmounts, heading: str) -> str:
@@ -64,7 +72,7 @@ def _error(expected: float | None, found: float | None) -> str:
     return "equal" if expected == found else f"{100 * (expected - found) / found:+.0f} %"
 
 
-def _total(amounts: ComparedAmounts, words: Callable[[float], str]) -> str:
+def _total(amounts: ComparedAmounts, words: Callable[[float], str], name: str = "all") -> str:
     sums = [sum(each.values()) if each else None for each in amounts]
     cells = "".join(f"<td>{'-' if value is None else escape(words(value))}</td>" for value in sums)
-    return f"<tfoot><tr><td>all</td>{cells}<td>{_error(*sums)}</td></tr></tfoot>"
+    return f"<tfoot><tr><td>{name}</td>{cells}<td>{_error(*sums)}</td></tr></tfoot>"

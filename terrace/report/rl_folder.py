@@ -87,6 +87,7 @@ def rl_view(folder: Path) -> RlView:
         iteration=steady_iteration(calls),
         phases=phases,
         step_s=step_s,
+        predicted_s=prediction.seconds,
         stages=ComparedAmounts(predicted, measured),
         hand_over=_hand_over(prediction, records),
         samples=samples,

@@ -43,7 +43,7 @@ _COLOURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RlView:
-    """Data of a run: `phases` are mean seconds by phase of steps that take `step_s`, `stages` those of the prediction.
+    """Data of a run: `phases` are mean seconds by phase of steps that take `step_s`, `stages` those that are predicted.
 
     `hand_over`: bytes of one, over all ranks; `plan`: (headings, rows); `checkpoints`: (name, bytes, state).
     """
@@ -58,6 +58,7 @@ class RlView:
     iteration: Iteration | None = None
     phases: Mapping[str, float] | None = None
     step_s: float = 0.0
+    predicted_s: float = 0.0
     stages: ComparedAmounts = _UNKNOWN
     hand_over: ComparedAmounts = _UNKNOWN
     samples: Sequence[SamplesOfStep] = ()
@@ -92,7 +93,9 @@ def rl_page(view: RlView) -> str:
         section("Seconds of a step by phase", _phases(view)),
         section(
             "Seconds of a step by stage, predicted and measured",
-            time_table(view.stages, "stage", list(view.stages.predicted or view.stages.measured), _colour),
+            time_table(
+                view.stages, "stage", list(view.stages.predicted or view.stages.measured), _colour, _whole(view)
+            ),
         ),
         "<div class=columns>",
         column("Bytes of a hand-over, all ranks together", bytes_table(view.hand_over, "over")),
@@ -108,6 +111,12 @@ def rl_page(view: RlView) -> str:
 
 def _colour(name: str) -> str:
     return _COLOURS.get(name, "other")
+
+
+def _whole(view: RlView) -> ComparedAmounts:
+    # Stages of several pools overlap, so that a step is no sum of them.
+    sides = (view.predicted_s, view.step_s)
+    return ComparedAmounts(*({_STEP: side} if side > 0 else {} for side in sides))
 
 
 def _timeline_words(drawn: Iteration) -> str:
