@@ -56,7 +56,8 @@ def bytes_table(amounts: ComparedAmounts, heading: str) -> str:
         return ""
     names = [name for name in {**predicted, **measured} if predicted.get(name) or measured.get(name)]
     rows = [[name, *_cells(amounts, name, size)] for name in names]
-    return html_table([heading, "predicted", "measured", "error"], rows, [heading], _total(amounts, size))
+    foot = _total(amounts, size) if len(rows) > 1 else ""
+    return html_table([heading, "predicted", "measured", "error"], rows, [heading], foot)
 
 
 def _cells(amounts: ComparedAmounts, name: str, words: Callable[[float], str]) -> list[str]:

@@ -11,7 +11,7 @@ from terrace.report.markup import Markup, html_table
 
 _MOST_STEPS, _MOST_ROWS = 40, 40  # of a page, and of a step: a run writes fewer rows
 _TITLES = {
-    "drawn": "Drawn in the step, before its updates",
+    "drawn": "Drawn responses that the step learned from",
     "held out": "Likeliest responses to held-out prompts, after the step",
 }
 
