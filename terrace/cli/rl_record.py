@@ -4,7 +4,7 @@ Lines are sealed, a step each. A run that goes on drops the lines of steps that 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from terrace.planner.roles.placement import IterationReport
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.metrics import Metrics
 from terrace.rl.predicted import PHASES, predicted
-from terrace.rl.run import Run
 from terrace.train.recorder import PREDICTION
 from terrace.train.trackers import open_trackers
 
@@ -25,9 +24,9 @@ METRICS, CALLS, SAMPLES = "metrics.jsonl", "calls.jsonl", "samples.jsonl"
 
 
 @contextmanager
-def recording(folder: Path, config: RlConfig, run: Run, first_step: int) -> Iterator["Record"]:
-    """The record of a `run` that has done `first_step` steps, closed at its end."""
-    record = Record(folder, config, run, first_step)
+def recording(folder: Path, config: RlConfig, first_step: int) -> Iterator["Record"]:
+    """The record of a run that has done `first_step` steps, closed at its end."""
+    record = Record(folder, config, first_step)
     try:
         yield record
     finally:
@@ -37,8 +36,7 @@ def recording(folder: Path, config: RlConfig, run: Run, first_step: int) -> Iter
 class Record:
     """The files of a run, and the trackers that it names."""
 
-    def __init__(self, folder: Path, config: RlConfig, run: Run, first_step: int) -> None:
-        self._run, self._last = run, config.run.steps
+    def __init__(self, folder: Path, config: RlConfig, first_step: int) -> None:
         for name in (METRICS, CALLS, SAMPLES):
             # Samples of step 0 are written again by a run that begins again.
             kept = [line for line in _read(folder / name) if _is_done(line, first_step)]
@@ -46,17 +44,20 @@ class Record:
         self._files = {name: (folder / name).open("a", encoding="utf-8") for name in (METRICS, CALLS, SAMPLES)}
         self._trackers = open_trackers(config.run.metrics, folder, to_toml_table(config), first_step)
 
-    def before(self) -> None:
-        """Samples of an evaluation before the first step."""
-        self._samples(0)
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        """The step that the run has done last."""
-        self._write(CALLS, {"step": step, **self._run.calls})
-        self._samples(step)
+    def step(self, step: int, metrics: Metrics, calls: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """A step: its numbers, its calls (`terrace.rl.recorded`), and its samples, if it has any."""
+        self._write(CALLS, {"step": step, **calls})
+        self.samples(step, samples)
         self._write(METRICS, {"step": step, **metrics})
         for tracker in self._trackers.values():
             tracker.log(metrics, step)
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Samples (`terrace.rl.samples`), if there are any; those of step 0 are from before the first."""
+        if samples:
+            self._write(SAMPLES, {"step": step, "samples": samples})
+            for tracker in self._trackers.values():
+                tracker.write("samples", markdown(samples), step)
 
     def close(self) -> None:
         """Close the files and the trackers."""
@@ -64,13 +65,6 @@ class Record:
             file.close()
         for tracker in self._trackers.values():
             tracker.close()
-
-    def _samples(self, step: int) -> None:
-        samples = self._run.samples.taken(step, step == self._last)
-        if samples:
-            self._write(SAMPLES, {"step": step, "samples": samples})
-            for tracker in self._trackers.values():
-                tracker.write("samples", markdown(samples), step)
 
     def _write(self, name: str, line: Mapping[str, Any]) -> None:
         self._files[name].write(_sealed(line))

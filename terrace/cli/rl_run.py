@@ -65,15 +65,16 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
             raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")
         _write_config(chosen, config)
         expected = write_prediction(chosen, config)
-        with recording(chosen, config, made, first) as record:
+        with recording(chosen, config, first) as record:
             if first:
                 print(f"going on after step {first}", flush=True)
             elif config.run.evaluate_every:
                 print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
-                record.before()
+                record.samples(0, made.samples.taken(0, False))
             found = list[Metrics]()
             for step, metrics in made.steps():
-                record.step(step, metrics)
+                samples = made.samples.taken(step, step == config.run.steps)
+                record.step(step, metrics, made.calls, samples)
                 found.append(metrics)
                 print(_line(step, metrics), flush=True)
     print(_summary(found, chosen))
