@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
         "report",
         description="Write a run folder as one self-contained HTML page. The run may be unfinished, or killed.",
     )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of terrace train")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of terrace train or terrace rl")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"page to write (default: {_NAME} in the run folder)")
     parser.add_argument("--force", action="store_true", help="replace the --out file if it is there")
     parser.set_defaults(run=run)
@@ -28,6 +28,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace report --help")
     # Imported here: every command's module is loaded for `--help`, which must be quick.
+    from terrace.report.rl_folder import is_rl_folder, rl_view
+    from terrace.report.rl_page import rl_page
     from terrace.report.run_folder import is_run_folder, run_view
     from terrace.report.run_page import run_page
 
@@ -36,11 +38,15 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"{folder} is not a run folder: it has neither config.toml nor metrics.jsonl")
     # Before the run is read: a page that cannot be written is refused at once.
     path = _path(options)
-    view = run_view(folder)
-    page = run_page(view)
+    if is_rl_folder(folder):
+        of_rl = rl_view(folder)
+        page, status, missing = rl_page(of_rl), of_rl.status, of_rl.missing
+    else:
+        view = run_view(folder)
+        page, status, missing = run_page(view), view.status, view.missing
     write_file("--out", path, page)
-    print(view.status)
-    for words in view.missing:
+    print(status)
+    for words in missing:
         print(f"missing: {words}")
     print(f"wrote {path}: {quantity(len(page.encode()), 'B')}; any browser opens it")
     return 0

@@ -1,10 +1,7 @@
 """A run of `terrace rl` on this machine: its folder, runtime, screen and metrics."""
 
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 
@@ -12,21 +9,22 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError, TrainingError
 from terrace.base.files import write_atomic
-from terrace.base.fitting import parse_table
-from terrace.base.sealed import sealed_json, sealed_toml
+from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.prepare import new_folder
+from terrace.cli.rl_record import METRICS, recording, write_prediction
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.launch.start import local_devices
 from terrace.model.config import block_specs
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
+from terrace.planner.roles.placement import IterationReport
 from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import RunInputs, check_roles
 from terrace.rl.metrics import Metrics
-from terrace.rl.predicted import predicted, stages_of
+from terrace.rl.predicted import stages_of
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import Run, checkpoint_of
 from terrace.rl.runtime import InlineRuntime, Runtime
@@ -34,9 +32,9 @@ from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.lock import folder_lock
-from terrace.train.trackers import Tracker, check_installed, open_trackers
+from terrace.train.trackers import check_installed
 
-METRICS, CONFIG = "metrics.jsonl", "config.toml"
+CONFIG = "config.toml"
 
 
 def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None = None) -> None:
@@ -67,18 +65,21 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
         if first >= config.run.steps:
             raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")
         _write_config(chosen, config)
-        if first:
-            print(f"going on after step {first}", flush=True)
-        elif config.run.evaluate_every:
-            print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
-        with _log(chosen, config, first) as log:
+        expected = write_prediction(chosen, config)
+        with recording(chosen, config, first) as record:
+            if first:
+                print(f"going on after step {first}", flush=True)
+            elif config.run.evaluate_every:
+                print(" ".join(f"before: {name} {value:.3f}" for name, value in made.evaluated().items()), flush=True)
+                record.samples(0, made.samples.taken(0, False))
             found = list[Metrics]()
             for step, metrics in made.steps():
-                log(step, metrics)
+                samples = made.samples.taken(step, step == config.run.steps)
+                record.step(step, metrics, made.calls, samples)
                 found.append(metrics)
                 print(_line(step, metrics), flush=True)
     print(_summary(found, chosen))
-    print(_beside_predicted(config, found))
+    print(_beside_predicted(config, expected, found))
 
 
 def _write_config(folder: Path, config: RlConfig) -> None:
@@ -171,53 +172,6 @@ def _unused_gpus(config: RlConfig, ray: str | None) -> str:
     )
 
 
-@contextmanager
-def _log(folder: Path, config: RlConfig, first_step: int) -> Iterator["_Log"]:
-    log = _Log(folder, config, first_step)
-    try:
-        yield log
-    finally:
-        log.close()
-
-
-class _Log:
-    """`metrics.jsonl`, and the trackers that the run names; lines of steps that will be repeated are dropped."""
-
-    def __init__(self, folder: Path, config: RlConfig, first_step: int) -> None:
-        path = folder / METRICS
-        kept = [line for line in _read(path) if line["step"] <= first_step]
-        write_atomic(path, "".join(_sealed(line) for line in kept))
-        self._file = path.open("a", encoding="utf-8")
-        self._trackers: Mapping[str, Tracker] = open_trackers(
-            config.run.metrics, folder, to_toml_table(config), first_step
-        )
-
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        self._file.write(_sealed({"step": step, **metrics}))
-        self._file.flush()
-        for tracker in self._trackers.values():
-            tracker.log(metrics, step)
-
-    def close(self) -> None:
-        self._file.close()
-        for tracker in self._trackers.values():
-            tracker.close()
-
-
-def _read(path: Path) -> list[Metrics]:
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            found.append(parse_table(line))
-        except ValueError:  # a last line that a crash cut short
-            continue
-    return found
-
-
-def _sealed(line: Mapping[str, float]) -> str:
-    return sealed_json(json.dumps(line))
-
-
 def _words(config: RlConfig) -> str:
     run, ranks = config.run, config.cluster.world_size
     size = sum(block.num_trainable + block.num_frozen for block in block_specs(config.model))
@@ -256,12 +210,10 @@ def _summary(found: list[Metrics], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _beside_predicted(config: RlConfig, found: list[Metrics]) -> str:
-    try:
-        words = measured_words(predicted(config), stages_of(found))
-    except TerraceError as error:  # a run that went well does not fail for it
-        return f"no prediction beside it: {error}"
+def _beside_predicted(config: RlConfig, expected: IterationReport | TerraceError, found: list[Metrics]) -> str:
+    if isinstance(expected, TerraceError):
+        return f"no prediction beside it: {expected}"
     asked = (
         "" if config.cluster.is_measured else "\nfrom the figures of the cluster's file; terrace probe measures them"
     )
-    return f"{words}{asked}"
+    return f"{measured_words(expected, stages_of(found))}{asked}"

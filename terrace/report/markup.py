@@ -96,6 +96,17 @@ def section(title: str, body: str) -> str:
     return f"<h2>{title}</h2>{body}" if body else ""
 
 
+def missing_list(missing: Sequence[str]) -> str:
+    """Section with a sentence for each part of a run that could not be read."""
+    items = "".join(f"<li>{prose(words)}</li>" for words in missing)
+    return section("What is missing", f"<ul class=missing>{items}</ul>" if items else "")
+
+
+def details(title: str, text: str) -> str:
+    """Text that is shown when asked for; empty without one."""
+    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text else ""
+
+
 def column(title: str, body: str) -> str:
     return f"<div>{section(title, body)}</div>" if body else ""
 
@@ -146,13 +157,18 @@ def memory_key(curve: MemoryCurve) -> str:
 def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
     """Legend of (name, colour property, remark)."""
     items = [
-        f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}'
+        f'<li><i style="background:var({colour})"></i>{escape(_words(name))}'
         f"{f' <span class=quiet>{escape(said)}</span>' if said else ''}</li>"
         for name, colour, said in entries
     ]
     if critical:
         items.append('<li><i class=line style="background:var(--ink)"></i>on the critical path</li>')
     return f"<ul class=legend>{''.join(items)}</ul>"
+
+
+def _words(category: str) -> str:
+    # Categories are identifiers. Other names, such as that of a function with its module, stay as they are.
+    return _WORDS.get(category, category.replace("_", " ") if category.isidentifier() else category)
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], last: str = "") -> str:
@@ -167,6 +183,11 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     head = f"<thead><tr>{cells(headings, 'th')}</tr></thead>"
     return f"<div class=scroll><table>{head}<tbody>{body}</tbody>{last}</table></div>"
+
+
+def words_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Table of text, but for a column `size`; empty without rows."""
+    return html_table(headings, rows, [each for each in headings if each != "size"]) if rows else ""
 
 
 def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:

@@ -144,6 +144,18 @@
     });
     curve.addEventListener("pointerleave", hush);
   });
+  // Samples: one step at a time.
+  const steps = [...document.querySelectorAll("details.step")];
+  const chosen = document.querySelector(".picks select");
+  const pick = () => steps.forEach((step) => { step.open = step.dataset.step === chosen.value; });
+  for (const button of document.querySelectorAll("button[data-pick]")) {
+    button.addEventListener("click", () => {
+      const last = chosen.options.length - 1;
+      chosen.selectedIndex = Math.max(0, Math.min(last, chosen.selectedIndex + Number(button.dataset.pick)));
+      pick();
+    });
+  }
+  if (chosen) chosen.addEventListener("change", pick);
   window.addEventListener("beforeprint", () => charts.forEach((chart) => show(chart, ...whole)));
   document.body.classList.add("live");
 })();

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.base.printable import escape
+from terrace.report.markup import legend
 from terrace.report.plot import round_ticks
 from terrace.report.tables import scaled
 
@@ -31,6 +32,23 @@ class Curve:
 def finite(points: Sequence[Point]) -> list[Point]:
     """Points with finite values."""
     return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+def drawable(curves: Sequence[Curve]) -> list[Curve]:
+    """Those with a finite point: others have no scale."""
+    return [curve for curve in curves if any(finite(points) for points in curve.lines.values())]
+
+
+def curve_tiles(curves: Sequence[Curve], resumed: Sequence[int] = ()) -> str:
+    """Charts of drawable curves side by side; `resumed` are steps of resumes."""
+    tiles = []
+    for curve in curves:
+        entries = [(name, COLOURS[index % len(COLOURS)], "") for index, name in enumerate(curve.lines)]
+        # A single line needs no legend: the title names it.
+        key = legend(entries) if len(entries) > 1 else ""
+        unit = f" <span class=quiet>{escape(curve.unit)}</span>" if curve.unit else ""
+        tiles.append(f"<figure><h3>{escape(curve.title)}{unit}</h3>{curve_svg(curve, resumed)}{key}</figure>")
+    return f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

@@ -21,10 +21,12 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
+from terrace.report.compared import ComparedAmounts
+from terrace.report.folder_parts import checkpoint_rows, steady, text_of
 from terrace.report.markup import ChartedSection
 from terrace.report.run_curves import Curve
 from terrace.report.run_cycle import run_cycle
-from terrace.report.run_page import ComparedAmounts, RunView
+from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, time_categories
 from terrace.report.timeline import TimelineChart
@@ -39,7 +41,6 @@ from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_predi
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 _US = 1e6
-_LONGEST_TEXT = 200_000  # characters shown of a settings file or a sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class _Left:
     @property
     def steady(self) -> Sequence[StepRecord]:
         """Records without those of the first steps, which warm up caches."""
-        return self.records[min(len(self.records) // 4, 10) :]
+        return steady(self.records)
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -99,9 +100,9 @@ def run_view(folder: Path) -> RunView:
         timeline=timeline,
         timeline_words=timeline_words,
         events=[_event_row(event) for event in left.events],
-        checkpoints=_checkpoints(folder, missing),
-        settings=_text(folder / "config.toml"),
-        sample=_text(folder / "sample.txt"),
+        checkpoints=checkpoint_rows(folder, missing),
+        settings=text_of(folder / "config.toml"),
+        sample=text_of(folder / "sample.txt"),
     )
 
 
@@ -352,26 +353,6 @@ def _event_row(event: RunEvent) -> tuple[str, str, str]:
     return when, name, event.why or event.text or ""
 
 
-def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]:
-    found = []
-    for path in sorted((folder / "checkpoints").glob("*")):
-        if path.is_dir():
-            # The manifest is written last: without it the checkpoint is incomplete.
-            whole = (path / "manifest.json").is_file()
-            size = sum(map(_size, path.rglob("*")))
-            found.append((path.name, size, "complete" if whole else "incomplete"))
-    if not any(state == "complete" for _, _, state in found):
-        missing.append("a checkpoint: none is complete, so this run cannot be resumed")
-    return found
-
-
-def _size(path: Path) -> int:
-    # A run that goes on removes old checkpoints while they are counted.
-    with suppress(OSError):
-        return path.stat().st_size if path.is_file() else 0
-    return 0
-
-
 def _mean(records: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> float:
     values = list(map(value, records))
     # Losses may be NaN, and infinities of both signs have no sum.
@@ -390,10 +371,3 @@ def _when(time_s: float) -> str:
     with suppress(ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     return ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")[:_LONGEST_TEXT]
-    except OSError:
-        return ""

@@ -76,6 +76,8 @@ class Setup:
     progress: Progress
     lr: Callable[[int], float]
     critic_lr: Callable[[int], float] = field(default=lambda step: 0.0)
+    # Sees the rows that a step learns from, with the advantages of their tokens, before it does.
+    observe: Callable[[Rows, Ragged], None] = field(default=lambda rows, advantages: None)
     rollout_is_exact: bool = False  # generation finds the numbers of training, but for rounding: `is_own`
 
 
@@ -256,6 +258,7 @@ def outcomes_of(setup: Setup, rows: Rows) -> Tensor:
 def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
     """Update the actor with advantages of tokens, and the progress; the numbers of the step."""
     progress, algorithm = setup.progress, setup.algorithm
+    setup.observe(rows, estimated)
     compares = is_own(setup, rows)
     found = of_rows(rows.drop("old") if compares else rows, setup.sizes.num_tokens)
     found |= of_tokens("advantages", estimated) | lags(rows, progress.step)

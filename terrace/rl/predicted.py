@@ -16,7 +16,7 @@ from terrace.planner.roles.search import FoundPlacements, find
 from terrace.rl.config import RlConfig
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
 
-_PHASES = {
+PHASES = {  # of a stage, in `time/...`
     RESHARD: ("reshard",),
     GENERATE: ("generate",),
     PREPARE: ("old_log_prob", "ref", "values", "reward"),
@@ -96,7 +96,7 @@ def stages_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     steady = metrics[1:] or metrics
     return {
         stage: sum(found.get(f"time/{phase}", 0.0) for found in steady for phase in phases) / len(steady)
-        for stage, phases in (*_PHASES.items(), ("step", ("step",)))
+        for stage, phases in (*PHASES.items(), ("step", ("step",)))
     }
 
 

@@ -23,14 +23,16 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import remove
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.config import RlConfig
-from terrace.rl.controllers import CONTROLLERS, Progress, Setup, Sizes
+from terrace.rl.controllers import CONTROLLERS, Progress, Setup, Sizes, rewarded
 from terrace.rl.lagrange import Multiplier
 from terrace.rl.making import RunInputs, made_roles, pools_of, student_settings
 from terrace.rl.metrics import Metrics
 from terrace.rl.placing import ACTOR
 from terrace.rl.prompts import rows_of
+from terrace.rl.recorded import CallLines
 from terrace.rl.rows import Rows
 from terrace.rl.runtime import Pool, Runtime
+from terrace.rl.samples import Samples
 from terrace.rl.spans import idle_share, now_s, seconds_by_phase
 from terrace.rl.stream import Drawing, stream_of
 from terrace.rl.stream_file import read_state, write_state
@@ -47,11 +49,17 @@ _MULTIPLIER_WINDOW = 1024  # last responses whose mean cost the multiplier follo
 
 
 class Run:
-    """A run whose roles are made; `steps` are its steps from the first that is left."""
+    """A run whose roles are made; `steps` are its steps from the first that is left.
+
+    `calls` and `samples` are of the newest step, for the run's record.
+    """
 
     def __init__(self, inputs: RunInputs, runtime: Runtime, folder: Path, say: Callable[[str], None]) -> None:
         self._inputs, self._runtime, self._folder, self._say = inputs, runtime, folder, say
         config = inputs.config
+        rewards = [each.function or Path(each.model).name for each in config.reward]
+        self.samples = Samples(inputs.tokenizer, rewards, config.run.evaluate_every)
+        self.calls, self._call_lines = dict[str, Any](), CallLines(config.places.values())
         pools = pools_of(config, runtime)
         actors = pools[config.places[ACTOR].pool]
         weights = str(self._start(actors)) if config.run.start_steps else config.weights
@@ -119,6 +127,7 @@ class Run:
             lr=lambda step: config.optimizer.lr * min(1.0, (step + 1) / warm),
             critic_lr=lambda step: run.critic_lr * min(1.0, (step + 1) / warm),
             rollout_is_exact=config.rollout_is_exact,
+            observe=self.samples.drawn,
         )
 
     def steps(self) -> Iterator[tuple[int, Metrics]]:
@@ -149,6 +158,7 @@ class Run:
     def _timed(self, begin_s: float, end_s: float) -> Metrics:
         """Seconds of the step by phase, the ranks' idle share, and the bytes of its hand-over."""
         ended, under_way = self._runtime.calls.taken(end_s)
+        self.calls = self._call_lines.of_step(ended, begin_s, end_s)
         # Evaluations lie between two steps.
         spans = [span for span in ended if span.end_s > begin_s]
         ranks = [pool.num_ranks for pool in self._runtime.pools]
@@ -165,9 +175,9 @@ class Run:
         rows = rows | Rows({"seeds": seeds, "greedy": greedy})
         self._stream.hand_over(self._progress.step)
         rows = rows | self._generator.generate(rows)
-        rewards = sum(weight * role.rewards(rows).tensor("reward") for weight, role in self._roles.rewards)
-        assert isinstance(rewards, torch.Tensor), "a run has a reward"
-        return {"val/reward": float(rewards.mean())}
+        rows = rewarded(self._setup, rows)
+        self.samples.held_out(rows)
+        return {"val/reward": float(rows.tensor("reward").mean())}
 
     def _save(self) -> None:
         facts = {"rl": _facts(self._progress, self._inputs.tokenizer, self._inputs.config)}

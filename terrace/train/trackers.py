@@ -33,10 +33,11 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tracker:
-    """`log` sends the values of a step, `close` everything that is still buffered."""
+    """`log` sends the values of a step, `write` a text in Markdown under a name, `close` all that is still buffered."""
 
     log: Callable[[Mapping[str, float], int], None]
     close: Callable[[], object]
+    write: Callable[[str, str, int], object] = lambda name, text, step: None  # services without texts get none
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -115,7 +116,7 @@ def _tensorboard(folder: Path, config: Config, first_step: int) -> Tracker:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker(log, writer.close)
+    return Tracker(log, writer.close, writer.add_text)
 
 
 def _wandb(folder: Path, config: Config, first_step: int) -> Tracker:

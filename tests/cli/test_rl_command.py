@@ -8,17 +8,20 @@ import pytest
 import tomli_w
 
 from terrace.base.errors import ConfigError, DataError, TrainingError
+from terrace.base.printable import escape
 from terrace.rl.config import resolve_table
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import Run
-from terrace.rl.sort_task import SortTokenizer
+from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model, write_tokenizer
+from tests.support.pages import checked
 
 ALONE = [word for name in ("package", "node", "system") for word in (f"--cluster.tiers.{name}.size", 1)]
 SMALL = [*ALONE, "--plan", "ddp", "--plan.micro_batch", 16, "--run.rows", 1, "--model.hidden_size", 32]
 SMALL += ["--model.num_hidden_layers", 1, "--run.prompts", 4, "--run.mini_batch", 16, "--run.start_steps", 1]
 SMALL += ["--run.start_batch", 16]
+RECORDS = ("metrics.jsonl", "calls.jsonl", "samples.jsonl")
 
 
 @pytest.fixture
@@ -44,14 +47,91 @@ def test_a_task_runs_and_goes_on(here: CommandLine) -> None:
         "its band of 20 %",
     ):
         assert words in said.out
+    # Steps after the checkpoint, as of a run that was killed before its next one.
+    for name in RECORDS:
+        with (here.folder / "made" / name).open("a") as file:
+            file.write('{"step": 2, "reward/mean": -7.0, "calls": [], "samples": []}\n{"step": 3, "rew')
     again = here.call("rl", "--resume", "made", "--run.steps", 2, "--run.metrics", '["tensorboard"]')
     assert (again.code, again.error) == (0, "")
     assert "going on after step 1" in again.out
-    lines = [json.loads(line) for line in (here.folder / "made" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
+    lines, calls, samples = (_lines(here.folder / "made" / name) for name in RECORDS)
+    assert [line["step"] for line in lines] == [line["step"] for line in calls] == [1, 2]
+    assert [line["step"] for line in samples] == [0, 1, 2]
     assert lines[1]["rollout/logprob_diff_max"] < 1e-4
-    assert list((here.folder / "made" / "tensorboard").iterdir())
+    assert lines[1]["reward/mean"] >= 0
+    _check_calls(calls[1], lines[1])
+    (drawn, *_), (held_out, *_) = (
+        [each for each in samples[2]["samples"] if each["kind"] == kind] for kind in ("drawn", "held out")
+    )
+    assert drawn["prompt"] == SortPrompts(0).prompt(4).text, "the second step draws from the fifth prompt on"
+    assert drawn["reward"] == (drawn["finish"] == "stop" and drawn["response"] == "".join(sorted(drawn["prompt"][:-1])))
+    assert held_out["prompt"] == SortPrompts(0).held_out()[0].text
+    _check_tensorboard(here.folder / "made" / "tensorboard", lines[1])
     assert "has all of its 2 steps: give a larger --run.steps" in here.call("rl", "--resume", "made").error
+    _check_page(here, samples[2]["samples"])
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _check_calls(line: dict[str, Any], numbers: dict[str, Any]) -> None:
+    """Calls lie in the step one after the other, on one rank, and take the seconds of their phases."""
+    assert line["step_s"] == pytest.approx(numbers["time/step"], abs=1e-5)
+    assert [(call["role"], call["method"], call["pool"]) for call in line["calls"]] == [
+        (*each, "rank 0")
+        for each in (
+            ("actor", "hand_over"),
+            ("actor", "generate"),
+            ("reward_0", "rewards"),
+            ("actor", "logprobs"),
+            ("reference", "logprobs"),
+            *[("actor", "update")] * 2,
+        )
+    ]
+    ends = [-1e-3, *(end for call in line["calls"] for end in (call["begin_s"], call["end_s"])), line["step_s"] + 1e-3]
+    assert ends == sorted(ends)
+    for phase, called in (("generate", "actor.generate"), ("update", "actor.update"), ("ref", "reference.logprobs")):
+        own = [call for call in line["calls"] if f"{call['role']}.{call['method']}" == called]
+        spent = sum(call["end_s"] - call["begin_s"] for call in own)
+        assert spent == pytest.approx(numbers[f"time/{phase}"], abs=1e-4)
+
+
+def _check_tensorboard(folder: Path, numbers: dict[str, Any]) -> None:
+    """Numbers have the names of `metrics.jsonl`, which are verl's, and samples are a text."""
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = pytest.importorskip(name, reason="needs the package tensorboard")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == numbers.keys() - {"step", "crc32"}
+    verls = {"actor/pg_clipfrac", "actor/entropy", "actor/grad_norm", "response_length/mean", "perf/tokens_per_s"}
+    assert verls < numbers.keys()
+    (score,) = events.Scalars("reward/mean")
+    assert (score.step, score.value) == (2, pytest.approx(numbers["reward/mean"]))
+    (written,) = events.Tensors("samples/text_summary")
+    assert b"    drawn, " in written.tensor_proto.string_val[0]
+
+
+def _check_page(here: CommandLine, samples: list[dict[str, Any]]) -> None:
+    said = here.call("report", "made")
+    assert (said.code, said.error) == (0, "")
+    assert said.out.startswith("Finished after 2 steps.\nwrote made/report.html")
+    page = (here.folder / "made" / "report.html").read_text()
+    checked(page)
+    for title in ("Reward", "KL to the reference", "Entropy", "Response length", "Clip fraction", "Throughput"):
+        assert f"<h3>{title}" in page
+    for title in (
+        "Timeline of one iteration",
+        "Samples",
+        "Seconds of a step by phase",
+        "Bytes of a hand-over",
+        "Settings",
+    ):
+        assert title in page
+    for each in samples:
+        assert f"<div class=text>{escape(each['prompt'])}</div>" in page
+    for words in ("actor.generate on rank 0", "reference.logprobs on rank 0", "prepare", "step-00000004"):
+        assert words in page
 
 
 def write_run(folder: Path, **more: Any) -> Path:

@@ -14,7 +14,7 @@ from terrace.program.program import Program
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
 from terrace.report.page import lanes_timeline, page_html
-from terrace.report.palette import MESSAGES, PAPER, PIPELINE, STREAM, colour_key
+from terrace.report.palette import MESSAGES, PAPER, PIPELINE, ROLES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
 from terrace.simulate.changes import Change, changes
 from terrace.simulate.critical import critical_path
@@ -265,7 +265,7 @@ def _contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("vision", sorted(_VISIONS))
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("row", [STREAM, PIPELINE, MESSAGES], ids=["stream", "pipeline", "messages"])
+@pytest.mark.parametrize("row", [STREAM, PIPELINE, MESSAGES, ROLES], ids=["stream", "pipeline", "messages", "roles"])
 def test_colours_of_a_row_differ_for_every_eye(row: dict[str, tuple[str, str]], dark: bool, vision: str) -> None:
     def seen(colour: str) -> tuple[float, float, float]:
         rgb = _linear(colour)

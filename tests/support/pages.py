@@ -43,7 +43,7 @@ def recorded(name: str, num_micros: int = 2, num_blocks: int = 5) -> Recording:
 class _Checker(HTMLParser):
     """Collects tags; every element must be closed in order."""
 
-    VOID = frozenset({"meta", "path", "rect"})
+    VOID = frozenset({"meta", "path", "rect", "wbr"})
 
     def __init__(self) -> None:
         super().__init__()

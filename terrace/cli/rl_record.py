@@ -1,0 +1,122 @@
+"""The record of a run of `terrace rl` in its folder: numbers, calls and samples of its steps, and its prediction.
+
+Lines are sealed, a step each. A run that goes on drops the lines of steps that it repeats, of all files.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import TerraceError
+from terrace.base.files import write_atomic
+from terrace.base.fitting import parse_table
+from terrace.base.sealed import sealed_json
+from terrace.planner.roles.placement import IterationReport
+from terrace.rl.config import RlConfig, to_toml_table
+from terrace.rl.metrics import Metrics
+from terrace.rl.predicted import PHASES, predicted
+from terrace.train.recorder import PREDICTION
+from terrace.train.trackers import open_trackers
+
+METRICS, CALLS, SAMPLES = "metrics.jsonl", "calls.jsonl", "samples.jsonl"
+
+
+@contextmanager
+def recording(folder: Path, config: RlConfig, first_step: int) -> Iterator["Record"]:
+    """The record of a run that has done `first_step` steps, closed at its end."""
+    record = Record(folder, config, first_step)
+    try:
+        yield record
+    finally:
+        record.close()
+
+
+class Record:
+    """The files of a run, and the trackers that it names."""
+
+    def __init__(self, folder: Path, config: RlConfig, first_step: int) -> None:
+        for name in (METRICS, CALLS, SAMPLES):
+            # Samples of step 0 are written again by a run that begins again.
+            kept = [line for line in _read(folder / name) if _is_done(line, first_step)]
+            write_atomic(folder / name, "".join(map(_sealed, kept)))
+        self._files = {name: (folder / name).open("a", encoding="utf-8") for name in (METRICS, CALLS, SAMPLES)}
+        self._trackers = open_trackers(config.run.metrics, folder, to_toml_table(config), first_step)
+
+    def step(self, step: int, metrics: Metrics, calls: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """A step: its numbers, its calls (`terrace.rl.recorded`), and its samples, if it has any."""
+        self._write(CALLS, {"step": step, **calls})
+        self.samples(step, samples)
+        self._write(METRICS, {"step": step, **metrics})
+        for tracker in self._trackers.values():
+            tracker.log(metrics, step)
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Samples (`terrace.rl.samples`), if there are any; those of step 0 are from before the first."""
+        if samples:
+            self._write(SAMPLES, {"step": step, "samples": samples})
+            for tracker in self._trackers.values():
+                tracker.write("samples", markdown(samples), step)
+
+    def close(self) -> None:
+        """Close the files and the trackers."""
+        for file in self._files.values():
+            file.close()
+        for tracker in self._trackers.values():
+            tracker.close()
+
+    def _write(self, name: str, line: Mapping[str, Any]) -> None:
+        self._files[name].write(_sealed(line))
+        self._files[name].flush()
+
+
+def write_prediction(folder: Path, config: RlConfig) -> IterationReport | TerraceError:
+    """Write `prediction.json`: seconds of a step and by stage, phases of a stage, bytes of a hand-over by tier.
+
+    Returns the prediction, or why there is none; a file of an earlier start then leaves.
+    """
+    try:
+        report = predicted(config)
+    except TerraceError as error:  # a run that can go on does not fail for it
+        with suppress(FileNotFoundError):
+            (folder / PREDICTION).unlink()
+        return error
+    table = {
+        "is_measured": config.cluster.is_measured,
+        "seconds": report.seconds,
+        "stages": {
+            stage: {"seconds": seconds, "phases": list(PHASES[stage])} for stage, seconds in report.stages.items()
+        },
+        "sent_bytes": dict(report.sent_bytes),
+    }
+    write_atomic(folder / PREDICTION, sealed_json(json.dumps(table, indent=1)))
+    return report
+
+
+def markdown(samples: Iterable[Mapping[str, Any]]) -> str:
+    """Samples as a block of code, so that no mark in a response acts."""
+    lines = list[str]()
+    for sample in samples:
+        numbers = {"reward": sample["reward"], **sample["parts"]}
+        numbers |= {name: sample[name] for name in ("cost", "advantage") if sample[name] is not None}
+        lines.append(", ".join([sample["kind"], sample["finish"], *(f"{name} {x:.4g}" for name, x in numbers.items())]))
+        lines += [*f"prompt: {sample['prompt']}".split("\n"), *f"response: {sample['response']}".split("\n"), ""]
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _is_done(line: Mapping[str, Any], first_step: int) -> bool:
+    step = line.get("step")
+    return isinstance(step, int) and step <= first_step and first_step > 0
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
+        with suppress(ValueError):  # a last line that a crash cut short
+            found.append(parse_table(line))
+    return found
+
+
+def _sealed(line: Mapping[str, Any]) -> str:
+    return sealed_json(json.dumps(line))

@@ -1,0 +1,79 @@
+"""Tables of amounts by category, predicted beside measured, of the pages of runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from terrace.base.printable import escape
+from terrace.report.markup import Markup, html_table, meter
+from terrace.report.palette import colour_key
+from terrace.report.tables import quantity, seconds, time_categories
+
+Amounts = Mapping[str, float]
+Colour = Callable[[str], str]
+
+
+class ComparedAmounts(NamedTuple):
+    """Amounts by category; a side that nobody knows is empty."""
+
+    predicted: Amounts
+    measured: Amounts
+
+
+def time_table(
+    time_s: ComparedAmounts,
+    heading: str = "category",
+    categories: Sequence[str] = (),
+    colour: Colour = colour_key,
+    whole: ComparedAmounts | None = None,
+) -> str:
+    """Seconds by category, of `categories` if these are given; `colour` gives a category its colour's name.
+
+    Where categories overlap, `whole` has the seconds of the step, which stand in the foot instead of a sum.
+    """
+    predicted, measured = time_s
+    # One scale for all bars of the table.
+    longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
+    rows: list[list[str]] = []
+    # Categories of either side, so that one missing in the prediction is still shown.
+    for name in categories or time_categories({**measured, **predicted}):
+        ink = f"--c-{colour(name)}"
+        bars = (meter([(ink, each.get(name, 0.0))], longest) for each in time_s)
+        rows.append([name, *_cells(time_s, name, seconds), Markup(f"<div class=pair>{''.join(bars)}</div>")])
+    headings = [heading, "predicted", "measured", "error", "predicted above measured"]
+    foot = _total(time_s, seconds) if whole is None else _total(whole, seconds, "step")
+    return html_table(headings, rows, [heading, headings[-1]], foot) if rows else ""
+
+
+def bytes_table(amounts: ComparedAmounts, heading: str) -> str:
+    """Bytes by category."""
+
+    # Small amounts are exact bytes, so that equality can be seen.
+    def size(value: float) -> str:
+        return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")
+
+    predicted, measured = amounts
+    if not predicted and not measured:
+        return ""
+    names = [name for name in {**predicted, **measured} if predicted.get(name) or measured.get(name)]
+    rows = [[name, *_cells(amounts, name, size)] for name in names]
+    foot = _total(amounts, size) if len(rows) > 1 else ""
+    return html_table([heading, "predicted", "measured", "error"], rows, [heading], foot)
+
+
+def _cells(amounts: ComparedAmounts, name: str, words: Callable[[float], str]) -> list[str]:
+    values = [each.get(name) for each in amounts]
+    # "-" is unknown, "0" is none.
+    return [*("-" if value is None else words(value) if value else "0" for value in values), _error(*values)]
+
+
+def _error(expected: float | None, found: float | None) -> str:
+    # No relative error without a measured amount.
+    if expected is None or not found:
+        return ""
+    return "equal" if expected == found else f"{100 * (expected - found) / found:+.0f} %"
+
+
+def _total(amounts: ComparedAmounts, words: Callable[[float], str], name: str = "all") -> str:
+    sums = [sum(each.values()) if each else None for each in amounts]
+    cells = "".join(f"<td>{'-' if value is None else escape(words(value))}</td>" for value in sums)
+    return f"<tfoot><tr><td>{name}</td>{cells}<td>{_error(*sums)}</td></tr></tfoot>"

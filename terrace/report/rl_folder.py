@@ -1,0 +1,251 @@
+"""Contents of a run folder of `terrace rl` as an `RlView`: all that can be read, and a sentence on what cannot.
+
+The run may be unfinished, killed, or damaged: no content of a file raises here. Other modules of this room read runs of
+`terrace train`.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from terrace.base.errors import TerraceError
+from terrace.base.fitting import fitting, numbers, parse_table
+from terrace.base.schema import read_table
+from terrace.base.words import counted
+from terrace.cluster.presets import parse_cluster
+from terrace.model.config import parse_model
+from terrace.plan.presets import command_plan
+from terrace.report.compared import ComparedAmounts
+from terrace.report.folder_parts import checkpoint_rows, steady, text_of
+from terrace.report.rl_curves import rl_curves
+from terrace.report.rl_page import RlView
+from terrace.report.rl_samples import samples_of
+from terrace.report.rl_timeline import recorded_step, steady_iteration
+from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds
+from terrace.train.recorder import PREDICTION
+
+_CALLS, _SAMPLES, _METRICS = "calls.jsonl", "samples.jsonl", "metrics.jsonl"
+_LEARNING = ("actor", "critic", "cost_critic")  # folders of checkpoints
+_FEW = 5  # steps whose mean begins and ends a note
+
+Numbers = Mapping[str, float]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    seconds: float
+    phases: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prediction:
+    seconds: float = 0.0  # of a step
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+
+
+def is_rl_folder(folder: Path) -> bool:
+    """Whether a folder is of a run of `terrace rl`, by its files or its settings."""
+    if any((folder / name).is_file() for name in (_CALLS, _SAMPLES)):
+        return True
+    with suppress(TerraceError):
+        return "run" in read_table(folder / "config.toml")
+    return False
+
+
+def rl_view(folder: Path) -> RlView:
+    missing: list[str] = []
+    table: Mapping[str, Any] = {}
+    try:
+        table = read_table(folder / "config.toml")
+    except TerraceError as error:
+        missing.append(f"settings: {error}")
+    lines = _lines(folder / _METRICS, "curves and times", _step_numbers, missing)
+    records = [found for found in lines if found.get("step", 0.0) >= 1]
+    calls = _lines(folder / _CALLS, "the timeline", recorded_step, missing)
+    samples = _lines(folder / _SAMPLES, "samples", samples_of, missing)
+    prediction, stages = _prediction(folder, missing)
+    subtitle, plan = _model_and_plan(table, missing)
+    after = steady(records)
+    phases = _phases(after)
+    step_s = _mean(after, "time/step")
+    measured = {name: sum(phases.get(phase, 0.0) for phase in stage.phases) for name, stage in stages.items() if phases}
+    predicted = {name: stage.seconds for name, stage in stages.items()}
+    return RlView(
+        title=folder.resolve().name,
+        subtitle=subtitle,
+        status=_status(records, table),
+        figures=_figures(records) if records else (),
+        missing=missing,
+        notes=_notes(records, step_s, prediction.seconds) if records else (),
+        curves=rl_curves(records, table, prediction.seconds),
+        iteration=steady_iteration(calls),
+        phases=phases,
+        step_s=step_s,
+        predicted_s=prediction.seconds,
+        stages=ComparedAmounts(predicted, measured),
+        hand_over=_hand_over(prediction, records),
+        samples=samples,
+        plan=plan,
+        checkpoints=_checkpoints(folder, missing),
+        settings=text_of(folder / "config.toml"),
+    )
+
+
+def _lines(path: Path, what: str, read: Callable[[Mapping[str, Any]], T], missing: list[str]) -> list[T]:
+    """The lines of a file that can be read; a sentence on it, or on those that cannot."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        missing.append(f"{what}: {path.name} cannot be read ({error.strerror})")
+        return []
+    found, written = list[T](), [line for line in text.split("\n") if line.strip()]
+    for line in written:
+        with suppress(ValueError):
+            found.append(read(parse_table(line)))
+    if len(found) < len(written):
+        missing.append(f"{what}: damaged lines in {path.name}: {len(written) - len(found)}")
+    if not written:
+        missing.append(f"{what}: {path.name} is empty")
+    return found
+
+
+def _step_numbers(line: Mapping[str, Any]) -> Numbers:
+    found = numbers(line)
+    if type(line.get("step")) is not int or "step" not in found:
+        raise ValueError("not the numbers of a step")
+    return found
+
+
+def _prediction(folder: Path, missing: list[str]) -> tuple[_Prediction, dict[str, _Stage]]:
+    try:
+        found = fitting(_Prediction, parse_table((folder / PREDICTION).read_text(encoding="utf-8")))
+        return found, {name: fitting(_Stage, stage) for name, stage in found.stages.items()}
+    except OSError:
+        missing.append(f"predictions: there is no {PREDICTION}, which a run writes where its step can be predicted")
+    except ValueError:
+        missing.append(f"predictions: {PREDICTION} is damaged")
+    return _Prediction(), {}
+
+
+def _model_and_plan(
+    table: Mapping[str, Any], missing: list[str]
+) -> tuple[str, tuple[Sequence[str], Sequence[Sequence[str]]] | None]:
+    """(Subtitle, the plan's table) from the settings of a run."""
+    sections = [table.get(name) for name in ("cluster", "plan", "model", "run", "algorithm")]
+    if not table:
+        return "", None
+    try:
+        if not all(isinstance(each, Mapping) for each in sections):
+            raise TerraceError("a section is no table")
+        cluster, plan, model, run, algorithm = (dict(each) for each in sections if isinstance(each, Mapping))
+        here = parse_cluster(cluster)
+        placed, decoder = command_plan(plan, here), parse_model(model)
+        subtitle = (
+            f"{algorithm.get('name')}; {decoder.family} decoder of {model_size(decoder)}; a step draws "
+            f"{run.get('responses')} responses to each of {run.get('prompts')} prompts, learned "
+            f"{run.get('mini_batch')} at a time; {plan_title(here, placed)}"
+        )
+        return subtitle, plan_rows(here, placed)
+    except TerraceError as error:
+        missing.append(f"the plan's table: {error}")
+        return "", None
+
+
+def _status(records: Sequence[Numbers], table: Mapping[str, Any]) -> str:
+    if not records:
+        return "Not finished: no step has ended yet."
+    run = table.get("run")
+    steps = run.get("steps") if isinstance(run, Mapping) else None
+    done = int(records[-1]["step"])
+    if isinstance(steps, int) and done >= steps:
+        return f"Finished after {counted(done, 'step')}."
+    of = f" of {steps}" if isinstance(steps, int) else ""
+    return f"Not finished: step {done}{of} is the last. It still runs, or it was killed."
+
+
+def _figures(records: Sequence[Numbers]) -> list[tuple[str, str]]:
+    newest, after, last = records[-_FEW:], steady(records), records[-1]["step"]
+    held_out = [found for found in records if "val/reward" in found][-1:]
+    figures = (
+        (_mean(newest, "reward/mean"), _number, f"reward, mean of the last {counted(len(newest), 'step')}"),
+        (_mean(held_out, "val/reward"), _number, "reward of held-out prompts"),
+        (_mean(after, "perf/tokens_per_s"), _tokens, "prompts and responses, over all ranks"),
+        (_mean(after, "time/step"), seconds, "a step"),
+        (last, _number, "step" if last == 1 else "steps"),
+    )
+    # A run may lack the numbers of any.
+    return [(words(value), named) for value, words, named in figures if math.isfinite(value)]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
+
+
+def _tokens(value: float) -> str:
+    return quantity(value, "tokens/s")
+
+
+def _notes(records: Sequence[Numbers], step_s: float, predicted_s: float) -> list[str]:
+    notes = []
+    few = min(_FEW, len(records) // 2)
+    first, last = (_mean(part, "reward/mean") for part in (records[:few], records[len(records) - few :]))
+    if math.isfinite(first) and math.isfinite(last):
+        notes.append(
+            f"The mean reward of drawn responses went from {first:.4g} in the first {counted(few, 'step')} to "
+            f"{last:.4g} in the last {few}."
+        )
+    if step_s > 0 and predicted_s > 0:
+        notes.append(
+            f"A step takes {seconds(step_s)} in the mean; predicted were {seconds(predicted_s)} "
+            f"({100 * (predicted_s / step_s - 1):+.0f} %)."
+        )
+    apart = [found["rollout/logprob_diff_max"] for found in records if "rollout/logprob_diff_max" in found]
+    if apart:
+        oldest = max(found.get("sync/version_lag_max", 0.0) for found in records)
+        older = f"; responses are of weights up to {counted(int(oldest), 'step')} old" if oldest else ""
+        notes.append(
+            f"Log-probabilities of tokens differ by at most {max(apart):.2g} between rollout and training{older}."
+        )
+    return notes
+
+
+def _phases(records: Sequence[Numbers]) -> dict[str, float]:
+    names = dict.fromkeys(name for found in records for name in found if name.startswith("time/"))
+    return {
+        name.removeprefix("time/"): statistics.fmean(found.get(name, 0.0) for found in records)
+        for name in names
+        if name != "time/step"
+    }
+
+
+def _hand_over(prediction: _Prediction, records: Sequence[Numbers]) -> ComparedAmounts:
+    # Ranks count what they send over all tiers; the program of the hand-over says the same, the price of a step nearly.
+    written = [found["reshard/bytes_planned"] for found in records if "reshard/bytes_planned" in found]
+    planned = written[-1] if written else sum(prediction.sent_bytes.values()) or None
+    sent = [found["reshard/bytes_sent"] for found in records if "reshard/bytes_sent" in found]
+    name = "all tiers"
+    return ComparedAmounts(
+        {} if planned is None else {name: planned}, {name: statistics.median_low(sent)} if sent else {}
+    )
+
+
+def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]:
+    found = []
+    for role in _LEARNING:
+        own = list[str]()
+        rows = checkpoint_rows(folder / role, own)
+        found += [(f"{role}/{name}", size, state) for name, size, state in rows]
+        # The actor's decide whether the run can be resumed.
+        missing += own if role == _LEARNING[0] else []
+    return found
+
+
+def _mean(records: Sequence[Numbers], name: str) -> float:
+    values = [found[name] for found in records if name in found]
+    return statistics.fmean(values) if values else math.nan  # for a number that no record has

@@ -1,0 +1,121 @@
+"""Samples of a run of `terrace rl`, a table a step, from its `samples.jsonl`. All text is escaped: a model wrote it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from terrace.base.fitting import MaybeNaN, fitting
+from terrace.base.printable import escape
+from terrace.report.markup import Markup, html_table
+
+_MOST_STEPS, _MOST_ROWS = 40, 40  # of a page, and of a step: a run writes fewer rows
+_TITLES = {
+    "drawn": "Drawn responses that the step learned from",
+    "held out": "Likeliest responses to held-out prompts, after the step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSample:
+    """A response as the run wrote it."""
+
+    kind: str
+    prompt: str
+    response: str
+    finish: str
+    reward: MaybeNaN
+    parts: dict[str, MaybeNaN] = field(default_factory=dict)
+    cost: MaybeNaN | None = None
+    advantage: MaybeNaN | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesOfStep:
+    """A line of `samples.jsonl`; step 0 is the start."""
+
+    step: int
+    samples: Sequence[ReadSample]
+
+
+def samples_of(line: Mapping[str, Any]) -> SamplesOfStep:
+    """Raises `ValueError` for a line that has no samples."""
+    step, samples = line.get("step"), line.get("samples")
+    if type(step) is not int or not isinstance(samples, list) or not all(isinstance(each, dict) for each in samples):
+        raise ValueError("not the samples of a step")
+    return SamplesOfStep(step=step, samples=[fitting(ReadSample, each) for each in samples])
+
+
+def samples_html(steps: Sequence[SamplesOfStep]) -> str:
+    """A table for each step, the newest shown, and buttons to choose another; empty without samples."""
+    shown = _spread([step for step in steps if step.samples])
+    if not shown:
+        return ""
+    options = "".join(
+        f'<option value="{step.step}"{" selected" * (step is shown[-1])}>{_name(step)}</option>' for step in shown
+    )
+    choice = (
+        f"<div class=picks><button data-pick=-1>Earlier</button><select aria-label=step>{options}</select>"
+        "<button data-pick=1>Later</button></div>"
+    )
+    tables = "".join(
+        f'<details class=step data-step="{step.step}"{" open" * (step is shown[-1])}>'
+        f"<summary>{_name(step)}</summary>{_tables(step)}</details>"
+        for step in shown
+    )
+    left = len(steps) - len(shown)
+    words = "The first responses of a step, not chosen by their rewards; long texts are cut in the middle."
+    words += f" {left} further steps are in samples.jsonl." if left else ""
+    return f"<p class=quiet>{escape(words)}</p>{choice}{tables}"
+
+
+def _name(step: SamplesOfStep) -> str:
+    return f"step {step.step}" if step.step else "before step 1"
+
+
+def _spread(steps: Sequence[SamplesOfStep]) -> list[SamplesOfStep]:
+    """At most `_MOST_STEPS` of them, the first and the last included."""
+    if len(steps) <= _MOST_STEPS:
+        return list(steps)
+    return [steps[round(at * (len(steps) - 1) / (_MOST_STEPS - 1))] for at in range(_MOST_STEPS)]
+
+
+def _tables(step: SamplesOfStep) -> str:
+    kinds = dict.fromkeys(sample.kind for sample in step.samples)
+    return "".join(
+        f"<h3>{escape(_TITLES.get(kind, kind))}</h3>"
+        + _table([sample for sample in step.samples if sample.kind == kind][:_MOST_ROWS])
+        for kind in kinds
+    )
+
+
+def _table(samples: Sequence[ReadSample]) -> str:
+    parts = list(dict.fromkeys(name for sample in samples for name in sample.parts))
+    # Columns that no sample has are left out.
+    extra = [name for name in ("cost", "advantage") if any(getattr(sample, name) is not None for sample in samples)]
+    rows = [
+        [
+            _text(sample.prompt),
+            _text(sample.response),
+            sample.finish,
+            _number(sample.reward),
+            *(_number(sample.parts.get(name)) for name in parts),
+            *(_number(getattr(sample, name)) for name in extra),
+        ]
+        for sample in samples
+    ]
+    left = ["prompt", "response", "finish"]
+    return html_table([*left, "reward", *map(_breaking, parts), *extra], rows, left)
+
+
+def _breaking(name: str) -> Markup:
+    # A column of numbers is as wide as its heading, so long names may break at their marks.
+    return Markup(re.sub("([.:/_])", r"\1<wbr>", escape(name)))
+
+
+def _text(text: str) -> Markup:
+    return Markup(f"<div class=text>{escape(text)}</div>")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
