@@ -27,8 +27,8 @@ from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.rl import sort_task
 from terrace.rl.config import RlConfig, resolve
-from terrace.rl.making import RunInputs
-from terrace.rl.run import START, Run
+from terrace.rl.making import started
+from terrace.rl.run import START, Run, RunInputs
 from terrace.rl.runtime import InlineRuntime
 from terrace.train.export import export
 
@@ -53,7 +53,7 @@ def run_of(config: RlConfig, runtime: InlineRuntime, folder: Path) -> Run:
     inputs = RunInputs(
         config=config, prompts=task, tokenizer=sort_task.SortTokenizer(), stops=stops, examples=task.examples
     )
-    return Run(inputs, runtime, folder, print)
+    return started(inputs, runtime, folder, print)
 
 
 def write_start(folder: Path) -> None:

@@ -21,10 +21,10 @@ import torch
 
 from terrace.base.schema import merge
 from terrace.rl.config import resolve
-from terrace.rl.making import RunInputs
+from terrace.rl.making import started
 from terrace.rl.metrics import Metrics
 from terrace.rl.prompts import Sample
-from terrace.rl.run import START, Run
+from terrace.rl.run import START, RunInputs
 from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer, reward
 
@@ -82,7 +82,7 @@ def learned(name: str, bar: Bar, seed: int, folder: Path) -> list[Metrics]:
     )
     found = list[Metrics]()
     with InlineRuntime() as runtime:
-        run = Run(inputs, runtime, folder, print)
+        run = started(inputs, runtime, folder, print)
         start = run.evaluated()["val/reward"]
         for step, metrics in run.steps():
             found.append({**metrics, "start/reward": start})

@@ -21,9 +21,9 @@ from terrace.rl.rows import Rows
 from terrace.rl.runtime import Group, Runtime
 from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import END, LONGEST_PROMPT, SortPrompts, SortTokenizer
-from terrace.rl.workers.engine_rows import EngineSettings
 from terrace.rl.workers.policy import Actor
 from terrace.rl.workers.reward_function import RewardFunction
+from terrace.rl.workers.settings import EngineSettings
 
 PROMPTS, RESPONSES, NUM_TOKENS = 8, 8, 6
 

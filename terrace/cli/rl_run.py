@@ -22,11 +22,11 @@ from terrace.planner.roles.placement import IterationReport
 from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, to_toml_table
-from terrace.rl.making import RunInputs, check_roles
+from terrace.rl.making import check_roles, started
 from terrace.rl.metrics import Metrics
 from terrace.rl.predicted import stages_of
 from terrace.rl.prompt_file import read_prompts
-from terrace.rl.run import Run, checkpoint_of
+from terrace.rl.run import RunInputs, checkpoint_of
 from terrace.rl.runtime import InlineRuntime, Runtime
 from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
@@ -60,7 +60,7 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
             # Before the supervised start, so that a run that ends in it can be resumed.
             _write_config(chosen, config)
         # Ranks on other machines have another working folder.
-        made = Run(inputs, runtime, chosen.absolute(), lambda text: print(text, flush=True))
+        made = started(inputs, runtime, chosen.absolute(), lambda text: print(text, flush=True))
         first = made.resume() if resume is not None else 0
         if first >= config.run.steps:
             raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")

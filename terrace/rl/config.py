@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import dump, load, merge, read_table
@@ -23,7 +23,6 @@ from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
-from terrace.planner.roles.placement import RolePlacement
 from terrace.rl.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
 from terrace.rl.keys import TASKS, RewardKeys, RunKeys
 from terrace.rl.placing import (
@@ -42,6 +41,9 @@ from terrace.rl.placing import (
 from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import section
+
+if TYPE_CHECKING:
+    from terrace.planner.roles.placement import RolePlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class RlConfig:
         """Where each role is."""
         return places_of(self.cluster, self.pool, self.roles)
 
-    def placed(self, placement: RolePlacement) -> "RlConfig":
+    def placed(self, placement: "RolePlacement") -> "RlConfig":
         """This run with its roles as in `placement`; functions are with the actor."""
         roles = [role for pool in placement.pools for role in pool.roles]
         plans = {role.name: replace(role.plan, update=self.optimizer.update) for role in roles if role.plan is not None}

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ModelError, PlanError
-from terrace.data.tokenizer import Tokenizer
+from terrace.base.words import counted
+from terrace.checkpoint.layout import folder_of
 from terrace.generation.sliced import sliced_config
 from terrace.model.config import load_model
 from terrace.model.experts.config import refuse_looking_ahead
@@ -18,30 +20,17 @@ from terrace.rl.config import RlConfig
 from terrace.rl.controllers import Roles
 from terrace.rl.layout import RoleLayout
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
-from terrace.rl.prompts import PromptSource
-from terrace.rl.rows import Rows
+from terrace.rl.run import START, Run, RunInputs
 from terrace.rl.runtime import Group, Pool, Runtime
 from terrace.rl.workers.critic import Critic
-from terrace.rl.workers.engine_rows import EngineSettings
-from terrace.rl.workers.policy import Actor, Reference
+from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_function import RewardFunction
 from terrace.rl.workers.reward_model import RewardModel
 from terrace.rl.workers.rollout import Rollout
+from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.settings import OptimizerConfig
 
-Examples = Callable[[int, int], Rows]  # (first, number) -> prompts with their right responses
 _Worker = tuple[type, Mapping[str, Any]]  # a class and its settings
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInputs:
-    """Configuration, prompts and tokenizer of a run; `examples` are for its supervised start, if it has one."""
-
-    config: RlConfig
-    prompts: PromptSource
-    tokenizer: Tokenizer
-    stops: frozenset[int]
-    examples: Examples | None = None
 
 
 def check_roles(config: RlConfig) -> None:
@@ -141,10 +130,28 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
     return found
 
 
-def pools_of(config: RlConfig, runtime: Runtime) -> list[Pool]:
-    """The pools of a run, started."""
-    sizes = [pool.ranks for pool in config.pool] or [config.cluster.world_size]
-    return [runtime.pool(size) for size in sizes]
+def started(inputs: RunInputs, runtime: Runtime, folder: Path, say: Callable[[str], None]) -> Run:
+    """A run with its pools started and its roles made, after the supervised start if it has one."""
+    config = inputs.config
+    pools = [runtime.pool(size) for size in [pool.ranks for pool in config.pool] or [config.cluster.world_size]]
+    actors = pools[config.places[ACTOR].pool]
+    weights = str(_begun(inputs, actors, folder / START, say)) if config.run.start_steps else config.weights
+    roles, rollout = made_roles(inputs, runtime, pools, weights)
+    return Run(inputs, runtime, roles, rollout, folder)
+
+
+def _begun(inputs: RunInputs, pool: Pool, folder: Path, say: Callable[[str], None]) -> Path:
+    """The checkpoint of the supervised start, made now unless the folder has it."""
+    run, examples = inputs.config.run, inputs.examples
+    assert examples is not None, "only a task with examples has a supervised start"
+    saved = folder_of(folder, run.start_steps)
+    if (saved / "manifest.json").is_file():
+        return saved
+    student = pool.host(student=(Student, {"settings": student_settings(inputs.config)}))["student"]
+    for step in range(run.start_steps):
+        loss = student.update(examples(step * run.start_batch, run.start_batch), lr=run.start_lr)["loss"]
+    say(f"supervised start: {counted(run.start_steps, 'step')} of {run.start_batch} examples, loss {loss:.3f}")
+    return Path(student.finish(folder=folder, step=run.start_steps))
 
 
 def made_roles(inputs: RunInputs, runtime: Runtime, pools: list[Pool], weights: str) -> tuple[Roles, Group | None]:

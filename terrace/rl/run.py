@@ -1,6 +1,6 @@
 """A run of `terrace rl`: roles on a runtime, a controller, and what stands around its steps.
 
-    supervised start, if the task has one -> roles -> steps: numbers, evaluation, checkpoint
+    roles, once they are made (terrace.rl.making) -> steps: numbers, evaluation, checkpoint
 
 A checkpoint of the actor has the run's progress among its facts: steps, the KL coefficient, the multiplier; a file
 beside it has the responses under way. Prompts and responses are functions of seeds and places, so a resumed run has the
@@ -9,7 +9,7 @@ bits of one that went on.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,23 @@ import torch
 
 from terrace.base.errors import CheckpointError
 from terrace.base.schema import dump
-from terrace.base.words import counted
 from terrace.checkpoint.layout import complete, folder_of, latest, step_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import remove
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.config import RlConfig
-from terrace.rl.controllers import CONTROLLERS, Progress, Setup, Sizes, rewarded
+from terrace.rl.controllers import CONTROLLERS, Progress, Roles, Setup, Sizes, rewarded
 from terrace.rl.lagrange import Multiplier
-from terrace.rl.making import RunInputs, made_roles, pools_of, student_settings
 from terrace.rl.metrics import Metrics
 from terrace.rl.placing import ACTOR
-from terrace.rl.prompts import rows_of
+from terrace.rl.prompts import PromptSource, rows_of
 from terrace.rl.recorded import CallLines
 from terrace.rl.rows import Rows
-from terrace.rl.runtime import Pool, Runtime
+from terrace.rl.runtime import Group, Runtime
 from terrace.rl.samples import Samples
 from terrace.rl.spans import idle_share, now_s, seconds_by_phase
 from terrace.rl.stream import Drawing, stream_of
 from terrace.rl.stream_file import read_state, write_state
-from terrace.rl.workers.policy import Student
 
 START, STREAM = "start", "stream"  # folders of a run folder, beside those of checkpoints by role
 # Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.
@@ -48,42 +45,36 @@ _ALL = 1 << 30  # more checkpoints than a run has
 _MULTIPLIER_WINDOW = 1024  # last responses whose mean cost the multiplier follows; a guess
 
 
+Examples = Callable[[int, int], Rows]  # (first, number) -> prompts with their right responses
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """Configuration, prompts and tokenizer of a run; `examples` are for its supervised start, if it has one."""
+
+    config: RlConfig
+    prompts: PromptSource
+    tokenizer: Tokenizer
+    stops: frozenset[int]
+    examples: Examples | None = None
+
+
 class Run:
     """A run whose roles are made; `steps` are its steps from the first that is left.
 
     `calls` and `samples` are of the newest step, for the run's record.
     """
 
-    def __init__(self, inputs: RunInputs, runtime: Runtime, folder: Path, say: Callable[[str], None]) -> None:
-        self._inputs, self._runtime, self._folder, self._say = inputs, runtime, folder, say
+    def __init__(self, inputs: RunInputs, runtime: Runtime, roles: Roles, rollout: Group | None, folder: Path) -> None:
+        self._inputs, self._runtime, self._roles, self._folder = inputs, runtime, roles, folder
         config = inputs.config
         rewards = [each.function or Path(each.model).name for each in config.reward]
         self.samples = Samples(inputs.tokenizer, rewards, config.run.evaluate_every)
         self.calls, self._call_lines = dict[str, Any](), CallLines(config.places.values())
-        pools = pools_of(config, runtime)
-        actors = pools[config.places[ACTOR].pool]
-        weights = str(self._start(actors)) if config.run.start_steps else config.weights
-        self._roles, rollout = made_roles(inputs, runtime, pools, weights)
-        self._generator = rollout or self._roles.actor
+        self._generator = rollout or roles.actor
         self._progress = self._first_progress()
-        self._stream = stream_of(self._drawing(), self._roles.actor, rollout)
+        self._stream = stream_of(self._drawing(), roles.actor, rollout)
         self._setup = self._make_setup()
-
-    def _start(self, pool: Pool) -> Path:
-        """The checkpoint of the supervised start, made now unless the folder has it."""
-        config, examples = self._inputs.config, self._inputs.examples
-        assert examples is not None, "only a task with examples has a supervised start"
-        run, folder = config.run, self._folder / START
-        saved = folder_of(folder, run.start_steps)
-        if (saved / "manifest.json").is_file():
-            return saved
-        student = pool.host(student=(Student, {"settings": student_settings(config)}))["student"]
-        for step in range(run.start_steps):
-            loss = student.update(examples(step * run.start_batch, run.start_batch), lr=run.start_lr)["loss"]
-        self._say(
-            f"supervised start: {counted(run.start_steps, 'step')} of {run.start_batch} examples, loss {loss:.3f}"
-        )
-        return Path(student.finish(folder=folder, step=run.start_steps))
 
     def _drawing(self) -> Drawing:
         config = self._inputs.config

@@ -18,20 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrace.base.boxes import numel, overlap, sizes
+from terrace.base.boxes import overlap
 from terrace.base.boxes import within as inside
 from terrace.base.errors import PlanError
-from terrace.plan.holdings import flat_boxes
 from terrace.plan.layout import island_ranks
-from terrace.plan.slices import rank_slices
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.hand_over import hand_over_program
 from terrace.program.program import Program
 from terrace.program.verify_hand_over import verify_hand_over
 from terrace.runtime.engine import Engine
-from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.reshard_messages import BlockParts, Own, Slices, play, within
+from terrace.runtime.reshard_messages import BlockParts, Slices, boxes_of, held_boxes, play, within
 
 _Loan = tuple[
     Tensor, list[tuple[Tensor, Tensor]]
@@ -137,28 +134,6 @@ class HandOver:
                     elsewhere.copy_(values)
                 loans.append((flat.shard, loan))
                 flat.shard.untyped_storage().resize_(0)
-
-
-def held_boxes(engine: Engine, block: int, source: Literal["params", "optimizer"] = "params") -> list[Own]:
-    """Boxes of a block's parameters with the values that this rank sends."""
-    found = list[Own]()
-    for flat in engine.state.flats.get(block, ()):
-        if source == "params" or flat.optimizer is None:
-            found += boxes_of(engine, flat, flat.part(flat.layout.params).start, flat.shard)
-        else:
-            masters = flat.optimizer.master.to(flat.shard.dtype)
-            found += boxes_of(engine, flat, flat.part(flat.layout.optimizer).start, masters)
-    return found
-
-
-def boxes_of(engine: Engine, flat: FlatParam, start: int, held: Tensor) -> list[Own]:
-    """Boxes of parameters in `held`, the elements of a flat buffer from `start` on."""
-    slices_of, found = partial(rank_slices, mesh=engine.program.mesh, rank=engine.rank), list[Own]()
-    for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
-        first = part.start - start
-        values = held[first : first + numel(part.padded)].view(sizes(part.padded))
-        found.append((part.param.name, part.whole, values[inside(part.real, part.padded)]))
-    return found
 
 
 def _take_back(loans: Sequence[_Loan]) -> None:

@@ -7,6 +7,7 @@ themselves. Nothing is lent: the ranks that train keep their parameters.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroupGloo
@@ -17,9 +18,10 @@ from terrace.plan.transition import Apart, Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.hand_over import HandOverProgram, hand_over_program
 from terrace.program.verify_hand_over import verify_hand_over
-from terrace.runtime.engine import Engine
-from terrace.runtime.reshard import held_boxes
-from terrace.runtime.reshard_messages import BlockParts, Exchange, Slices, between, play
+from terrace.runtime.reshard_messages import BlockParts, Exchange, Slices, between, held_boxes, play
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 
 class HandOverApart:
@@ -37,7 +39,7 @@ class HandOverApart:
         rank: int,
         store: Store,
         device: torch.device,
-        engine: Engine | None = None,
+        engine: "Engine | None" = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.transition, self._engine, self._device = transition, engine, device

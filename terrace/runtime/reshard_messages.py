@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,16 @@ from terrace.comm.lane import Ticket, make_lane
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
 from terrace.plan.handover import Move
+from terrace.plan.holdings import flat_boxes
+from terrace.plan.slices import rank_slices
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.hand_over import HandOverProgram
 from terrace.runtime.gap_messages import behind
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
+    from terrace.runtime.flat_param import FlatParam
 
 Slices = dict[str, Tensor]  # parameter -> this rank's slice of it
 Own = tuple[str, Box, Tensor]  # parameter, a box of it, its values in a flat buffer
@@ -74,6 +80,28 @@ class BlockParts:
             if common is not None:
                 values[inside(common, move.box)] = held[inside(common, box)]
         return values
+
+
+def held_boxes(engine: "Engine", block: int, source: Literal["params", "optimizer"] = "params") -> list[Own]:
+    """Boxes of a block's parameters with the values that this rank sends."""
+    found = list[Own]()
+    for flat in engine.state.flats.get(block, ()):
+        if source == "params" or flat.optimizer is None:
+            found += boxes_of(engine, flat, flat.part(flat.layout.params).start, flat.shard)
+        else:
+            masters = flat.optimizer.master.to(flat.shard.dtype)
+            found += boxes_of(engine, flat, flat.part(flat.layout.optimizer).start, masters)
+    return found
+
+
+def boxes_of(engine: "Engine", flat: "FlatParam", start: int, held: Tensor) -> list[Own]:
+    """Boxes of parameters in `held`, the elements of a flat buffer from `start` on."""
+    slices_of, found = partial(rank_slices, mesh=engine.program.mesh, rank=engine.rank), list[Own]()
+    for part in flat_boxes(flat.spec.params, start, start + held.numel(), slices_of):
+        first = part.start - start
+        values = held[first : first + numel(part.padded)].view(sizes(part.padded))
+        found.append((part.param.name, part.whole, values[inside(part.real, part.padded)]))
+    return found
 
 
 _PartMove = tuple[BlockParts, Move]

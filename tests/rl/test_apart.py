@@ -13,10 +13,9 @@ from terrace.base.errors import ConfigError, HangError, PlanError
 from terrace.base.schema import merge
 from terrace.plan.transition import Apart
 from terrace.rl.config import parse, to_toml_table
-from terrace.rl.making import apart_of, check_roles
+from terrace.rl.making import apart_of, check_roles, started
 from terrace.rl.placing import ACTOR, PoolKeys
 from terrace.rl.predicted import found_placements, placement_of, predicted
-from terrace.rl.run import Run
 from terrace.rl.runtime import InlineRuntime
 from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.spans import Span, idle_share, seconds_by_phase
@@ -67,7 +66,7 @@ def test_a_rollout_that_draws_ahead_goes_on_with_the_same_bits(tmp_path: Path) -
         shutil.rmtree(last) if last.is_dir() else last.unlink()
     runtime = LocalRuntime(timeout_s=120.0)
     with runtime:
-        run = Run(inputs_of(config), runtime, folder, lambda text: None)
+        run = started(inputs_of(config), runtime, folder, lambda text: None)
         assert run.resume() == 2
         rest = list(islice(run.steps(), 1))
         assert numbers(rest[0][1]) == numbers(whole[2])

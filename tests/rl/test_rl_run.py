@@ -12,10 +12,10 @@ from terrace.base.errors import CheckpointError, ConfigError, PlanError
 from terrace.base.schema import merge
 from terrace.rl.config import parse, resolve, to_toml_table
 from terrace.rl.keys import RewardKeys, RunKeys
-from terrace.rl.making import RunInputs
+from terrace.rl.making import started
 from terrace.rl.metrics import Metrics
 from terrace.rl.placing import ACTOR
-from terrace.rl.run import Run, checkpoint_of
+from terrace.rl.run import RunInputs, checkpoint_of
 from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.workers import policy
@@ -51,7 +51,7 @@ def ran(folder: Path, *overrides: Mapping[str, Any]) -> list[Metrics]:
     inputs = inputs_of(*overrides)
     config = inputs.config
     with InlineRuntime() as runtime:
-        run = Run(inputs, runtime, folder, lambda text: None)
+        run = started(inputs, runtime, folder, lambda text: None)
         first = run.resume()
         steps = list(run.steps())
     assert [step for step, _ in steps] == list(range(first + 1, config.run.steps + 1))

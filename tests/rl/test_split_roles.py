@@ -16,9 +16,9 @@ from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 from terrace.rl.stream import Drawing, stream_of
 from terrace.rl.workers.critic import Critic
-from terrace.rl.workers.engine_rows import EngineSettings
 from terrace.rl.workers.policy import Actor, Reference
 from terrace.rl.workers.reward_function import RewardFunction
+from terrace.rl.workers.settings import EngineSettings
 from tests.support.parity import exact
 from tests.support.toys import cluster_of
 

@@ -26,9 +26,10 @@ from terrace.rl.rows import Rows, cat
 from terrace.rl.sort_task import END, SortPrompts
 from terrace.rl.workers import drawing
 from terrace.rl.workers.critic import Critic
-from terrace.rl.workers.engine_rows import EngineSettings, engine_of, scores
+from terrace.rl.workers.engine_rows import engine_of, scores
 from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_model import RewardModel
+from terrace.rl.workers.settings import EngineSettings
 from tests.support.parity import exact
 from tests.support.pipelines import OUTER, pipelined
 from tests.support.toys import cluster_of

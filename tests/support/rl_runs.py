@@ -6,9 +6,9 @@ from typing import Any
 
 from terrace.base.schema import merge
 from terrace.rl.config import RlConfig, resolve
-from terrace.rl.making import RunInputs, check_roles
+from terrace.rl.making import check_roles, started
 from terrace.rl.metrics import Metrics
-from terrace.rl.run import Run
+from terrace.rl.run import RunInputs
 from terrace.rl.runtime import Runtime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 
@@ -41,7 +41,7 @@ def inputs_of(config: RlConfig) -> RunInputs:
 def ran(runtime: Runtime, config: RlConfig, folder: Path) -> list[Metrics]:
     check_roles(config)
     with runtime:
-        run = Run(inputs_of(config), runtime, folder, lambda text: None)
+        run = started(inputs_of(config), runtime, folder, lambda text: None)
         run.resume()
         return [found for _, found in run.steps()]
 

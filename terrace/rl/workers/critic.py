@@ -16,17 +16,8 @@ from terrace.rl.layout import RoleLayout
 from terrace.rl.losses import value_loss
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
-from terrace.rl.workers.engine_rows import (
-    TEXTS,
-    EngineSettings,
-    device_of,
-    engine_of,
-    means_of,
-    own_rows,
-    saved,
-    step_batches,
-    values,
-)
+from terrace.rl.workers.engine_rows import TEXTS, device_of, engine_of, means_of, own_rows, saved, step_batches, values
+from terrace.rl.workers.settings import EngineSettings
 
 _COLUMNS = ("old_values", "returns")
 

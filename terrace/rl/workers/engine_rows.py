@@ -6,7 +6,6 @@ is left is filled with rows without a response, in which no label counts.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,27 @@ from torch import Tensor
 
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
-from terrace.cluster.cluster import Cluster
 from terrace.launch.world import World
-from terrace.model.config import ModelConfig, block_specs, to_table
+from terrace.model.config import block_specs, to_table
 from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
-from terrace.plan.plan import Plan
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.batches import at_valid_tokens, batch_of
 from terrace.rl.ragged import Ragged, joined, offsets_of
 from terrace.rl.rows import Rows, cat
 from terrace.rl.shared_prompts import has_shared_prompts, share_prompts
+from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import InitialValue
 from terrace.runtime.objective import Objective
-from terrace.runtime.settings import OptimizerConfig
 from terrace.train.job import device_of as run_device
 
 TEXTS = ("prompts", "responses", "emitted")  # columns of which micro-batches are made
 ALL = ("*",)  # parameters, by pattern
 _EACH = Aggregation("token-mean")  # of rows that are scored: no loss is taken of them
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What a role's engine is made of: `num_micros` micro-batches a data rank are a step, a row has `sequence` labels.
-
-    `weights` is a Hugging Face folder or a checkpoint; empty: values from the `seed`.
-    """
-
-    model: ModelConfig
-    cluster: Cluster
-    plan: Plan
-    num_micros: int
-    sequence: int
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    weights: str = ""
-    seed: int = 0
 
 
 def engine_of(

@@ -14,14 +14,10 @@ from torch import nn
 
 from terrace.base.errors import TrainingError
 from terrace.checkpoint.reading import Checkpoint, resume
-from terrace.comm.ledger import Ledger
 from terrace.generation.sliced import sliced_blocks
 from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
-from terrace.model.config import block_specs
-from terrace.plan.transition import Apart, Transition
-from terrace.plan.wire import MessageClass
-from terrace.program.lowering import build_stages
+from terrace.plan.transition import Apart
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.algorithm import Algorithm, Sums, policy_loss
 from terrace.rl.batches import objective_of
@@ -33,7 +29,6 @@ from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import (
     ALL,
     TEXTS,
-    EngineSettings,
     device_of,
     engine_of,
     means_of,
@@ -42,10 +37,10 @@ from terrace.rl.workers.engine_rows import (
     scores,
     step_batches,
 )
+from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of
+from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.reshard import HandOver
 from terrace.runtime.reshard_apart import HandOverApart
-
-MEET_S = 120.0  # for the ranks of two pools to meet
 
 
 class Actor:
@@ -216,22 +211,3 @@ class Student:
         self._engine.close()
         del self._engine
         return written
-
-
-def transition_of(settings: EngineSettings, rows: int, apart: Apart | None = None) -> Transition:
-    """The hand-over of an engine to replicas of `rows` tensor ranks; raises `PlanError` as `HandOver` does."""
-    specs = block_specs(settings.model)
-    programs = build_stages(settings.cluster, settings.plan, specs, settings.num_micros, settings.sequence)
-    held = [set(program.stage.held) for program in programs]
-    return Transition.of(settings.cluster, settings.plan, specs, programs[0].flats, held, rows, apart=apart)
-
-
-def reshard_bytes(ledger: Ledger) -> int:
-    """Bytes of hand-overs that this rank has sent."""
-    return sum(size for (message, _), size in ledger.total().items() if message is MessageClass.RESHARD)
-
-
-def bytes_of_all(by_rank: Sequence[Sequence[int]]) -> dict[str, float]:
-    """`bytes_planned` and `bytes_sent`, from those of each rank."""
-    planned, sent = map(sum, zip(*by_rank, strict=True))
-    return {"bytes_planned": float(planned), "bytes_sent": float(sent)}

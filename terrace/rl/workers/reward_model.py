@@ -12,7 +12,8 @@ from terrace.rl.calls import call
 from terrace.rl.layout import RoleLayout
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
-from terrace.rl.workers.engine_rows import ALL, EngineSettings, device_of, engine_of, values
+from terrace.rl.workers.engine_rows import ALL, device_of, engine_of, values
+from terrace.rl.workers.settings import EngineSettings
 
 
 class RewardModel:

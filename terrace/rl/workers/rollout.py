@@ -21,8 +21,9 @@ from terrace.rl.calls import call
 from terrace.rl.layout import RoleLayout
 from terrace.rl.rows import Rows
 from terrace.rl.workers.drawing import READS, drawn
-from terrace.rl.workers.engine_rows import EngineSettings, device_of
-from terrace.rl.workers.policy import MEET_S, bytes_of_all, reshard_bytes, transition_of
+from terrace.rl.workers.engine_rows import device_of
+from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of
+from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.reshard_apart import HandOverApart, local_replica
 
 _LIMIT = timedelta(minutes=10)  # of a message inside a replica

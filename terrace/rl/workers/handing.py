@@ -1,0 +1,31 @@
+"""Hand-overs of an engine given by its settings, planned without processes: for layouts, and for both of its ends."""
+
+from collections.abc import Sequence
+
+from terrace.comm.ledger import Ledger
+from terrace.model.config import block_specs
+from terrace.plan.transition import Apart, Transition
+from terrace.plan.wire import MessageClass
+from terrace.program.lowering import build_stages
+from terrace.rl.workers.settings import EngineSettings
+
+MEET_S = 120.0  # for the ranks of two pools to meet
+
+
+def transition_of(settings: EngineSettings, rows: int, apart: Apart | None = None) -> Transition:
+    """The hand-over of an engine to replicas of `rows` tensor ranks; raises `PlanError` as `HandOver` does."""
+    specs = block_specs(settings.model)
+    programs = build_stages(settings.cluster, settings.plan, specs, settings.num_micros, settings.sequence)
+    held = [set(program.stage.held) for program in programs]
+    return Transition.of(settings.cluster, settings.plan, specs, programs[0].flats, held, rows, apart=apart)
+
+
+def reshard_bytes(ledger: Ledger) -> int:
+    """Bytes of hand-overs that this rank has sent."""
+    return sum(size for (message, _), size in ledger.total().items() if message is MessageClass.RESHARD)
+
+
+def bytes_of_all(by_rank: Sequence[Sequence[int]]) -> dict[str, float]:
+    """`bytes_planned` and `bytes_sent`, from those of each rank."""
+    planned, sent = map(sum, zip(*by_rank, strict=True))
+    return {"bytes_planned": float(planned), "bytes_sent": float(sent)}

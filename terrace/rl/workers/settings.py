@@ -1,0 +1,25 @@
+"""The settings of a role's engine."""
+
+from dataclasses import dataclass, field
+
+from terrace.cluster.cluster import Cluster
+from terrace.model.config import ModelConfig
+from terrace.plan.plan import Plan
+from terrace.runtime.settings import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What a role's engine is made of: `num_micros` micro-batches a data rank are a step, a row has `sequence` labels.
+
+    `weights` is a Hugging Face folder or a checkpoint; empty: values from the `seed`.
+    """
+
+    model: ModelConfig
+    cluster: Cluster
+    plan: Plan
+    num_micros: int
+    sequence: int
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    weights: str = ""
+    seed: int = 0
