@@ -7,18 +7,18 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import TerraceError
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import sealed_json
-from terrace.planner.roles.placement import IterationReport
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.metrics import Metrics
-from terrace.rl.predicted import PHASES, predicted
 from terrace.train.recorder import PREDICTION
 from terrace.train.trackers import open_trackers
+
+if TYPE_CHECKING:
+    from terrace.planner.roles.placement import IterationReport
 
 METRICS, CALLS, SAMPLES = "metrics.jsonl", "calls.jsonl", "samples.jsonl"
 
@@ -71,27 +71,26 @@ class Record:
         self._files[name].flush()
 
 
-def write_prediction(folder: Path, config: RlConfig) -> IterationReport | TerraceError:
-    """Write `prediction.json`: seconds of a step and by stage, phases of a stage, bytes of a hand-over by tier.
+def write_prediction(
+    folder: Path, report: "IterationReport | None", phases: Mapping[str, Sequence[str]], *, is_measured: bool
+) -> None:
+    """Write `prediction.json`: seconds of a step and by stage, the `phases` of a stage, bytes of a hand-over by tier.
 
-    Returns the prediction, or why there is none; a file of an earlier start then leaves.
+    `is_measured`: by a probed cluster. Without a report a file of an earlier start leaves.
     """
-    try:
-        report = predicted(config)
-    except TerraceError as error:  # a run that can go on does not fail for it
+    if report is None:
         with suppress(FileNotFoundError):
             (folder / PREDICTION).unlink()
-        return error
+        return
     table = {
-        "is_measured": config.cluster.is_measured,
+        "is_measured": is_measured,
         "seconds": report.seconds,
         "stages": {
-            stage: {"seconds": seconds, "phases": list(PHASES[stage])} for stage, seconds in report.stages.items()
+            stage: {"seconds": seconds, "phases": list(phases[stage])} for stage, seconds in report.stages.items()
         },
         "sent_bytes": dict(report.sent_bytes),
     }
     write_atomic(folder / PREDICTION, sealed_json(json.dumps(table, indent=1)))
-    return report
 
 
 def markdown(samples: Iterable[Mapping[str, Any]]) -> str:

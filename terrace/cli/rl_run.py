@@ -24,7 +24,7 @@ from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import check_roles, started
 from terrace.rl.metrics import Metrics
-from terrace.rl.predicted import stages_of
+from terrace.rl.predicted import PHASES, predicted, stages_of
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import RunInputs, checkpoint_of
 from terrace.rl.runtime import InlineRuntime, Runtime
@@ -65,7 +65,9 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
         if first >= config.run.steps:
             raise TrainingError(f"{chosen} has all of its {counted(first, 'step')}: give a larger --run.steps to go on")
         _write_config(chosen, config)
-        expected = write_prediction(chosen, config)
+        expected = _predicted(config)
+        report = None if isinstance(expected, TerraceError) else expected
+        write_prediction(chosen, report, PHASES, is_measured=config.cluster.is_measured)
         with recording(chosen, config, first) as record:
             if first:
                 print(f"going on after step {first}", flush=True)
@@ -80,6 +82,14 @@ def run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str | N
                 print(_line(step, metrics), flush=True)
     print(_summary(found, chosen))
     print(_beside_predicted(config, expected, found))
+
+
+def _predicted(config: RlConfig) -> IterationReport | TerraceError:
+    """The predicted step, or why there is none: a run that can go on does not fail for it."""
+    try:
+        return predicted(config)
+    except TerraceError as error:
+        return error
 
 
 def _write_config(folder: Path, config: RlConfig) -> None:

@@ -9,9 +9,9 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, DataError, TrainingError
 from terrace.base.printable import escape
+from terrace.rl import making
 from terrace.rl.config import resolve_table
 from terrace.rl.prompt_file import read_prompts
-from terrace.rl.run import Run
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model, write_tokenizer
@@ -229,7 +229,7 @@ def test_a_run_that_ends_in_its_supervised_start_goes_on(here: CommandLine, monk
 
     words = ["rl", "--task", "sort", *SMALL, "--run.steps", 1, "--run.evaluate_every", 0, "--folder", "made"]
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_start", ended)
+        patch.setattr(making, "_begun", ended)
         assert "ended early" in here.call(*words).error
     said = here.call("rl", "--resume", "made")
     assert (said.code, said.error) == (0, "")

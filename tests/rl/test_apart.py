@@ -52,6 +52,21 @@ def test_roles_on_two_pools_take_the_steps_of_one_process(tmp_path: Path) -> Non
         assert 0 <= mine["sync/bubble"] < 1
 
 
+@pytest.mark.nightly
+def test_eight_ranks_in_stages_take_the_steps_of_one_process(tmp_path: Path) -> None:
+    """Two stages of four shards train, two replicas of four tensor ranks draw."""
+    heads = {"model": {"num_attention_heads": 4, "num_key_value_heads": 4}}
+    states = dict.fromkeys(("params", "grads", "optimizer"), "node")
+    stages = {"mapping": {"system": {"pipeline": 2}}, "schedule": "1f1b"}
+    plan = {**EXACT, **states, **stages, "micro_batch": 1}
+    alone = ran(InlineRuntime(), config_of(ALONE, heads), tmp_path / "alone")
+    config = config_of(heads, {"plan": plan, "run": {"rows": 4}})
+    assert config.cluster.world_size == 8
+    eight = ran(LocalRuntime(timeout_s=300.0), config, tmp_path / "eight")
+    for mine, wanted in zip(eight, alone, strict=True):
+        assert numbers(mine) == pytest.approx(numbers(wanted), rel=1e-9, abs=1e-9)
+
+
 def test_a_rollout_that_draws_ahead_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     config, folder = config_of(LAGGING), tmp_path / "run"
     whole = ran(LocalRuntime(timeout_s=120.0), config, folder)

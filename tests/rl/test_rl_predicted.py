@@ -12,9 +12,13 @@ from terrace.planner.roles.placement import price
 from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, resolve
 from terrace.rl.keys import RewardKeys
-from terrace.rl.predicted import dataflow_of, placement_of, predicted, stages_of
+from terrace.rl.predicted import dataflow_of, found_placements, placement_of, predicted, stages_of
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model
+
+QUICK = ["--run.steps", 1, "--run.start_steps", 0, "--run.evaluate_every", 0, "--run.prompts", 16]
+QUICK += ["--run.mini_batch", 128]
+QUICK += ["--cluster.tiers.system.size", 1, "--cluster.tiers.node.size", 1, "--plan", "ddp"]
 
 
 def sort(**overrides: Any) -> RlConfig:
@@ -64,8 +68,9 @@ def test_a_run_has_all_its_roles_on_all_ranks_under_its_plan() -> None:
 
 
 def test_measured_seconds_go_to_stages() -> None:
-    steps = [{"time/generate": 9.0}, *({"time/generate": 1.0, "time/ref": 2.0, "time/values": each} for each in (3, 5))]
-    assert stages_of(steps) == {"reshard": 0.0, "generate": 1.0, "prepare": 6.0, "train": 0.0}
+    usual = {"time/generate": 1.0, "time/ref": 2.0, "time/step": 8.0}
+    steps = [{"time/generate": 9.0}, *({**usual, "time/values": each} for each in (3, 5))]
+    assert stages_of(steps) == {"reshard": 0.0, "generate": 1.0, "prepare": 6.0, "train": 0.0, "step": 8.0}
     assert stages_of(steps[:1])["generate"] == 9.0
 
 
@@ -101,9 +106,14 @@ def test_the_command_explains_and_starts_nothing(
     assert "critic scores, trains" in said.out
     assert "the fastest placement" in said.out
     assert not list(tmp_path.iterdir())
-    alone = here.call(*words, "--place", "auto")
-    assert alone.code == 2
-    assert "--place auto finds a placement and starts nothing" in alone.error
+    ran = here.call(*words, "--place", "auto", *QUICK, "--folder", "placed")
+    assert (ran.code, ran.error) == (0, "")
+    assert "the fastest placement" in ran.out
+    assert "step    1   reward" in ran.out
+    written = resolve(None, str(tmp_path / "placed" / "config.toml"), {}, {})
+    assert predicted(written).seconds == pytest.approx(found_placements(written).best[0].seconds), "the one that ran"
+    again = here.call("rl", "--resume", "placed", "--place", "auto")
+    assert "a resumed run keeps the placement of its config.toml" in again.error
     assert "leave out --folder" in here.call(*words, "--explain", "--folder", "made").error
 
 
