@@ -54,7 +54,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"learning needs the package {error.name!r}: pip install 'terrace[train]'") from error
     given, overrides = flags(options, "model", "cluster", "plan"), parse_overrides(rest, of_run=False)
-    config = resolve(options.task, _file(options), given, overrides)
+    is_placed = options.place is None or options.explain
+    config = resolve(options.task, _file(options), given, overrides, is_placed=is_placed)
     if options.explain:
         rl_explain.explain(config, search=options.place is not None)
         return 0

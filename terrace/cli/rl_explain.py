@@ -13,12 +13,13 @@ from terrace.rl.predicted import dataflow_of, found_placements, placement_of
 
 def placed(config: RlConfig) -> RlConfig:
     """The run in the fastest placement that the search finds, which is printed."""
-    check_roles(config)
     best = found_placements(config).best[0]
     console = Terminal()
     console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))
     print(f"{iteration_words(best.report)}\n")
-    return config.placed(best.placement)
+    found = config.placed(best.placement)
+    check_roles(found)
+    return found
 
 
 def explain(config: RlConfig, *, search: bool) -> None:

@@ -24,6 +24,7 @@ from terrace.report.tables import quantity
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import check_roles, started
 from terrace.rl.metrics import Metrics
+from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import RunInputs, checkpoint_of
@@ -184,12 +185,21 @@ def _unused_gpus(config: RlConfig, ray: str | None) -> str:
 
 def _words(config: RlConfig) -> str:
     run, ranks = config.run, config.cluster.world_size
+    drawing = config.places[ROLLOUT if config.is_apart else ACTOR].cluster.world_size
     size = sum(block.num_trainable + block.num_frozen for block in block_specs(config.model))
     return (
         f"{config.algorithm.name}: {size / 1e6:.2f} M parameters, {counted(run.steps, 'step')} of {run.prompts} "
         f"prompts x {counted(run.responses, 'response')}, {run.mini_batch} an update\n{counted(ranks, 'rank')}, plan "
-        f"{config.plan.name}; {counted(ranks // run.rows, 'replica')} of {counted(run.rows, 'rank')} to generate"
+        f"{config.plan.name}; {counted(drawing // run.rows, 'replica')} of {counted(run.rows, 'rank')} to generate"
+        f"{_uncorrected(config)}"
     )
+
+
+def _uncorrected(config: RlConfig) -> str:
+    if not config.run.max_lag or config.algorithm.importance_bound is not None:
+        return ""
+    lag = counted(config.run.max_lag, "step")
+    return f"\nresponses up to {lag} old count as fresh; algorithm.importance_bound = 2 would weigh them"
 
 
 def _line(step: int, found: Metrics) -> str:
@@ -199,13 +209,14 @@ def _line(step: int, found: Metrics) -> str:
     shown += [f"entropy {found['actor/entropy']:.3f}"] if "actor/entropy" in found else []
     shown.append(f"length {found.get('response_length/mean', math.nan):.1f}")
     shown.append(f"rollout diff {found.get('rollout/logprob_diff_max', math.nan):.1e}")
+    shown += [f"lag {found['sync/version_lag']:.1f}"] if found.get("sync/version_lag") else []
     shown.append(f"{found['perf/tokens_per_s']:,.0f} tokens/s, {found['time/step']:.1f} s")
     shown += [f"held out {found['val/reward']:.3f}"] if "val/reward" in found else []
     return "   ".join(shown)
 
 
 def _summary(found: list[Metrics], folder: Path) -> str:
-    """Mean seconds by phase, and the hand-over's bytes, predicted and measured."""
+    """Mean seconds by phase, idle ranks, lag, and the hand-over's bytes, predicted and measured."""
     means = {
         name: sum(step.get(name, 0.0) for step in found) / len(found)
         for name in found[-1]
@@ -215,9 +226,25 @@ def _summary(found: list[Metrics], folder: Path) -> str:
     lines = [f"\nseconds of a step, mean of {counted(len(found), 'step')}"]
     lines += [f"    {name:14s} {value:8.3f}" for name, value in sorted(phases, key=lambda each: -each[1])]
     planned, sent = means["reshard/bytes_planned"], means["reshard/bytes_sent"]
+    lines.append(f"ranks without a call: {100 * _mean(found, 'sync/bubble'):.0f} % of a step{_lag_words(found)}")
     lines.append(f"hand-over: predicted {quantity(planned, 'B')}, measured {quantity(sent, 'B')}")
     lines.append(f"metrics in {folder / METRICS}; to go on: terrace rl --resume {quote(str(folder))} --run.steps N")
     return "\n".join(lines)
+
+
+def _lag_words(found: list[Metrics]) -> str:
+    largest = max(step.get("sync/version_lag_max", 0.0) for step in found)
+    if not largest:
+        return ""
+    stale, resumed = (100 * _mean(found, f"sync/{name}") for name in ("stale_tokens", "resumed"))
+    return (
+        f"; responses are {_mean(found, 'sync/version_lag'):.1f} steps old, at most {largest:.0f}: older weights drew "
+        f"{stale:.0f} % of tokens, several {resumed:.0f} % of responses"
+    )
+
+
+def _mean(found: list[Metrics], name: str) -> float:
+    return sum(step.get(name, 0.0) for step in found) / len(found)
 
 
 def _beside_predicted(config: RlConfig, expected: IterationReport | TerraceError, found: list[Metrics]) -> str:

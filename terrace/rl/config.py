@@ -1,20 +1,15 @@
 """The file of a run of `terrace rl`, checked whole before anything starts.
 
-    layers, each over the one before: the defaults, those of `--task`, the file of --config, --model, --cluster and
-    --plan, then `--section.key value`
-
 Model, cluster and plan are what they are for `terrace train`: a name or a file. All sizes are global.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError, did_you_mean
-from terrace.base.schema import dump, load, merge, read_table
+from terrace.base.schema import dump, load
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model, to_table
@@ -24,7 +19,8 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
 from terrace.rl.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
-from terrace.rl.keys import TASKS, RewardKeys, RunKeys
+from terrace.rl.keys import RewardKeys, RunKeys
+from terrace.rl.layers import resolve_table
 from terrace.rl.placing import (
     ACTOR,
     COST,
@@ -144,66 +140,25 @@ def roles_of(
 
 
 def resolve(
-    task: str | None, path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+    task: str | None,
+    path: str | None,
+    flags: Mapping[str, str | None],
+    overrides: Mapping[str, Any],
+    *,
+    is_placed: bool = True,
 ) -> RlConfig:
-    """The checked configuration; raises the `TerraceError` of the first mistake."""
-    return parse(resolve_table(task, path, flags, overrides))
+    """The checked configuration; raises the `TerraceError` of the first mistake.
+
+    Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others.
+    """
+    table = resolve_table(task, path, flags, overrides)
+    if not is_placed:
+        table.setdefault("plan", {"preset": "zero3"})
+    return parse(table, is_placed=is_placed)
 
 
-def resolve_table(
-    task: str | None, path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Table of a run, not checked yet."""
-    own: dict[str, Any] = {} if path is None else _with_paths(dict(read_table(Path(path))), Path(path).parent)
-    of_run = own.get("run")
-    name = task or (of_run.get("task", "") if isinstance(of_run, Mapping) else "")
-    if name and name not in TASKS:
-        raise ConfigError(f"task {name!r} is not known{did_you_mean(str(name), TASKS)}")
-    table: dict[str, Any] = {}
-    if name:
-        table = merge(read_table(Path(str(resources.files(__package__) / f"{name}.toml"))), {"run": {"task": name}})
-    for key, value in own.items():
-        # A name or a file takes the place of a task's table.
-        table = table | {key: value} if key in ("cluster", "plan", "model") else merge(table, {key: value})
-    table |= {key: value for key, value in flags.items() if value is not None}
-    if isinstance(table.get("model"), str) and Path(table["model"]).is_dir():
-        table.setdefault("weights", str(Path(table["model"]).resolve()))
-    for key in ("model", "cluster", "plan"):
-        if key in table:
-            table[key] = section(key, table[key])
-    # A command line names files as its shell does.
-    return merge(table, _with_paths(overrides, Path()))
-
-
-def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`table` with absolute names of files, which are relative to `folder`: that of the file that has them."""
-    found = dict(table)
-    for key in ("model", "cluster", "plan"):
-        if isinstance(found.get(key), str) and (folder / found[key]).exists():
-            found[key] = str((folder / found[key]).absolute())
-    if isinstance(found.get("plans"), Mapping):
-        found["plans"] = {
-            role: str((folder / plan).absolute()) if isinstance(plan, str) and (folder / plan).exists() else plan
-            for role, plan in found["plans"].items()
-        }
-    found |= _absolute(found, "weights", folder)
-    # What is no table is refused by whoever reads the sections.
-    for section_name, key in (("run", "prompts_file"), ("cost", "model")):
-        if section_name in found:
-            found[section_name] = _absolute(found[section_name], key, folder)
-    if isinstance(found.get("reward"), list):
-        found["reward"] = [_absolute(each, "model", folder) for each in found["reward"]]
-    return found
-
-
-def _absolute(table: Any, key: str, folder: Path) -> Any:
-    if not isinstance(table, Mapping) or not isinstance(table.get(key), str) or not table[key]:
-        return table
-    return {**table, key: str((folder / table[key]).absolute())}
-
-
-def parse(table: Mapping[str, Any]) -> RlConfig:
-    """Builds and checks a run from its whole table."""
+def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
+    """Builds and checks a run from its whole table; `is_placed` as for `resolve`."""
     known = [item.name for item in fields(RlConfig)]
     for name in table:
         if name not in known:
@@ -241,6 +196,8 @@ def parse(table: Mapping[str, Any]) -> RlConfig:
         plans={role: plan for role, plan in plans.items() if plan != plans[ACTOR]},
     )
     _check(config)
+    if is_placed:
+        _check_sizes(config)
     return config
 
 
@@ -314,14 +271,17 @@ def _check(config: RlConfig) -> None:
         raise ConfigError(
             f"run.critic_lr = {run.critic_lr} has no effect: algorithm.name = {algorithm.name!r} has no critic"
         )
-    for role, has_engine in config.roles.items():
-        if has_engine:
-            config.num_micros(run.mini_batch, role)
     if config.is_apart and run.max_lag and len(config.pool[config.places[ROLLOUT].pool].roles) > 1:
         raise ConfigError(
             f"run.max_lag = {run.max_lag} lets the rollout draw while others learn, and the other roles of its pool "
             "would wait for it: give it a pool of its own, or set run.max_lag = 0"
         )
+
+
+def _check_sizes(config: RlConfig) -> None:
+    for role, has_engine in config.roles.items():
+        if has_engine:
+            config.num_micros(config.run.mini_batch, role)
 
 
 def _check_task(run: RunKeys) -> None:

@@ -10,7 +10,7 @@ import tomli_w
 from terrace.base.errors import ConfigError, DataError, TrainingError
 from terrace.base.printable import escape
 from terrace.rl import making
-from terrace.rl.config import resolve_table
+from terrace.rl.layers import resolve_table
 from terrace.rl.prompt_file import read_prompts
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from tests.support.command_line import CommandLine

@@ -1,0 +1,66 @@
+"""The table of a run from its layers, each over the one before, with names of files as absolute paths.
+
+the defaults, those of `--task`, the file of --config, --model, --cluster and --plan, then `--section.key value`
+"""
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.schema import merge, read_table
+from terrace.rl.keys import TASKS
+from terrace.train.config import section
+
+
+def resolve_table(
+    task: str | None, path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Table of a run, not checked yet."""
+    own: dict[str, Any] = {} if path is None else _with_paths(dict(read_table(Path(path))), Path(path).parent)
+    of_run = own.get("run")
+    name = task or (of_run.get("task", "") if isinstance(of_run, Mapping) else "")
+    if name and name not in TASKS:
+        raise ConfigError(f"task {name!r} is not known{did_you_mean(str(name), TASKS)}")
+    table: dict[str, Any] = {}
+    if name:
+        table = merge(read_table(Path(str(resources.files(__package__) / f"{name}.toml"))), {"run": {"task": name}})
+    for key, value in own.items():
+        # A name or a file takes the place of a task's table.
+        table = table | {key: value} if key in ("cluster", "plan", "model") else merge(table, {key: value})
+    table |= {key: value for key, value in flags.items() if value is not None}
+    if isinstance(table.get("model"), str) and Path(table["model"]).is_dir():
+        table.setdefault("weights", str(Path(table["model"]).resolve()))
+    for key in ("model", "cluster", "plan"):
+        if key in table:
+            table[key] = section(key, table[key])
+    # A command line names files as its shell does.
+    return merge(table, _with_paths(overrides, Path()))
+
+
+def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`table` with absolute names of files, which are relative to `folder`: that of the file that has them."""
+    found = dict(table)
+    for key in ("model", "cluster", "plan"):
+        if isinstance(found.get(key), str) and (folder / found[key]).exists():
+            found[key] = str((folder / found[key]).absolute())
+    if isinstance(found.get("plans"), Mapping):
+        found["plans"] = {
+            role: str((folder / plan).absolute()) if isinstance(plan, str) and (folder / plan).exists() else plan
+            for role, plan in found["plans"].items()
+        }
+    found |= _absolute(found, "weights", folder)
+    # What is no table is refused by whoever reads the sections.
+    for section_name, key in (("run", "prompts_file"), ("cost", "model")):
+        if section_name in found:
+            found[section_name] = _absolute(found[section_name], key, folder)
+    if isinstance(found.get("reward"), list):
+        found["reward"] = [_absolute(each, "model", folder) for each in found["reward"]]
+    return found
+
+
+def _absolute(table: Any, key: str, folder: Path) -> Any:
+    if not isinstance(table, Mapping) or not isinstance(table.get(key), str) or not table[key]:
+        return table
+    return {**table, key: str((folder / table[key]).absolute())}
