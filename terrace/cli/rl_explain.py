@@ -2,22 +2,27 @@
 fastest placement. Nothing is started.
 """
 
+from terrace.base.errors import ConfigError
 from terrace.cli.terminal import Terminal
 from terrace.planner.roles.placement import price
 from terrace.planner.roles.search import FoundPlacements
 from terrace.report.roles import against_words, flow_words, groups_words, iteration_words, pools_table, roles_table
-from terrace.rl.config import RlConfig
+from terrace.rl.config import RlConfig, parse, to_toml_table
 from terrace.rl.making import check_roles
 from terrace.rl.predicted import dataflow_of, found_placements, placement_of
 
 
 def placed(config: RlConfig) -> RlConfig:
     """The run in the fastest placement that the search finds, which is printed."""
+    for name in ("pool", "plans"):
+        if getattr(config, name):
+            raise ConfigError(f"--place auto finds pools and plans of roles: leave out [{name}], or --place")
     best = found_placements(config).best[0]
     console = Terminal()
     console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))
     print(f"{iteration_words(best.report)}\n")
-    found = config.placed(best.placement)
+    # The search does not know all that a run's algorithm asks of a plan.
+    found = parse(to_toml_table(config.placed(best.placement)))
     check_roles(found)
     return found
 

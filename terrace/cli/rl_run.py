@@ -4,6 +4,7 @@ import math
 import os
 from pathlib import Path
 from shlex import quote
+from statistics import fmean
 
 import tomli_w
 
@@ -103,6 +104,8 @@ def inputs_of(config: RlConfig) -> RunInputs:
         task = SortPrompts(config.run.seed)
         tokenizer: Tokenizer = SortTokenizer()
         _check_vocabulary(tokenizer, config)
+        if config.weights:
+            Pretrained(config.weights, config.model).check()
         stops = _stops(tokenizer)
         return RunInputs(config=config, prompts=task, tokenizer=tokenizer, stops=stops, examples=task.examples)
     if not config.weights:
@@ -217,17 +220,17 @@ def _line(step: int, found: Metrics) -> str:
 
 def _summary(found: list[Metrics], folder: Path) -> str:
     """Mean seconds by phase, idle ranks, lag, and the hand-over's bytes, predicted and measured."""
-    means = {
-        name: sum(step.get(name, 0.0) for step in found) / len(found)
-        for name in found[-1]
-        if name.startswith(("time/", "reshard/"))
-    }
-    phases = [(name.removeprefix("time/"), value) for name, value in means.items() if name.startswith("time/")]
+    names = dict.fromkeys(name for step in found for name in step if name.startswith("time/"))
+    means = {name: _mean(found, name) for name in names}
+    phases = [(name.removeprefix("time/"), value) for name, value in means.items()]
     lines = [f"\nseconds of a step, mean of {counted(len(found), 'step')}"]
     lines += [f"    {name:14s} {value:8.3f}" for name, value in sorted(phases, key=lambda each: -each[1])]
-    planned, sent = means["reshard/bytes_planned"], means["reshard/bytes_sent"]
     lines.append(f"ranks without a call: {100 * _mean(found, 'sync/bubble'):.0f} % of a step{_lag_words(found)}")
-    lines.append(f"hand-over: predicted {quantity(planned, 'B')}, measured {quantity(sent, 'B')}")
+    # The first step of a resumed run may learn from responses that were saved with their checkpoint.
+    handed = [step for step in found if "reshard/bytes_sent" in step]
+    if handed:
+        planned, sent = (fmean(step[f"reshard/bytes_{kind}"] for step in handed) for kind in ("planned", "sent"))
+        lines.append(f"hand-over: predicted {quantity(planned, 'B')}, measured {quantity(sent, 'B')}")
     lines.append(f"metrics in {folder / METRICS}; to go on: terrace rl --resume {quote(str(folder))} --run.steps N")
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.train.trackers import check_names
 
 TASKS = ("sort",)  # a TOML file each, beside this one
+_LONGEST_S = 1e6  # of a deadline, 11 days: waiting for links overflows beyond 2^31 ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,16 @@ class RunKeys:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"run.{name} = {getattr(self, name)} must be at least {smallest}")
+        if self.seed >= 1 << 63:
+            raise ConfigError(f"run.seed = {self.seed} must be below 2^63")
+        if self.responses >= 1 << 20:
+            raise ConfigError(f"run.responses = {self.responses} must be below 2^20: seeds of prompts lie so far apart")
         for name in ("critic_lr", "start_lr", "timeout_s", "reward_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"run.{name} = {getattr(self, name)} must be above 0")
+        for name in ("timeout_s", "reward_timeout_s"):
+            if getattr(self, name) > _LONGEST_S:
+                raise ConfigError(f"run.{name} = {getattr(self, name)} must be at most {_LONGEST_S:g} seconds")
         if self.task and self.task not in TASKS:
             raise ConfigError(f"run.task = {self.task!r} is not known{did_you_mean(self.task, TASKS)}")
         if bool(self.task) == bool(self.prompts_file):

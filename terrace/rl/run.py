@@ -174,23 +174,28 @@ class Run:
         facts = {"rl": _facts(self._progress, self._inputs.tokenizer, self._inputs.config)}
         keep = self._inputs.config.run.keep_checkpoints
         (actor, of_actor), *critics = self._learning()
-        facts["rl"]["stream"] = write_state(self._state_file(self._progress.updates), *self._stream.state())
+        state = self._state_file(self._progress.updates, self._progress.step)
+        facts["rl"]["stream"] = write_state(state, *self._stream.state())
         # By updates, as checkpoints count. The actor last: a step counts as saved when it is there. Until then its
         # earlier step needs the critics of that step.
         for name, role in critics:
             role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=_ALL)
         of_actor.save(folder=self._folder / actor, step=self._progress.updates, facts=facts, keep=keep)
         kept = {step_of(path) for path in _checkpoints(self._folder / actor)}
-        for path in (self._folder / STREAM).iterdir():
-            if path not in map(self._state_file, kept):
+        names = {folder_of(Path(), updates).name for updates in kept}
+        for path in state.parent.iterdir():
+            updates, _, _ = path.name.partition(".")
+            is_older = updates == state.name.partition(".")[0] and path != state
+            if updates not in names or is_older:
                 path.unlink()
         for name, _ in critics:
             for path in _checkpoints(self._folder / name):
                 if step_of(path) not in kept:
                     remove(path)
 
-    def _state_file(self, updates: int) -> Path:
-        return self._folder / STREAM / f"{folder_of(Path(), updates).name}.safetensors"
+    def _state_file(self, updates: int, step: int) -> Path:
+        # Also by step: one without updates must not change the file of the checkpoint that it replaces.
+        return self._folder / STREAM / f"{folder_of(Path(), updates).name}.{step}.safetensors"
 
     def _learning(self) -> list[tuple[str, Any]]:
         roles = self._roles
@@ -215,7 +220,7 @@ class Run:
             self._progress.multiplier = replace(
                 self._progress.multiplier, log_value=float(values["log_value"]), costs=tuple(values["costs"])
             )
-        self._stream.restore(*read_state(self._state_file(checkpoint.step), facts["stream"]))
+        self._stream.restore(*read_state(self._state_file(checkpoint.step, self._progress.step), facts["stream"]))
         for name, role in self._learning():
             role.resume(folder=folder_of(self._folder / name, checkpoint.step))
         return self._progress.step

@@ -4,6 +4,7 @@ Ray starts and places the processes and carries calls; rows lie in its object st
 machine fetches them. What ranks send each other in their roles' collectives is gloo's, and no part of Ray.
 """
 
+import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ except ImportError as error:
     raise ConfigError(f"RayRuntime needs the package {error.name!r}: pip install 'terrace[ray]'") from error
 
 _ray: Any = ray  # whose functions are not all typed
+_REACH_S = 5.0  # for the head of a cluster to accept a connection
 _START_S = 120.0  # for a rank to join the world of its pool, and for Ray to find room
 
 
@@ -137,7 +139,7 @@ class RayRuntime(Runtime):
         self._resources = {"CPU": num_cpus}
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            ray.init(address=address, log_to_driver=False)
+            _join_cluster(address)
         elif address is not None:
             raise ConfigError(f"address = {address!r}, and this process has joined a Ray cluster already: leave it out")
         self._groups: list[Any] = []
@@ -254,6 +256,17 @@ class RayRuntime(Runtime):
         for group in self._groups:
             remove_placement_group(group)
         raise error
+
+
+def _join_cluster(address: str | None) -> None:
+    """Join Ray's cluster; `ConfigError` where there is none, of which Ray says nothing for minutes, and then exits."""
+    host, _, port = (address or "").rpartition(":")
+    try:
+        if host and "/" not in host and port.isdecimal():
+            socket.create_connection((host, int(port)), _REACH_S).close()
+        ray.init(address=address, log_to_driver=False)
+    except (OSError, OverflowError, ValueError) as error:  # a port beyond the largest overflows
+        raise ConfigError(f"no Ray cluster at {address!r} ({error}): start one with ray start --head") from error
 
 
 def _found(reference: Any) -> Answer | Report | None:
