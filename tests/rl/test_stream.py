@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import CheckpointError
 from terrace.generation.request import Completion, Request
+from terrace.rl.controllers import is_own
 from terrace.rl.metrics import Metrics
 from terrace.rl.prompts import Prompt
 from terrace.rl.ragged import Ragged
@@ -170,6 +172,29 @@ def test_no_response_is_too_old_or_lost(
     assert len(seen) == len(set(seen)), "no group is learned from twice"
     place, left = stream.state()
     assert sorted({*seen, *left.tensor("groups").tolist()}) == list(range(place)), "and none is lost"
+
+
+def test_weights_are_handed_over_between_two_rounds() -> None:
+    """An evaluation hands weights over while a round is under way: that round ends first, and stays as it was."""
+    drawing = drawing_of(max_lag=1, is_apart=True)
+    (stream, typists), (alone, _) = made(drawing), made(drawing)
+    assert same(stream.next(0), alone.next(0))
+    stream.hand_over(1)
+    assert typists.version == 1
+    assert stream.numbers == {"bytes_sent": 1.0}, "the hand-over of the round has ended"
+    for step in (1, 2):
+        assert same(stream.next(step), alone.next(step))
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_exact", "own"), [((2, 2), True, True), ((1, 2), True, False), ((2, 2), False, False)]
+)
+def test_old_log_probabilities_are_those_of_rollout_where_no_token_is_stale(
+    versions: tuple[int, ...], is_exact: bool, own: bool
+) -> None:
+    rows = rows_of_completions([completion([2], "stop"), completion(list(versions), "stop")])
+    setup: Any = SimpleNamespace(rollout_is_exact=is_exact, progress=SimpleNamespace(step=2))
+    assert is_own(setup, rows) == own
 
 
 def test_a_long_response_holds_no_step_that_may_lag() -> None:
