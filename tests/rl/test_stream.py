@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import CheckpointError
 from terrace.generation.request import Completion, Request
+from terrace.rl.calls import call_of
 from terrace.rl.controllers import is_own
+from terrace.rl.layout import RoleLayout
 from terrace.rl.metrics import Metrics
 from terrace.rl.prompts import Prompt
 from terrace.rl.ragged import Ragged
@@ -24,6 +26,8 @@ from terrace.rl.runtime import Handle
 from terrace.rl.stream import Drawing, Stream, lags
 from terrace.rl.stream_file import read_state, write_state
 from terrace.rl.workers.drawing import completed, requests_of, rows_of_completions
+from terrace.rl.workers.policy import Actor
+from terrace.rl.workers.rollout import Rollout
 
 NUM_TOKENS = 12
 
@@ -172,6 +176,14 @@ def test_no_response_is_too_old_or_lost(
     assert len(seen) == len(set(seen)), "no group is learned from twice"
     place, left = stream.state()
     assert sorted({*seen, *left.tensor("groups").tolist()}) == list(range(place)), "and none is lost"
+
+
+@pytest.mark.parametrize("worker", [Actor, Rollout])
+def test_groups_stay_whole_on_a_replica_that_draws(worker: type) -> None:
+    """Replicas count complete groups, each by itself."""
+    draws = call_of(worker, "generate", "rollout")
+    assert "groups" in draws.reads
+    assert RoleLayout.alike(2).bounds(draws, [9, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]) == [(0, 3), (3, 6)]
 
 
 def test_weights_are_handed_over_between_two_rounds() -> None:
