@@ -63,7 +63,7 @@ class Calls:
         self._ended.append(span)
 
     def taken(self, until_s: float) -> tuple[list[Span], list[Span]]:
-        """The spans of calls that ended since this was asked last, and of those under way, as if they ended at `until_s`.
+        """Spans of calls that ended since the last time, and of those under way, as if they ended at `until_s`.
 
         A call under way began when it was sent, or when the one before it on its pool ended.
         """

@@ -53,7 +53,7 @@ class Drawing:
 
     @property
     def ahead(self) -> int:
-        """Steps between the one that begins a round and the one that learns from it: 1 where they run at the same time."""
+        """Steps from the one that begins a round to the one that learns from it: 1 where rounds run beside steps."""
         return int(self.is_apart and self.max_lag > 0)
 
     @property
@@ -203,9 +203,10 @@ def stream_of(drawing: Drawing, actor: Any, rollout: Any = None) -> Stream:
 
 
 def lags(rows: Rows, step: int) -> Metrics:
-    """Age of responses at step `step`, from 0: mean and largest lag, share of tokens from older weights (`stale_tokens`).
+    """Age of responses at step `step`, from 0: mean and largest lag.
 
-    `sync/resumed`: share of responses with tokens from weights of several versions.
+    `sync/stale_tokens`: share of tokens from older weights; `sync/resumed`: share of responses with tokens from weights
+    of several versions.
     """
     versions = [each for each in rows.ragged("versions").rows() if len(each)]
     if not versions:

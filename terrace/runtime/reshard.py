@@ -1,9 +1,10 @@
 """Hands the parameters of an engine over to replicas for generation, between two steps.
 
 Its instructions are a program (terrace.program.hand_over), verified before the first hand-over and run by `play`
-(terrace.runtime.reshard_messages); its bytes are declared to the engine. A rank sends from its part of the flat buffers, and from its slices what came over an outer
-tier; it has the messages of one instruction a lane at a time. Values travel in the dtype of the working copies (message
-class `reshard`), of which they are a copy, or of the masters, rounded as a refresh rounds them.
+(terrace.runtime.reshard_messages); its bytes are declared to the engine. A rank sends values from its part of the flat
+buffers, or from its slices if they came over an outer tier, and holds the messages of one instruction a lane at a time.
+Values travel in the dtype of the working copies (message class `reshard`): copies of these, or of the masters, rounded
+as a refresh rounds them.
 """
 
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ import pytest
 
 from terrace.base.errors import ConfigError, HangError, PlanError
 from terrace.base.schema import merge
+from terrace.cli import rl_explain
 from terrace.plan.transition import Apart
 from terrace.program.hand_over import hand_over_programs
 from terrace.rl.config import RlConfig, parse, to_toml_table
@@ -143,6 +144,11 @@ def test_a_placement_that_is_found_can_run() -> None:
     # A slow learner beside a slow generator: ahead is found where it pays.
     names = {role.name for placed in found_placements(config).best for role in placed.report.roles}
     assert "rollout" in names
+
+
+def test_a_search_does_not_drop_a_placement_of_ones_own() -> None:
+    with pytest.raises(ConfigError, match=r"--place auto finds .*leave out \[\[pool\]\] and \[plans\]"):
+        rl_explain.placed(config_of(APART))
 
 
 @pytest.mark.parametrize(
