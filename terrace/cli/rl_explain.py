@@ -13,10 +13,15 @@ from terrace.rl.predicted import dataflow_of, found_placements, placement_of
 
 
 def placed(config: RlConfig) -> RlConfig:
-    """The run in the fastest placement that the search finds, which is printed."""
-    for name in ("pool", "plans"):
-        if getattr(config, name):
-            raise ConfigError(f"--place auto finds pools and plans of roles: leave out [{name}], or --place")
+    """The run in the fastest placement that the search finds, which is printed.
+
+    Raises `ConfigError` for a run that has its own pools, or plans of single roles.
+    """
+    if config.pool or config.plans:
+        raise ConfigError(
+            "--place auto finds pools and plans of roles, and the run has its own: leave out [[pool]] and [plans], or "
+            "leave out --place"
+        )
     best = found_placements(config).best[0]
     console = Terminal()
     console.print(roles_table(best.report, config.cluster, f"the fastest placement: {groups_words(best.report)}"))

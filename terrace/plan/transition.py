@@ -25,9 +25,9 @@ from terrace.plan.wire import FORMATS
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """Two pools of one cluster: ranks from `source` on train, those of `target`, from `first` on, generate.
+    """Two pools of `cluster`: one trains, from rank `source` on; the other, `target`, generates, from rank `first` on.
 
-    Ranks of the transition are the cluster's.
+    Ranks of the transition are those of `cluster`.
     """
 
     cluster: Cluster

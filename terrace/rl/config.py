@@ -246,7 +246,7 @@ def _check(config: RlConfig) -> None:
         )
     if (config.cost is not None) != (algorithm.name == "safe-rlhf"):
         raise ConfigError(
-            f"[cost] and algorithm.name = {algorithm.name!r}: exactly safe-rlhf has a cost, by a function"
+            f"[cost] and algorithm.name = {algorithm.name!r}: safe-rlhf needs a [cost], and no other algorithm has one"
         )
     if config.cost is not None and config.cost.weight != 1:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The table of a run from its layers, each over the one before, with names of files as absolute paths.
 
-the defaults, those of `--task`, the file of --config, --model, --cluster and --plan, then `--section.key value`
+Layers: the defaults, those of `--task`, the file of --config, --model, --cluster and --plan, `--section.key value`.
 """
 
 from collections.abc import Mapping

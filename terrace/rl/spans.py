@@ -1,4 +1,4 @@
-"""When calls of roles ran: seconds by phase, and how long ranks had nothing to do.
+"""Spans of calls of roles: seconds by phase, and the share of time in which ranks had no call.
 
 A span is of the ranks whose results are taken, by their own clocks, from the first that began to the last that ended.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from terrace.rl.metrics import Metrics
 
-_MOST = 1 << 16  # spans that nobody has taken: the oldest go, for a controller that never asks
+_MOST = 1 << 16  # spans kept until they are taken; the oldest are dropped, for a controller that never takes them
 PHASES = {
     "hand_over": "reshard",
     "give": "reshard",
@@ -25,7 +25,7 @@ PHASES = {
 
 
 def now_s() -> float:
-    """Seconds of the epoch, which ranks on several machines have in common. They only show."""
+    """Seconds of the epoch, by clocks that machines share. They are shown, and decide nothing."""
     return time.time()
 
 
@@ -62,14 +62,16 @@ class Calls:
         self._last_s[span.pool] = max(self._last_s[span.pool], span.end_s)
         self._ended.append(span)
 
-    def taken(self, now_s: float) -> tuple[list[Span], list[Span]]:
-        """The spans of calls that ended since this was asked last, and of those under way, as if they ended now.
+    def taken(self, until_s: float) -> tuple[list[Span], list[Span]]:
+        """Spans of calls that ended since the last time, and of those under way, as if they ended at `until_s`.
 
         A call under way began when it was sent, or when the one before it on its pool ended.
         """
         ended = list(self._ended)
         self._ended.clear()
-        under_way = [Span(pool, "", "", max(sent_s, self._last_s[pool]), now_s) for pool, sent_s in self._sent.values()]
+        under_way = [
+            Span(pool, "", "", max(sent_s, self._last_s[pool]), until_s) for pool, sent_s in self._sent.values()
+        ]
         return ended, under_way
 
 

@@ -1,7 +1,7 @@
-"""The stream of responses that a controller learns from, drawn in rounds by the newest weights that there are.
+"""The stream of responses that a controller learns from, drawn in rounds by the newest weights.
 
-A round hands the present weights to the generator, begins new groups (a prompt and its responses), goes on with those
-that are unfinished, and ends. A step takes the oldest complete groups. Weights are numbered by the steps done, and the
+A group is a prompt and its responses. A round hands the present weights to the generator, begins new groups, goes on
+with unfinished ones, and ends. A step takes the oldest complete groups. Weights are numbered by the steps done, and the
 lag of a response is the number of steps between the weights that drew its first token and the step that learns from it.
 
     max_lag = 0                     a round is asked for when a step needs it, and ends when all its groups are complete
@@ -9,10 +9,9 @@ lag of a response is the number of steps between the weights that drew its first
     a lag beyond that               a round ends when enough groups for a step are complete: half as many again are
                                     under way, and the unfinished ones go on in the next round, under its weights
 
-A group that a later round could complete too late must be complete at the end of this one, so no response is ever older
-than `max_lag`. At most half a step's groups are left at the end of a round, so that those that become due at once never
-are more than a step takes. Rounds end by counts and not by the clock: a run that is repeated, or resumed, has the same
-bits.
+A group that would be too old after the next round must be complete at the end of this one, so no response is ever older
+than `max_lag`. At most half a step's groups are left at the end of a round, so a step can take all that become due at
+once. Rounds end by counts and not by the clock: a run that is repeated, or resumed, has the same bits.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,11 +29,12 @@ from terrace.rl.rows import Rows, cat
 from terrace.rl.runtime import Handle
 from terrace.rl.workers.drawing import BEGUN, FINISHES, READS
 
-_SPARE = 2  # a step's groups over those that may be under way beside them; a guess
+_SPARE = 2  # a step's groups, divided by the most that may be under way beyond them; a guess
 _SEEDS_A_GROUP = 1 << 20  # more than the responses to one prompt
-_STATE = ("groups", "samples", *BEGUN)  # columns, beside `finish`, from which a stream goes on
+_STATE = ("groups", *BEGUN)  # columns, beside `finish`, from which a stream goes on
 
-HandOver = Callable[[int], Callable[[], Metrics]]  # version of the present weights -> its numbers, when it has ended
+# Begins to hand over the present weights, which have this version; its result waits for the end and has the numbers.
+HandOver = Callable[[int], Callable[[], Metrics]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Drawing:
 
     @property
     def ahead(self) -> int:
-        """Steps from the one that asks for a round to the one that learns from it: 1 where it runs beside the first."""
+        """Steps from the one that begins a round to the one that learns from it: 1 where rounds run beside steps."""
         return int(self.is_apart and self.max_lag > 0)
 
     @property
@@ -63,7 +63,7 @@ class Drawing:
 
 
 class Stream:
-    """Responses for a controller. `generate` is the call of the role that draws, `hand_over` brings it weights."""
+    """Responses for a controller. `generate` is the call of the role that draws, `hand_over` gives it new weights."""
 
     def __init__(self, drawing: Drawing, generate: Any, hand_over: HandOver) -> None:
         self._drawing, self._generate, self._bring = drawing, generate, hand_over
@@ -75,7 +75,9 @@ class Stream:
         self.numbers: Metrics = {}  # of the newest hand-over
 
     def hand_over(self, step: int) -> None:
-        """Bring the generator the weights after `step` steps."""
+        """Give the generator the weights after `step` steps."""
+        # Ranks that send would wait for a round under way, and no longer than a message may take.
+        self._end()
         self._arrives, self._brought = self._bring(step), step
 
     def next(self, step: int) -> Rows:
@@ -97,9 +99,9 @@ class Stream:
         return rows
 
     def state(self) -> tuple[int, Rows]:
-        """(Place of the next prompt, responses so far), when the round under way has ended: what `restore` takes.
+        """(Place of the next prompt, responses so far) for `restore`; waits for the round under way.
 
-        Columns `groups`, `samples` (R), `responses`, `rollout`, `versions`, ragged, `finish` (R), places in FINISHES.
+        Columns `groups` (R), `responses`, `rollout`, `versions`, ragged, `finish` (R), places in FINISHES.
         """
         self._end()
         rows = self._empty() if self._live is None else self._live
@@ -107,12 +109,12 @@ class Stream:
         return self._place, Rows({**{name: rows.columns[name] for name in _STATE}, "finish": finish})
 
     def restore(self, place: int, rows: Rows) -> None:
-        """Go on from a state."""
+        """Go on from what `state` returned."""
         self._place, self._live = place, None
         groups = rows.tensor("groups")
         if len(rows):
             asked = cat([self._prompts(group) for group in sorted(set(groups.tolist()))])
-            # Both are sorted by group and sample.
+            # In the order of `rows`: by group and sample.
             asked = asked.drop(*BEGUN, "finish")
             finish = tuple(FINISHES[each] for each in rows.tensor("finish").tolist())
             self._live = asked | Rows({**{name: rows.columns[name] for name in BEGUN}, "finish": finish})
@@ -145,7 +147,7 @@ class Stream:
         made: Rows = found.get() if isinstance(found, Handle) else found
         self.numbers, self._arrives = self._arrives() or self.numbers, dict
         live = self._live
-        assert live is not None, "a round has groups"
+        assert live is not None, "every round has groups"
         done = live.take(_mask(each != "aborted" for each in live.objects("finish")))
         self._live = _sorted(cat([done, asked.drop(*BEGUN, "finish") | made]))
 
@@ -159,14 +161,14 @@ class Stream:
         return sorted((first[group], group) for group in set(groups) - unfinished)
 
     def _take(self, taken: set[int]) -> Rows:
-        assert self._live is not None, "groups are taken that there are"
+        assert self._live is not None, "only groups of the stream are taken"
         mask = _mask(group in taken for group in self._live.tensor("groups").tolist())
         rows, left = self._live.take(mask), self._live.take(~mask)
         self._live = left if len(left) else None
         return rows
 
     def _prompts(self, place: int) -> Rows:
-        """Rows of a group of which nothing is drawn."""
+        """Rows of a group that has not begun."""
         drawing = self._drawing
         num = drawing.responses + drawing.has_greedy
         rows = rows_of([drawing.source.prompt(place)], place).repeat(num)
@@ -201,9 +203,10 @@ def stream_of(drawing: Drawing, actor: Any, rollout: Any = None) -> Stream:
 
 
 def lags(rows: Rows, step: int) -> Metrics:
-    """How old responses are at step `step`, from 0: lag by response, and the share of tokens that older weights drew.
+    """Age of responses at step `step`, from 0: mean and largest lag.
 
-    `sync/resumed`: the share of responses that weights of several versions drew.
+    `sync/stale_tokens`: share of tokens from older weights; `sync/resumed`: share of responses with tokens from weights
+    of several versions.
     """
     versions = [each for each in rows.ragged("versions").rows() if len(each)]
     if not versions:
@@ -220,7 +223,7 @@ def lags(rows: Rows, step: int) -> Metrics:
 
 
 def _first_versions(rows: Rows) -> dict[int, int]:
-    """The version of the first weights that drew for each group that has begun."""
+    """The oldest version that drew a token of each group; groups that have not begun are left out."""
     found: dict[int, int] = {}
     for group, versions in zip(rows.tensor("groups").tolist(), rows.ragged("versions").rows(), strict=True):
         if len(versions):

@@ -23,12 +23,12 @@ _OFFSETS = "offsets"
 
 
 def write_state(path: Path, place: int, rows: Rows) -> dict[str, Any]:
-    """Write a stream's state (`Stream.state`); the facts with which `read_state` finds it."""
-    tensors = {name: rows.tensor(name) for name in ("groups", "samples", "finish")}
+    """Write a stream's state (`Stream.state`) and return the facts that `read_state` checks it by."""
+    tensors = {name: rows.tensor(name) for name in ("groups", "finish")}
     tensors |= {name: rows.ragged(name).values for name in BEGUN} | {_OFFSETS: rows.ragged(BEGUN[0]).offsets}
     content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     write_atomic(path, content)
-    return {"place": place, "rows": len(rows), "sha256": sha256(content).hexdigest()}
+    return {"place": place, "sha256": sha256(content).hexdigest()}
 
 
 def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
@@ -44,5 +44,5 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}, the responses under way of a checkpoint: {error}") from error
     offsets = tensors[_OFFSETS]
-    columns: dict[str, Any] = {name: tensors[name] for name in ("groups", "samples", "finish")}
+    columns: dict[str, Any] = {name: tensors[name] for name in ("groups", "finish")}
     return int(facts["place"]), Rows(columns | {name: Ragged(tensors[name], offsets) for name in BEGUN})

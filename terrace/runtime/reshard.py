@@ -1,12 +1,10 @@
 """Hands the parameters of an engine over to replicas for generation, between two steps.
 
-    for one block of every stage, and then the next, from the outermost tier inward, each tier on a lane of its own:
-        what goes to a peer -> one buffer -> sent and received all at once -> into the slices
-
-The instructions are a program's (terrace.program.hand_over), which is verified before the first hand-over; its bytes
-are declared to the engine. A rank sends from its part of the flat buffers, and from its slices what came over an outer
-tier; it has the messages of one instruction a lane at a time. Values travel in the dtype of the working copies (message
-class `reshard`), of which they are a copy, or of the masters, rounded as a refresh rounds them.
+Its instructions are a program (terrace.program.hand_over), verified before the first hand-over and run by `play`
+(terrace.runtime.reshard_messages); its bytes are declared to the engine. A rank sends values from its part of the flat
+buffers, or from its slices if they came over an outer tier, and holds the messages of one instruction a lane at a time.
+Values travel in the dtype of the working copies (message class `reshard`): copies of these, or of the masters, rounded
+as a refresh rounds them.
 """
 
 from collections.abc import Sequence
@@ -30,9 +28,8 @@ from terrace.program.verify_hand_over import verify_hand_over
 from terrace.runtime.engine import Engine
 from terrace.runtime.reshard_messages import BlockParts, Slices, boxes_of, held_boxes, play, within
 
-_Loan = tuple[
-    Tensor, list[tuple[Tensor, Tensor]]
-]  # a flat buffer without memory, its boxes with their values elsewhere
+# A flat buffer without memory, and its boxes, each with its values elsewhere.
+_Loan = tuple[Tensor, list[tuple[Tensor, Tensor]]]
 
 
 class HandOver:

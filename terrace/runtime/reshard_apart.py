@@ -1,8 +1,8 @@
-"""A hand-over to ranks of another pool, which is a world of its own: the ranks that train send, others generate.
+"""A hand-over to ranks of another pool: those of one world train and send, those of another receive and generate.
 
-Both sides plan the same transition (terrace.plan.transition, `Apart`) and run its program over gloo groups that join
-the two worlds, one a tier, so that a slow tier is crossed once and the ranks that generate pass parameters on among
-themselves. Nothing is lent: the ranks that train keep their parameters.
+Both sides plan the same transition (terrace.plan.transition, `Apart`) and run its program over gloo groups that span
+both worlds, one a tier, so parameters cross a slow tier once and the ranks that generate pass them on among themselves.
+The ranks that train keep theirs: nothing is lent.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Messages of a hand-over: a rank's parts of blocks, and its program played over lanes.
 
     for one block of every stage, and then the next, from the outermost tier inward, each tier on a lane of its own:
-        what goes to a peer -> one buffer -> sent and received all at once -> into the slices
+        values for a peer -> one buffer -> sent and received all at once -> into the slices
 
 An `Exchange` carries tensors over a tier: over a process group of the world (`within`), or over one that joins two
-pools, which are worlds of their own (`between`).
+pools, each a world of its own (`between`).
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ Slices = dict[str, Tensor]  # parameter -> this rank's slice of it
 Own = tuple[str, Box, Tensor]  # parameter, a box of it, its values in a flat buffer
 Ends = Sequence[tuple[int, Tensor]]  # (peer, values)
 Exchange = Callable[[Ends, Ends], None]  # sends, receives: all at once
-_Key = tuple[int, torch.dtype]  # a peer, and what its message is made of
+_Key = tuple[int, torch.dtype]  # a peer, and the dtype of its message
 
 
 @dataclass(frozen=True, kw_only=True)

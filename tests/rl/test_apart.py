@@ -11,14 +11,17 @@ import pytest
 
 from terrace.base.errors import ConfigError, HangError, PlanError
 from terrace.base.schema import merge
+from terrace.cli import rl_explain
 from terrace.plan.transition import Apart
-from terrace.rl.config import parse, to_toml_table
-from terrace.rl.making import apart_of, check_roles, started
+from terrace.program.hand_over import hand_over_programs
+from terrace.rl.config import RlConfig, parse, to_toml_table
+from terrace.rl.making import apart_of, check_roles, engine_settings, started
 from terrace.rl.placing import ACTOR, PoolKeys
 from terrace.rl.predicted import found_placements, placement_of, predicted
 from terrace.rl.runtime import InlineRuntime
 from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.spans import Span, idle_share, seconds_by_phase
+from terrace.rl.workers.handing import transition_of
 from tests.support.rl_runs import ALONE, EXACT, FOUR, config_of, inputs_of, numbers, ran
 
 SHARDED = {"preset": "zero3", **EXACT, "micro_batch": 4}
@@ -42,14 +45,24 @@ LAGGING: dict[str, Any] = {
 def test_roles_on_two_pools_take_the_steps_of_one_process(tmp_path: Path) -> None:
     alone = ran(InlineRuntime(), config_of(ALONE), tmp_path / "alone")
     apart = ran(LocalRuntime(timeout_s=120.0), config_of(APART), tmp_path / "apart")
+    planned = _all_bytes(config_of(APART))
     assert len(apart) == len(alone) == 3
     assert alone[0]["critic/vf_loss"] > 0
     for mine, wanted in zip(apart, alone, strict=True):
         assert numbers(mine) == pytest.approx(numbers(wanted), rel=1e-9, abs=1e-9)
-        assert mine["reshard/bytes_sent"] == mine["reshard/bytes_planned"] > 0
+        assert mine["reshard/bytes_sent"] == mine["reshard/bytes_planned"] == planned > 0
         assert mine["sync/version_lag_max"] == 0
         assert {"sync/bubble/pool_0", "sync/bubble/pool_1"} <= mine.keys()
         assert 0 <= mine["sync/bubble"] < 1
+
+
+def _all_bytes(config: RlConfig) -> int:
+    """Bytes of a hand-over, over the ranks of both pools."""
+    apart = apart_of(config)
+    assert apart is not None
+    settings = engine_settings(config, ACTOR, "", config.run.mini_batch)
+    programs = hand_over_programs(apart.cluster, transition_of(settings, config.run.rows, apart))
+    return sum(sum(program.sent_bytes.values()) for program in programs)
 
 
 @pytest.mark.nightly
@@ -131,6 +144,11 @@ def test_a_placement_that_is_found_can_run() -> None:
     # A slow learner beside a slow generator: ahead is found where it pays.
     names = {role.name for placed in found_placements(config).best for role in placed.report.roles}
     assert "rollout" in names
+
+
+def test_a_search_does_not_drop_a_placement_of_ones_own() -> None:
+    with pytest.raises(ConfigError, match=r"--place auto finds .*leave out \[\[pool\]\] and \[plans\]"):
+        rl_explain.placed(config_of(APART))
 
 
 @pytest.mark.parametrize(

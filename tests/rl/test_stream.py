@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import CheckpointError
 from terrace.generation.request import Completion, Request
+from terrace.rl.calls import call_of
+from terrace.rl.controllers import is_own
+from terrace.rl.layout import RoleLayout
 from terrace.rl.metrics import Metrics
 from terrace.rl.prompts import Prompt
 from terrace.rl.ragged import Ragged
@@ -22,6 +26,8 @@ from terrace.rl.runtime import Handle
 from terrace.rl.stream import Drawing, Stream, lags
 from terrace.rl.stream_file import read_state, write_state
 from terrace.rl.workers.drawing import completed, requests_of, rows_of_completions
+from terrace.rl.workers.policy import Actor
+from terrace.rl.workers.rollout import Rollout
 
 NUM_TOKENS = 12
 
@@ -170,6 +176,37 @@ def test_no_response_is_too_old_or_lost(
     assert len(seen) == len(set(seen)), "no group is learned from twice"
     place, left = stream.state()
     assert sorted({*seen, *left.tensor("groups").tolist()}) == list(range(place)), "and none is lost"
+
+
+@pytest.mark.parametrize("worker", [Actor, Rollout])
+def test_groups_stay_whole_on_a_replica_that_draws(worker: type) -> None:
+    """Replicas count complete groups, each by itself."""
+    draws = call_of(worker, "generate", "rollout")
+    assert "groups" in draws.reads
+    assert RoleLayout.alike(2).bounds(draws, [9, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]) == [(0, 3), (3, 6)]
+
+
+def test_weights_are_handed_over_between_two_rounds() -> None:
+    """An evaluation hands weights over while a round is under way: that round ends first, and stays as it was."""
+    drawing = drawing_of(max_lag=1, is_apart=True)
+    (stream, typists), (alone, _) = made(drawing), made(drawing)
+    assert same(stream.next(0), alone.next(0))
+    stream.hand_over(1)
+    assert typists.version == 1
+    assert stream.numbers == {"bytes_sent": 1.0}, "the hand-over of the round has ended"
+    for step in (1, 2):
+        assert same(stream.next(step), alone.next(step))
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_exact", "own"), [((2, 2), True, True), ((1, 2), True, False), ((2, 2), False, False)]
+)
+def test_old_log_probabilities_are_those_of_rollout_where_no_token_is_stale(
+    versions: tuple[int, ...], is_exact: bool, own: bool
+) -> None:
+    rows = rows_of_completions([completion([2], "stop"), completion(list(versions), "stop")])
+    setup: Any = SimpleNamespace(rollout_is_exact=is_exact, progress=SimpleNamespace(step=2))
+    assert is_own(setup, rows) == own
 
 
 def test_a_long_response_holds_no_step_that_may_lag() -> None:

@@ -5,8 +5,8 @@
 3. Every way to share the devices among the pools, with at least so many each (`_Sharing`).
 4. For each pool the plans of its roles (`Choices`), found once for a role and a number of devices. Of their
    combinations that fit together only those stay that no other beats in generation, scores and training at once.
-5. The iteration is the sum over stages of the slowest pool, or as `Dataflow.iteration_s` has it. A generator that
-   draws ahead is alone in its pool.
+5. An iteration takes, with the seconds of the slowest pool in each stage, the reshard and `Dataflow.iteration_s` of the
+   others. A generator that draws ahead is alone in its pool.
 
 Before any plan is searched, pools have bounds on their seconds: pools whose bounds add up to more than the `count` best
 partitions so far, or leave the others too few devices to be faster, are left. So these partitions, each with its best

@@ -99,10 +99,11 @@ def _initial(settings: EngineSettings) -> InitialValue:
 
 
 def device_of(settings: EngineSettings) -> torch.device:
-    """The device of this rank: its GPU if ranks talk over nccl, or it is alone on a cluster of GPUs; else the CPU."""
+    """Device of this rank: its GPU over nccl, the first GPU for one rank of a cluster of GPUs; else the CPU."""
     if dist.is_initialized():
         return run_device()
-    return torch.device("cuda" if settings.cluster.device.backend == "cuda" else "cpu")
+    # With an index, as tensors on it have.
+    return torch.device("cuda", 0) if settings.cluster.device.backend == "cuda" else torch.device("cpu")
 
 
 def step_batches(
