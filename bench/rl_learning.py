@@ -38,6 +38,9 @@ _ALONE: dict[str, Any] = {
     "run": {"rows": 1},
 }
 _SINGLE = {"run": {"prompts": 512, "responses": 1}}  # one response a prompt
+# The rate rises for 3 steps of the 20, rather than for 10. ReMax has little to learn from where the likeliest response is
+# right, and CISPO holds no token back, so neither gains much from steps at a small rate.
+_SHORT_RAMP = {"run": {"warmup_steps": 3}}
 _CONSTRAINED: dict[str, Any] = {
     **_SINGLE,
     # Right responses cost .75 on average. The multiplier begins low, and reaches its level within the steps there are.
@@ -63,10 +66,10 @@ BARS = {
     "rloo": Bar(20),
     "reinforce++": Bar(20, keys=_SINGLE),
     "reinforce++-baseline": Bar(20),
-    "remax": Bar(20, keys=_SINGLE),
+    "remax": Bar(20, keys=merge(_SINGLE, _SHORT_RAMP)),
     "dapo": Bar(20),
     "gspo": Bar(20),
-    "cispo": Bar(20),
+    "cispo": Bar(20, keys=_SHORT_RAMP),
     "ppo": Bar(20),
     "shuffled": Bar(20),
     "unconstrained": Bar(40, keys=_SINGLE),
