@@ -38,8 +38,7 @@ _ALONE: dict[str, Any] = {
     "run": {"rows": 1},
 }
 _SINGLE = {"run": {"prompts": 512, "responses": 1}}  # one response a prompt
-# The rate rises for 3 steps of the 20, rather than for 10. ReMax has little to learn from where the likeliest response is
-# right, and CISPO holds no token back, so neither gains much from steps at a small rate.
+# The rate rises for 3 steps of the 20, rather than for 10: ReMax and CISPO are the slowest at small rates.
 _SHORT_RAMP = {"run": {"warmup_steps": 3}}
 _CONSTRAINED: dict[str, Any] = {
     **_SINGLE,

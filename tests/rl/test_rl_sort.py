@@ -1,7 +1,7 @@
 """The cases of bench/rl_learning.py: each is its paper's algorithm, and the verdicts can fail.
 
-Two of them run at night, for minutes on a core: GRPO learns the task `sort` from its supervised start, and rewards dealt
-out anew teach nothing.
+Two of them run at night, for minutes on a core: GRPO learns the task `sort` by its rewards alone, and rewards dealt out
+anew teach nothing.
 """
 
 from pathlib import Path

@@ -20,9 +20,10 @@ from terrace.base.schema import merge
 from terrace.checkpoint.reading import Checkpoint
 from terrace.rl.config import resolve
 from terrace.rl.controllers import CONTROLLERS
+from terrace.rl.making import started
 from terrace.rl.prompts import Sample
 from terrace.rl.rows import Rows
-from terrace.rl.run import Run, RunInputs
+from terrace.rl.run import RunInputs
 from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, LONGEST_RESPONSE, SortPrompts, SortTokenizer
 
@@ -229,11 +230,11 @@ def test_a_step_on_the_task_equals_its_formulas(name: str, tmp_path: Path) -> No
     config, task = resolve("sort", None, {}, table), SortPrompts(0)
     inputs = RunInputs(config=config, prompts=task, tokenizer=SortTokenizer(), stops=frozenset({END}))
     with InlineRuntime() as runtime:
-        run = Run(inputs, runtime, tmp_path / "run", print)
+        run = started(inputs, runtime, tmp_path / "run", print)
         roles = run._setup.roles
         actor = Recording(roles.actor)
         critics = [Recording(role) for role in (roles.critic, roles.cost_critic) if role is not None]
-        named = dict(zip(("critic", "cost_critic"), critics, strict=False))
+        named: dict[str, Any] = dict(zip(("critic", "cost_critic"), critics, strict=False))
         before = parameters_of(actor.save(folder=tmp_path / "before", step=0, facts={}, keep=1))
         setup = replace(run._setup, roles=replace(roles, actor=actor, **named))
         next(CONTROLLERS[name](setup))
@@ -251,5 +252,4 @@ def test_a_step_on_the_task_equals_its_formulas(name: str, tmp_path: Path) -> No
     wanted, unbounded = (stepped(name, before, texts, advantages, clips) for clips in (True, False))
     far = max(float((wanted[key] - unbounded[key]).detach().abs().max()) for key in wanted)
     assert far > 0.01, "the second update is another where nothing holds it to the policy that drew"
-    for key, value in wanted.items():
-        torch.testing.assert_close(after[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+    torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-5)
