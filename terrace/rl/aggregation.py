@@ -21,8 +21,8 @@ class Aggregation:
 
         form                       weight   count               divisor
         token-mean                 1        1                   sum of T_i     DAPO (2503.14476)
-        seq-mean-token-mean        1 / T_i  1 / T_i             R              GRPO (2402.03300), GSPO (2507.18071)
-        seq-mean-token-sum         1        1 / T_i             R              of log-probabilities: RLOO, ReMax
+        seq-mean-token-mean        1 / T_i  1 / T_i             R              GRPO (2402.03300), GSPO, RLOO
+        seq-mean-token-sum         1        1 / T_i             R              ReMax (2310.10505)
         seq-mean-token-sum-norm    1        max_length / T_i    R max_length   Dr. GRPO (2503.20783)
 
     An empty response has no token, and does not count in R.

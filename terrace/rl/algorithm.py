@@ -16,7 +16,15 @@ from terrace.base.schema import load
 from terrace.rl.aggregation import Aggregation, Form
 from terrace.rl.batches import WEIGHTS, TokenLoss
 from terrace.rl.kl import Estimator
-from terrace.rl.losses import cispo, clipped_surrogate, entropy_loss, gspo, kl_loss, reinforce
+from terrace.rl.losses import (
+    cispo,
+    clipped_surrogate,
+    entropy_loss,
+    gspo,
+    kl_loss,
+    response_log_ratios,
+    rloo,
+)
 from terrace.rl.metrics import rollout_sums
 from terrace.rl.ragged import Ragged
 
@@ -34,14 +42,16 @@ Name = Literal[
     "safe-rlhf",
 ]
 NEEDS_CRITIC = ("ppo", "safe-rlhf")
-_REINFORCES = ("rloo", "remax")  # by REINFORCE, which has no clips
+SAMPLES_AGAIN = ("dapo", "cispo")  # in place of groups of equal rewards
+_OF_RESPONSES = ("rloo", "gspo")  # have one ratio for a whole response
 
 # What papers have otherwise than the defaults below.
 _PAPERS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"kl": "reward", "kl_estimator": "k1", "value_clip": 0.2},
     "grpo": {"aggregation": "seq-mean-token-mean"},
     "dr-grpo": {"aggregation": "seq-mean-token-sum-norm"},
-    "rloo": {"aggregation": "seq-mean-token-sum", "kl": "reward", "kl_estimator": "k1"},
+    # A response is one action: the mean over its tokens of a loss that all of them share.
+    "rloo": {"aggregation": "seq-mean-token-mean", "kl": "reward", "kl_estimator": "k1"},
     "reinforce++": {"kl": "reward", "kl_estimator": "k1"},
     "reinforce++-baseline": {"kl_estimator": "k2"},
     "remax": {"aggregation": "seq-mean-token-sum", "kl": "reward", "kl_estimator": "k1"},
@@ -74,7 +84,7 @@ class Algorithm:
     lam: float = 0.95  # of GAE
     value_clip: float | None = None
     importance_bound: float | None = None  # truncates weights of training over rollout (TIS); usual is 2
-    overlong_window: int = 0  # tokens before the longest in which DAPO's penalty grows; 0: no penalty
+    overlong_window: int = 0  # tokens before the longest in which the penalty of DAPO and CISPO grows; 0: no penalty
     cost_threshold: float | None = None  # the mean cost that Safe-RLHF allows
     multiplier: float = 1.0  # of Safe-RLHF, at the start
     multiplier_rate: float = 0.1
@@ -117,10 +127,9 @@ class Algorithm:
         has_effect = {
             **dict.fromkeys(("lam", "value_clip"), critic),
             **dict.fromkeys(("multiplier", "multiplier_rate", "multiplier_largest"), safe),
-            **dict.fromkeys(("clip_low", "clip_high"), self.name not in _REINFORCES),
             "gamma": critic or self.name == "reinforce++",
-            "dual_clip": self.name not in (*_REINFORCES, "gspo", "cispo"),
-            "overlong_window": self.name == "dapo",
+            "dual_clip": self.name not in (*_OF_RESPONSES, "cispo"),
+            "overlong_window": self.name in SAMPLES_AGAIN,
             "kl_target": self.kl_coefficient > 0,
             "kl_horizon": self.kl_target is not None,
         }
@@ -175,7 +184,7 @@ def policy_loss(algorithm: Algorithm, sums: Sums) -> TokenLoss:
         if "kl_weight" in given:
             by_token = weights * given["kl_weight"]
             total = total + kl_loss(x, given["reference"], by_token, algorithm.kl_estimator)
-        _note(sums, algorithm, x.detach(), given["old"], entropies)
+        _note(sums, algorithm, logprobs.with_values(x.detach()), given["old"], entropies)
         if "rollout" in given:
             _compare(sums, logprobs.with_values(x.detach()), given["rollout"])
         return total
@@ -187,8 +196,8 @@ def _policy(
     algorithm: Algorithm, x: Tensor, old: Tensor, advantages: Tensor, weights: Tensor, offsets: Tensor
 ) -> Tensor:
     low, high = algorithm.clip_low, algorithm.clip_high
-    if algorithm.name in _REINFORCES:
-        return reinforce(x, advantages, weights)
+    if algorithm.name == "rloo":
+        return rloo(x, old, advantages, weights, offsets, clip_low=low, clip_high=high)
     if algorithm.name == "gspo":
         return gspo(x, old, advantages, weights, offsets, clip_low=low, clip_high=high)
     if algorithm.name == "cispo":
@@ -197,8 +206,12 @@ def _policy(
     return clipped_surrogate(x, old, advantages, weights, clip_low=low, clip_high=high, dual_clip=dual)
 
 
-def _note(sums: Sums, algorithm: Algorithm, x: Tensor, old: Tensor, entropies: Tensor | None) -> None:
-    ratios = (x - old).exp()
+def _note(sums: Sums, algorithm: Algorithm, logprobs: Ragged, old: Tensor, entropies: Tensor | None) -> None:
+    x, offsets = logprobs.values, logprobs.offsets
+    log_ratios = x - old
+    if algorithm.name in _OF_RESPONSES:
+        log_ratios = response_log_ratios(x, old, offsets, is_mean=algorithm.name == "gspo")
+    ratios = log_ratios.exp()
     clipped = (ratios < 1 - algorithm.clip_low) | (ratios > 1 + algorithm.clip_high)
     sums["tokens"] += x.numel()
     sums["pg_clipfrac"] += float(clipped.sum())

@@ -25,7 +25,7 @@ from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows, cat
 from terrace.rl.stream import Stream, lags
 
-_MOST_ROUNDS = 8  # of drawing prompts until DAPO's batch is full; a guess
+_MOST_ROUNDS = 8  # of drawing prompts until the batch of DAPO or CISPO is full; a guess
 _TEXTS = ("prompts", "responses")
 
 
@@ -86,7 +86,7 @@ _OfGroups = Callable[[Tensor, Tensor], Tensor]  # (rewards, groups) -> advantage
 
 
 def of_groups(setup: Setup, estimate: _OfGroups) -> Iterator[Metrics]:
-    """GRPO, Dr. GRPO, GSPO, CISPO and RLOO: a response against the others to its prompt."""
+    """GRPO, Dr. GRPO, GSPO and RLOO: a response against the others to its prompt."""
     while True:
         rows = scored(setup, rewarded(setup, drawn(setup)))
         estimated = estimate(outcomes_of(setup, rows), rows.tensor("groups"))
@@ -122,16 +122,19 @@ def remax(setup: Setup) -> Iterator[Metrics]:
 
 
 def dapo(setup: Setup) -> Iterator[Metrics]:
-    """DAPO: groups whose rewards are all equal leave, and others are drawn until the batch is full."""
+    """DAPO and CISPO: groups whose rewards are all equal leave, and others are drawn until the batch is full."""
     while True:
-        kept, rounds, num, tokens = list[Rows](), 0, 0, 0
+        kept, rewards, rounds, num, tokens = list[Rows](), list[Tensor](), 0, 0, 0
         while num < setup.sizes.prompts * setup.sizes.responses and rounds < _MOST_ROUNDS:
             rows, rounds = overlong(setup, rewarded(setup, drawn(setup))), rounds + 1
             tokens += sum(len(rows.ragged(name).values) for name in _TEXTS)
+            rewards.append(rows.tensor("reward").double())
             kept.append(rows.take(~advantages.is_degenerate(rows.tensor("reward"), rows.tensor("groups"))))
             num += len(kept[-1])
         rows = cat(kept).take(range(min(num, setup.sizes.prompts * setup.sizes.responses)))
         found: Metrics = {"group/rounds": float(rounds), "group/kept": float(len(rows)), "group/tokens": float(tokens)}
+        # Groups that stay are neither all right nor all wrong, so their mean reward says little about the policy.
+        found["group/reward"] = float(torch.cat(rewards).mean())
         if len(rows):
             rows = scored(setup, rows)
             estimated = advantages.grpo(outcomes_of(setup, rows), rows.tensor("groups"))
@@ -184,7 +187,7 @@ CONTROLLERS: dict[str, Controller] = {
     "remax": remax,
     "dapo": dapo,
     "gspo": partial(of_groups, estimate=advantages.grpo),
-    "cispo": partial(of_groups, estimate=advantages.grpo),
+    "cispo": dapo,
     "safe-rlhf": safe_rlhf,
 }
 

@@ -46,6 +46,26 @@ def clipped_surrogate(
     return (weights * losses).sum()
 
 
+def rloo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """The clipped surrogate with the probability ratio of a response, exp(sum of log rho): a response is one action.
+
+    Before the first update rho is 1, and the gradient is that of REINFORCE, A times that of the response's
+    log-probability (RLOO, 2402.14740, eq. 7). The paper draws anew for every update; the ratio and the clips, those of
+    TRL, are for a step of several mini-batches. Else as `gspo`.
+    """
+    ratios = response_log_ratios(logprobs, old_logprobs, offsets, is_mean=False)
+    return _of_responses(ratios, advantages, weights, clip_low, clip_high)
+
+
 def gspo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -61,10 +81,15 @@ def gspo(
     `offsets` (R + 1) cut the tokens into responses. Each token has the loss of its response, so the aggregation
     seq-mean-token-mean gives the paper's mean over responses. The clips are the paper's.
     """
-    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
-    lengths = offsets.diff().clamp(min=1)
-    ratios = _ratio(row_sums(logprobs - old_logprobs, offsets) / lengths)
-    return (weights * _surrogate(ratios[row_of_each(offsets)], advantages, clip_low, clip_high)).sum()
+    ratios = response_log_ratios(logprobs, old_logprobs, offsets, is_mean=True)
+    return _of_responses(ratios, advantages, weights, clip_low, clip_high)
+
+
+def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, offsets: Tensor, *, is_mean: bool) -> Tensor:
+    """Sum of log rho over a response, or its mean over the tokens, at each of its tokens (N)."""
+    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs)
+    sums = row_sums(logprobs - old_logprobs, offsets)
+    return (sums / offsets.diff().clamp(min=1) if is_mean else sums)[row_of_each(offsets)]
 
 
 def cispo(
@@ -117,6 +142,11 @@ def entropy_loss(entropy: Tensor, weights: Tensor) -> Tensor:
     """Sum of -H, of the policy's entropy at each token: added to a loss with a coefficient, it keeps entropy up."""
     check_shapes(entropy=entropy, weights=weights)
     return -(weights * entropy).sum()
+
+
+def _of_responses(log_ratios: Tensor, advantages: Tensor, weights: Tensor, low: float, high: float) -> Tensor:
+    check_shapes(logprobs=log_ratios, advantages=advantages, weights=weights)
+    return (weights * _surrogate(_ratio(log_ratios), advantages, low, high)).sum()
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

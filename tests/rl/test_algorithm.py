@@ -20,7 +20,8 @@ def test_keys_that_are_left_out_are_those_of_the_paper() -> None:
     assert algorithm_of({"name": "dapo", "clip_high": 0.3}).clip_high == 0.3
     assert algorithm_of({"name": "gspo"}).clip_low == 3e-4
     assert algorithm_of({"name": "reinforce++-baseline"}).kl_estimator == "k2"
-    assert algorithm_of({"name": "rloo"}).aggregation == "seq-mean-token-sum"
+    assert algorithm_of({"name": "rloo"}).aggregation == "seq-mean-token-mean"
+    assert algorithm_of({"name": "remax"}).clip_high == 0.2
     assert len(fields(Algorithm)) < 25
 
 
@@ -32,7 +33,6 @@ def test_keys_that_are_left_out_are_those_of_the_paper() -> None:
         ({"clip_low": -1.0}, "algorithm.clip_low = -1.0 must be 0 or more"),
         ({"name": "ppo", "lam": 1.5}, "algorithm.lam = 1.5 must be above 0 and at most 1"),
         ({"lam": 0.9}, "algorithm.lam = 0.9 has no effect under algorithm.name = 'grpo'"),
-        ({"name": "remax", "clip_low": 0.1}, "algorithm.clip_low = 0.1 has no effect"),
         ({"name": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip = 3.0 has no effect"),
         ({"dual_clip": 1.0}, "algorithm.dual_clip = 1.0 must be above 1"),
         ({"kl_target": 0.1}, "algorithm.kl_target = 0.1 has no effect under .* algorithm.kl_coefficient = 0: leave"),
@@ -74,6 +74,16 @@ def test_the_loss_of_a_policy_by_its_columns() -> None:
     torch.testing.assert_close(policy_loss(algorithm_of({}), sums)(logprobs, None, more), wanted)
     # Without advantages: minus the likelihood.
     assert float(loss(logprobs, None, {WEIGHTS: weights})) == 0.5 + 1.0 + 0.5
+
+
+@pytest.mark.parametrize(("name", "share"), [("grpo", 0.5), ("rloo", 0.5), ("gspo", 1.0)])
+def test_the_share_of_clipped_tokens_is_by_the_ratio_that_is_clipped(name: str, share: float) -> None:
+    """Log-ratios of tokens are .5, -.4, -.1 and -.2; of responses .1 and -.3, and half of that as means."""
+    logprobs = Ragged(torch.tensor([-1.0, -2.4, -0.5, -0.8]), torch.tensor([0, 2, 4]))
+    columns = {WEIGHTS: torch.ones(4), "old": torch.tensor([-1.5, -2.0, -0.4, -0.6]), "advantages": torch.ones(4)}
+    sums = Sums(float)
+    policy_loss(algorithm_of({"name": name}), sums)(logprobs, None, columns)
+    assert sums["pg_clipfrac"] / sums["tokens"] == pytest.approx(share)
 
 
 def test_entropies_that_are_not_there_are_refused() -> None:

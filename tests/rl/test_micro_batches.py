@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.importance import sequence_ratios, truncated
-from terrace.rl.losses import cispo, clipped_surrogate, gspo, kl_loss, reinforce, value_loss
+from terrace.rl.losses import cispo, clipped_surrogate, gspo, kl_loss, reinforce, rloo, value_loss
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
 
@@ -23,6 +23,7 @@ LOSSES: dict[str, Loss] = {
     "gspo": lambda rows, x, w: gspo(
         x, values(rows, "old"), values(rows, "advantages"), w, rows.ragged("old").offsets, clip_low=0.2, clip_high=0.2
     ),
+    "rloo": lambda rows, x, w: rloo(x, values(rows, "old"), values(rows, "advantages"), w, rows.ragged("old").offsets),
     "cispo": lambda rows, x, w: cispo(
         x, values(rows, "old"), values(rows, "advantages"), w, clip_low=1.0, clip_high=0.2
     ),

@@ -261,14 +261,17 @@ def test_safe_rlhf_takes_the_reward_that_costs_nothing() -> None:
     assert setup.progress.multiplier.value == steps[-1]["safe/lambda"]
 
 
-def test_dapo_draws_until_its_batch_is_full() -> None:
+@pytest.mark.parametrize("name", ["dapo", "cispo"])
+def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(name: str) -> None:
     """Near its end the table answers alike, so groups of equal rewards leave and more prompts are taken."""
-    steps, setup = learned("dapo", num_steps=40)
+    steps, setup = learned(name, num_steps=40)
     rounds = [step["group/rounds"] for step in steps]
     assert rounds[0] == 1
     assert max(rounds) > 1
     assert setup.stream.state()[0] == sum(rounds) * setup.sizes.prompts
     assert all(step["group/kept"] == NUM_RESPONSES for step in steps if step["group/rounds"] < 8)
+    # The reward of what was drawn is another than that of what stays.
+    assert any(step["group/reward"] != pytest.approx(step["reward/mean"]) for step in steps)
     # Prompts have one token. All that was drawn counts, kept or not.
     assert steps[0]["group/tokens"] == pytest.approx(NUM_RESPONSES * (1 + steps[0]["response_length/mean"]))
     assert all(step["group/tokens"] >= 2 * NUM_RESPONSES * turns for step, turns in zip(steps, rounds, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 from terrace.base.errors import ConfigError, DataError
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.importance import masked, sequence_ratios, token_ratios, truncated
-from terrace.rl.losses import cispo, clipped_surrogate, entropy_loss, gspo, kl_loss, reinforce, value_loss
+from terrace.rl.losses import cispo, clipped_surrogate, entropy_loss, gspo, kl_loss, reinforce, rloo, value_loss
 from terrace.rl.ragged import Ragged
 from terrace.runtime.pairs import bradley_terry, dpo
 
@@ -76,6 +76,25 @@ def test_dual_clip_bounds_losses_of_negative_advantages() -> None:
 def test_a_ratio_that_would_overflow_has_a_finite_gradient(advantage: float) -> None:
     value, gradient = found(surrogate(advantage), 1e4)
     assert all(map(math.isfinite, [value, *gradient]))
+
+
+def of_rloo(log_ratio: float, advantage: float) -> tuple[float, list[float]]:
+    """Loss and gradient of a response of two tokens, of which the first alone has moved."""
+
+    def loss(x: Tensor) -> Tensor:
+        weights = Aggregation("seq-mean-token-mean").weights(torch.tensor([2]), torch.float64)
+        return rloo(x, numbers(-1, -2), numbers(advantage, advantage), weights, torch.tensor([0, 2]))
+
+    return found(loss, log_ratio - 1, -2)
+
+
+def test_rloo_by_hand() -> None:
+    # REINFORCE, before the policy has moved: every token of the response by its advantage.
+    assert near(of_rloo(0, 2), -2, -2, -2)
+    # The ratio is of the response: at 1.5 no token of it is raised further, and at .5 none is lowered further.
+    assert near(of_rloo(UP, 1), -1.2, 0, 0)
+    assert near(of_rloo(UP, -1), 1.5, 1.5, 1.5)
+    assert near(of_rloo(DOWN, -1), 0.8, 0, 0)
 
 
 def test_gspo_by_hand() -> None:
@@ -213,6 +232,7 @@ def test_pairs_by_hand() -> None:
         lambda one, two: reinforce(two, one, two),
         lambda one, two: clipped_surrogate(two, two, one, two),
         lambda one, two: gspo(two, one, two, two, torch.tensor([0, 2])),
+        lambda one, two: rloo(two, two, one, two, torch.tensor([0, 2])),
         lambda one, two: cispo(two, two, one, two, clip_low=1, clip_high=1),
         lambda one, two: value_loss(two, two, two, one),
         lambda one, two: kl_loss(two, one, two, "k3"),
