@@ -123,12 +123,9 @@ class GenerationEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         if logits is not None:
-            requests = [part.text.request for part in turn.drawing]
-            uniforms = [
-                uniform(seed_of(request.sampling.seed, request.seed), len(part.text.tokens))
-                for part, request in zip(turn.drawing, requests, strict=True)
-            ]
-            tokens, logprobs = draw(logits, [request.sampling for request in requests], uniforms)
+            asked = [(len(part.text.tokens), request) for part in turn.drawing for request in part.text.requests]
+            uniforms = [uniform(seed_of(request.sampling.seed, request.seed), position) for position, request in asked]
+            tokens, logprobs = draw(logits, [request.sampling for _, request in asked], uniforms)
         ended = self._scheduler.advance(turn, tokens, logprobs, self.version, self._decode)
         for number in ended:
             self.pool.forget(number)
@@ -154,7 +151,7 @@ class GenerationEngine:
             )
 
     def _pass(self, turn: Turn, spans: Sequence[Span]) -> Tensor | None:
-        """Logits (B, V) after the parts that draw; None if none does."""
+        """Logits (B, V) for the members of the parts that draw; None if none does."""
         self.pool.prepare(spans)
         passing = Passing(spans, **self._attending)
         tokens: list[int] = []
@@ -175,7 +172,8 @@ class GenerationEngine:
             return None
         # Only these logits are needed, and they are the largest tensor.
         logits: Tensor = self._blocks[-1](x[:, torch.tensor(last, device=self._device)])[0]
-        return logits
+        rows = [row for row, part in enumerate(turn.drawing) for _ in part.text.members]
+        return logits if len(rows) == len(last) else logits[torch.tensor(rows, device=self._device)]
 
     def _span(self, part: Part) -> Span:
         end = part.first + part.num_tokens

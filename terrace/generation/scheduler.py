@@ -6,8 +6,9 @@ pages of `page_tokens` places with counts of holders. A text takes a page when i
 text that came last gives up all of its pages and is read again later, which is exact: its tokens stay. So the text
 that came first always proceeds, and every request ends.
 
-A request whose prompt another text has read takes over its pages and copies one when it writes into it (copy on write).
-It waits while that prompt is still being read.
+Requests with the same prompt are one text until they draw different tokens: what they have in common passes once. Texts
+that part share pages, and copy one when they write into it (copy on write). So does a request that comes when another
+text has read its prompt; it waits while that prompt is still being read.
 
 Without a sliding window a text attends to at most `context` tokens. When they are used up, the last half of them is
 read again as if the text began there. With a window no longer than the context nothing is read again, and pages that
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from terrace.base.errors import ConfigError
 from terrace.generation.page_counts import PageCounts
 from terrace.generation.request import Completion, Request
-from terrace.generation.text import Decode, Text
+from terrace.generation.text import Decode, Member, Text
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Turn:
 
     @property
     def drawing(self) -> list[Part]:
+        """The parts behind which tokens are drawn, one for each member of their texts."""
         return [part for part in self.parts if part.draws]
 
 
@@ -118,21 +120,25 @@ class Scheduler:
         version: int,
         decode: Decode | None = None,
     ) -> dict[int, Completion]:
-        """Take the tokens drawn for `turn.drawing`; the completions that end, by number."""
+        """Take the tokens drawn for the members of `turn.drawing`; the completions that end, by number."""
         for part in turn.parts:
             part.text.computed += part.num_tokens
+        drawn = zip(tokens, logprobs, strict=True)
         ended: dict[int, Completion] = {}
-        for part, token, logprob in zip(turn.drawing, tokens, logprobs, strict=True):
-            text = part.text
-            text.tokens.append(token)
-            text.logprobs.append(logprob)
-            text.versions.append(version)
-            finish = text.ending(decode)
-            if finish is not None:
-                ended[text.number] = text.completion(finish)
-                self._leave(text)
         for part in turn.parts:
-            self._move_on(part.text)
+            texts = [part.text]
+            if part.draws:
+                by_token: dict[int, list[Member]] = {}
+                # The zip comes second: it must not lose a pair when the members are at their end.
+                for member, (token, logprob) in zip(part.text.members, drawn, strict=False):
+                    member.logprobs.append(logprob)
+                    member.versions.append(version)
+                    by_token.setdefault(token, []).append(member)
+                texts = self._parted(part.text, by_token)
+            for text in texts:
+                ended |= self._ended(text, decode) if part.draws else {}
+                self._move_on(text)
+        assert next(drawn, None) is None, "a token was drawn for nobody"
         return ended
 
     def drop_pages(self) -> None:
@@ -143,13 +149,40 @@ class Scheduler:
     def abort(self) -> dict[int, Completion]:
         """Let go of all texts; their completions so far, by number."""
         self.drop_pages()
-        found = {number: text.completion("aborted") for number, text in sorted(self._waiting)}
+        texts = [text for _, text in self._waiting]
+        found = {each.number: text.completion(each, "aborted") for text in texts for each in text.members}
         self._waiting = []
-        return found
+        return dict(sorted(found.items()))
 
-    def _most_pages(self, request: Request) -> int:
-        """The most pages that a request may hold at once."""
-        longest = len(request.prompt) + request.num_tokens - 1  # nothing is drawn behind the last token
+    def _parted(self, text: Text, by_token: dict[int, list[Member]]) -> list[Text]:
+        """A text for each token that members of `text` have drawn, with the token; one of them is `text`."""
+        (token, text.members), *others = by_token.items()
+        texts = [text]
+        for other, members in others:
+            texts.append(text.branch(members))
+            texts[-1].tokens.append(other)
+            self.counts.share(text.held)
+            bisect.insort(self._running, texts[-1], key=lambda each: each.number)
+        text.tokens.append(token)
+        return texts
+
+    def _ended(self, text: Text, decode: Decode | None) -> dict[int, Completion]:
+        """The completions of members whose last token ends them, which leave."""
+        ended: dict[int, Completion] = {}
+        for member in text.members:
+            finish = text.ending(member, decode)
+            if finish is not None:
+                ended[member.number] = text.completion(member, finish)
+        if len(ended) == len(text.members):
+            self._leave(text)
+        elif ended:
+            text.members = [member for member in text.members if member.number not in ended]
+        return ended
+
+    def _most_pages(self, *requests: Request) -> int:
+        """The most pages that the text of requests with the same prompt may hold at once."""
+        num_tokens = max(request.num_tokens for request in requests)
+        longest = len(requests[0].prompt) + num_tokens - 1  # nothing is drawn behind the last token
         if self._window:
             # A part of a prompt also sees the window before it, and neither begins with a page.
             longest = min(longest, self._window + self._token_budget + self._page_tokens)
@@ -169,21 +202,30 @@ class Scheduler:
             return left
         skipped: list[tuple[int, Text]] = []
         growing = sum(map(self._may_grow, self._running))
+        num_members = sum(len(text.members) for text in self._running)
         readers = self._readers()
-        # At most as many run as there are tokens in a turn: each gets one.
-        while self._waiting and left and len(self._running) < self._token_budget:
+        # At most as many requests run as there are tokens in a turn: each may come to need one.
+        while self._waiting and left and num_members < self._token_budget:
             text = self._waiting[0][1]
-            sibling, shared = self._sibling(text, readers.get((text.request.prompt, text.begin), ()))
+            siblings = readers.get((text.prompt, text.begin), [])
+            twin = next((each for each in siblings if each.tokens == text.tokens and each.number < text.number), None)
+            sibling, shared = self._sibling(text, siblings) if twin is None else (None, 0)
             if sibling is not None and not shared:
                 skipped.append(heapq.heappop(self._waiting))
                 continue
             # Under a window most of the shared pages may be gone: they count before the cap, which is of its own pages.
             unshared = self._pages_of(len(text.tokens) - text.begin + 1) - shared // self._page_tokens
-            needed = min(unshared, self._most_pages(text.request))
+            needed = min(unshared, self._most_pages(*text.requests)) if twin is None else len(text.members)
             # A page more for each text that may grow, or it would soon take this one's away.
             if self._running and self.counts.num_free < needed + growing:
                 break
             heapq.heappop(self._waiting)
+            num_members += len(text.members)
+            growing += self._may_grow(text)
+            if twin is not None:
+                # It passes in this turn, and draws for all.
+                twin.members = sorted([*twin.members, *text.members], key=lambda each: each.number)
+                continue
             if sibling is not None:
                 self._share(sibling, text, shared)
             bisect.insort(self._running, text, key=lambda each: each.number)
@@ -192,20 +234,20 @@ class Scheduler:
             assert has_places, "a text was admitted without pages"
             parts.append(self._part(text, num_tokens))
             left -= num_tokens
-            growing += self._may_grow(text)
-            readers.setdefault((text.request.prompt, text.begin), []).append(text)
+            readers.setdefault((text.prompt, text.begin), []).append(text)
         for each in skipped:
             heapq.heappush(self._waiting, each)
         return left
 
-    def _may_grow(self, text: Text) -> bool:
-        return self._most_pages(text.request) > len(text.held)
+    def _may_grow(self, text: Text) -> int:
+        """How many pages a text may soon take: members that part write into pages of their own."""
+        return len(text.members) - (self._most_pages(*text.requests) <= len(text.held))
 
     def _readers(self) -> dict[tuple[tuple[int, ...], int], list[Text]]:
         """The texts that run, by the prompt that they read and where it begins."""
         found: dict[tuple[tuple[int, ...], int], list[Text]] = {}
         for text in self._running:
-            found.setdefault((text.request.prompt, text.begin), []).append(text)
+            found.setdefault((text.prompt, text.begin), []).append(text)
         return found
 
     def _sibling(self, text: Text, readers: Sequence[Text]) -> tuple[Text | None, int]:
@@ -213,7 +255,7 @@ class Scheduler:
         the prompt is being read.
         """
         # The last token passes once more: its logits are wanted.
-        wanted = min(len(text.request.prompt) - text.begin, len(text.tokens) - text.begin - 1)
+        wanted = min(len(text.prompt) - text.begin, len(text.tokens) - text.begin - 1)
         if wanted < 1:
             return None, 0
         reading = None

@@ -1,4 +1,4 @@
-"""A request on its way: its tokens so far and the pages of its keys and values. Pure: needs no torch."""
+"""Requests on their way: their tokens so far and the pages of keys and values. Pure: needs no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +10,25 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(eq=False, slots=True)
-class Text:
-    """What is read of a text begins at token `begin`; the keys and values of the first `computed` of these are kept.
-
-    `pages[i]` has places i P ... (i + 1) P - 1 of what is read; the first `num_dropped` lie behind a sliding window.
-    """
+class Member:
+    """A request on its way, with what was drawn for it."""
 
     number: int
     request: Request
-    tokens: list[int]  # prompt and completion
     logprobs: list[float]
     versions: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class Text:
+    """The tokens of requests with the same prompt that have drawn the same tokens so far: they pass once for all.
+
+    What is read begins at token `begin`; the keys and values of the first `computed` of these are kept. `pages[i]` has
+    places i P ... (i + 1) P - 1 of what is read; the first `num_dropped` lie behind a sliding window.
+    """
+
+    members: list[Member]  # one or more, in the order in which they came
+    tokens: list[int]  # prompt and completion
     begin: int = 0
     computed: int = 0
     num_dropped: int = 0
@@ -29,8 +37,21 @@ class Text:
     @staticmethod
     def of(number: int, request: Request) -> "Text":
         begun = request.begun or Completion((), (), (), "aborted")
-        tokens = [*request.prompt, *begun.tokens]
-        return Text(number, request, tokens, list(begun.logprobs), list(begun.versions))
+        member = Member(number, request, list(begun.logprobs), list(begun.versions))
+        return Text([member], [*request.prompt, *begun.tokens])
+
+    @property
+    def number(self) -> int:
+        """The number of the request that came first."""
+        return self.members[0].number
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.members[0].request.prompt
+
+    @property
+    def requests(self) -> list[Request]:
+        return [member.request for member in self.members]
 
     @property
     def pending(self) -> int:
@@ -39,23 +60,28 @@ class Text:
 
     @property
     def made(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
+        return self.tokens[len(self.prompt) :]
 
     @property
     def held(self) -> list[int]:
         """The pages that it holds."""
         return self.pages[self.num_dropped :]
 
-    def completion(self, finish: Literal["stop", "length", "aborted"]) -> Completion:
-        return Completion(tuple(self.made), tuple(self.logprobs), tuple(self.versions), finish)
+    def branch(self, members: list[Member]) -> "Text":
+        """The same text for some of its members alone; its pages have one holder more."""
+        return Text(members, list(self.tokens), self.begin, self.computed, self.num_dropped, list(self.pages))
 
-    def ending(self, decode: Decode | None) -> Literal["stop", "length"] | None:
-        """How its last token ends it, if it does."""
-        if self.tokens[-1] in self.request.stop_tokens:
+    def completion(self, member: Member, finish: Literal["stop", "length", "aborted"]) -> Completion:
+        return Completion(tuple(self.made), tuple(member.logprobs), tuple(member.versions), finish)
+
+    def ending(self, member: Member, decode: Decode | None) -> Literal["stop", "length"] | None:
+        """How its last token ends a member, if it does."""
+        request = member.request
+        if self.tokens[-1] in request.stop_tokens:
             return "stop"
-        if self.request.stop_texts and decode is not None and _ends(self.made, self.request.stop_texts, decode):
+        if request.stop_texts and decode is not None and _ends(self.made, request.stop_texts, decode):
             return "stop"
-        return "length" if len(self.logprobs) == self.request.num_tokens else None
+        return "length" if len(member.logprobs) == request.num_tokens else None
 
 
 def _ends(made: Sequence[int], stop_texts: Sequence[str], decode: Decode) -> bool:

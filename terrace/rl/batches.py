@@ -11,8 +11,6 @@ Shape legend: R rows, S tokens of a row of the batch, N valid tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,12 +20,13 @@ from terrace.model.decoder import IGNORE_INDEX
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.ragged import Ragged, check_rows, offsets_of, row_of_each
 from terrace.rl.rows import Rows
-from terrace.rl.shared_prompts import LONGEST_SHARED, run_begins
+from terrace.rl.shared_prefixes import places_of
 from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective
 from terrace.runtime.token_numbers import TokenNumbers
 
 WEIGHTS = "loss_weights"  # the column with the aggregation's weights
+_ROW = "row"  # the column with the row of each label, where labels do not stand by rows
 
 # (log-probabilities of valid tokens, their entropies where there are some, columns (N) by name) -> sum
 TokenLoss = Callable[[Ragged, Tensor | None, Mapping[str, Tensor]], Tensor]
@@ -39,68 +38,89 @@ def batch_of(
 ) -> Batch:
     """One micro-batch of all `rows`, labels (R, `sequence`): responses at the places that predict them.
 
-    If `is_joined`, the rows stand end to end in one, labels (1, T), as `terrace.rl.shared_prompts` says: without
-    padding, and a row whose prompt is that of the row before it begins with the prompt's last token.
+    If `is_joined`, the rows stand in one as `terrace.rl.shared_prefixes` says, without padding; labels (1, N) are the
+    valid tokens in the order of `rows`, and one that does not count where there are none.
 
     Its columns are those named, of valid tokens, and `WEIGHTS`; its `weights` what tokens add to the divisor. No router
     sees its padding: `places` count from the first row, or from another's with `Batch.with_places`.
     Raises `DataError` for an empty prompt, a row that is too long, and a column of other lengths.
     """
-    prompts, responses = rows.ragged("prompts"), rows.ragged("responses")
-    layout = _layout_of(rows, sequence, is_joined)
-    inputs = prompts.values.new_zeros(layout.num_places)
-    positions = torch.zeros_like(inputs)
-    for column, starts in ((prompts, torch.zeros_like(prompts.lengths)), (responses, prompts.lengths)):
-        position = _place_in_row(column) + column.spread(starts).values
-        row = row_of_each(column.offsets)
-        # The last token of a row predicts nothing, and is no input.
-        kept = (position >= layout.skipped[row]) & (position < layout.ends[row])
-        place = (layout.starts[row] + position)[kept]
-        inputs[place], positions[place] = column.values[kept], position[kept]
-    places = label_places(rows, sequence, is_joined)
-    valid = _valid(rows, responses)
+    texts = _texts(rows, sequence)
+    valid = _valid(rows, rows.ragged("responses"))
+    given = {name: rows.ragged(name) for name in columns}
+    check_rows(responses=valid, **given)
+    numbers = {name: column.values for name, column in given.items()}
+    numbers[WEIGHTS] = aggregation.weights(valid.lengths, torch.float64)
+    counts = aggregation.counts(valid.lengths)
+    if is_joined:
+        return _joined(rows, texts, numbers, counts)
+    position = _place_in_row(texts)
+    is_input = position < texts.spread(texts.lengths - 1).values
+    inputs = position.new_zeros(len(rows) * sequence)
+    inputs[(texts.spread(_starts(rows, sequence)).values + position)[is_input]] = texts.values[is_input]
+    places = label_places(rows, sequence).values
     labels = torch.full_like(inputs, IGNORE_INDEX)
-    labels[places.values] = valid.values
-    shape = (1, -1) if is_joined else (len(rows), sequence)
+    labels[places] = valid.values
+    shape = (len(rows), sequence)
 
     def laid_out(values: Tensor) -> Tensor:
         flat = values.new_zeros(len(labels))
-        flat[places.values] = values
+        flat[places] = values
         return flat.view(shape)
 
-    given = {name: rows.ragged(name) for name in columns}
-    check_rows(responses=valid, **given)
-    laid = {name: laid_out(column.values) for name, column in given.items()}
-    weights = aggregation.weights(valid.lengths, torch.float64)
-    batch = Batch(
+    return Batch(
         inputs.view(shape),
         labels.view(shape),
-        positions=positions.view(shape) if is_joined else None,
-        columns={**laid, WEIGHTS: laid_out(weights)},
-        weights=laid_out(aggregation.counts(valid.lengths)),
+        columns={name: laid_out(values) for name, values in numbers.items()},
+        weights=laid_out(counts),
+    ).with_places(0, lengths=texts.lengths - 1)
+
+
+def label_places(rows: Rows, sequence: int) -> Ragged:
+    """Where the valid tokens of responses are labels: places in padded labels of `batch_of(rows)` laid out flat."""
+    responses = rows.ragged("responses")
+    return _valid(rows, _before_responses(rows, responses.spread(_starts(rows, sequence)).values))
+
+
+def at_valid_tokens(numbers: Tensor, rows: Rows, is_joined: bool = False) -> Ragged:
+    """Numbers (R, S), or (1, N) if `is_joined`, by label of `batch_of(rows)`, at the valid tokens of responses."""
+    if is_joined:
+        valid = _valid(rows, rows.ragged("responses"))
+        return valid.with_values(numbers.flatten()[: len(valid.values)])
+    places = label_places(rows, numbers.shape[1])
+    return places.with_values(numbers.flatten()[places.values])
+
+
+def _joined(rows: Rows, texts: Ragged, numbers: Mapping[str, Tensor], counts: Tensor) -> Batch:
+    responses = rows.ragged("responses")
+    # The last token of a text predicts nothing, and is no input.
+    given = [text[:-1] for text in texts.lists()]
+    places = Ragged(
+        torch.tensor([x for each in places_of(given) for x in each], dtype=torch.int64), offsets_of(texts.lengths - 1)
     )
-    return batch if is_joined else batch.with_places(0, lengths=layout.ends)
+    inputs = texts.values.new_zeros(max(1, int(places.values.amax()) + 1 if len(places.values) else 0))
+    positions = torch.zeros_like(inputs)
+    inputs[places.values] = torch.tensor([x for each in given for x in each], dtype=torch.int64)
+    positions[places.values] = _place_in_row(places)
+    valid = _valid(rows, responses)
+    reads = _valid(rows, _before_responses(rows, responses.spread(places.offsets[:-1]).values))
+    numbers = {**numbers, _ROW: row_of_each(valid.offsets)}
+
+    def laid_out(values: Tensor, padding: int = 0) -> Tensor:
+        return values.unsqueeze(0) if len(values) else values.new_full((1, 1), padding)
+
+    return Batch(
+        inputs.unsqueeze(0),
+        laid_out(valid.values, IGNORE_INDEX),
+        positions=positions.unsqueeze(0),
+        reads=laid_out(places.values[reads.values]),
+        columns={name: laid_out(values) for name, values in numbers.items()},
+        weights=laid_out(counts),
+    )
 
 
-def label_places(rows: Rows, sequence: int, is_joined: bool = False) -> Ragged:
-    """Where the valid tokens of responses are labels: places in labels of `batch_of(rows)` laid out flat, int64."""
-    prompts, responses = rows.ragged("prompts"), rows.ragged("responses")
-    starts = _layout_of(rows, sequence, is_joined).starts + prompts.lengths - 1
-    places = responses.with_values(responses.spread(starts).values + _place_in_row(responses))
-    return _valid(rows, places)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Row i has inputs at positions `skipped[i]` ... `ends[i]` - 1; that at position p is at place `starts[i]` + p."""
-
-    starts: Tensor
-    skipped: Tensor
-    ends: Tensor
-    num_places: int
-
-
-def _layout_of(rows: Rows, sequence: int, is_joined: bool) -> _Layout:
+def _texts(rows: Rows, sequence: int) -> Ragged:
+    """Prompts with their responses; raises `DataError` for an empty prompt and a row that is too long."""
     prompts, responses = rows.ragged("prompts"), rows.ragged("responses")
     total = prompts.lengths + responses.lengths - 1
     for wrong, reason in ((prompts.lengths == 0, "has no prompt"), (total > sequence, "is too long")):
@@ -110,28 +130,21 @@ def _layout_of(rows: Rows, sequence: int, is_joined: bool) -> _Layout:
                 f"row {row} {reason}: prompts of 1 token or more, and with their response at most {sequence + 1}; it "
                 f"has {int(prompts.lengths[row])} and {int(responses.lengths[row])}"
             )
-    if not is_joined:
-        starts = torch.arange(len(rows), device=total.device) * sequence
-        return _Layout(starts, torch.zeros_like(total), total, len(rows) * sequence)
-    skipped = torch.where(_continues(prompts, total), prompts.lengths - 1, 0)
-    offsets = offsets_of(total - skipped)
-    # A micro-batch has a token, if need be one that nobody has written.
-    return _Layout(offsets[:-1] - skipped, skipped, total, max(1, int(offsets[-1])))
+    texts = Ragged(prompts.values.new_zeros(int(total.sum()) + len(rows)), offsets_of(total + 1))
+    for column, first in ((prompts, texts.offsets[:-1]), (responses, texts.offsets[:-1] + prompts.lengths)):
+        texts.values[column.spread(first).values + _place_in_row(column)] = column.values
+    return texts
 
 
-def _continues(prompts: Ragged, total: Tensor) -> Tensor:
-    """Whether each row shares the prompt of the row before it, bool (R)."""
-    texts = prompts.rows()
-    alike = [torch.equal(text, before) for before, text in pairwise(texts)]
-    found = torch.tensor([False, *alike][: len(texts)], device=total.device)
-    # Of long rows the masks would be large.
-    return found & (total <= LONGEST_SHARED)
+def _starts(rows: Rows, sequence: int) -> Tensor:
+    return torch.arange(len(rows), device=rows.ragged("prompts").offsets.device) * sequence
 
 
-def at_valid_tokens(numbers: Tensor, rows: Rows, is_joined: bool = False) -> Ragged:
-    """Numbers (R, S), or (1, T) if `is_joined`, by label of `batch_of(rows)`, at the valid tokens of responses."""
-    places = label_places(rows, numbers.shape[1], is_joined)
-    return places.with_values(numbers.flatten()[places.values])
+def _before_responses(rows: Rows, starts: Tensor) -> Ragged:
+    """Places of the tokens before those of responses, where a row's inputs begin at `starts`, by token."""
+    responses = rows.ragged("responses")
+    lengths = responses.spread(rows.ragged("prompts").lengths).values
+    return responses.with_values(starts + lengths - 1 + _place_in_row(responses))
 
 
 def objective_of(loss: TokenLoss) -> TokenObjective:
@@ -167,11 +180,9 @@ def _counted(batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             "axis and balance"
         )
     counted = batch.labels != IGNORE_INDEX
-    lengths = counted.sum(1)
-    if batch.positions is not None:
-        runs = run_begins(batch.positions[0]).cumsum(0) - 1
-        lengths = runs.new_zeros(int(runs[-1]) + 1).index_add_(0, runs, counted[0].long())
-    return counted, {name: column[counted] for name, column in batch.columns.items()}, offsets_of(lengths)
+    columns = {name: column[counted] for name, column in batch.columns.items()}
+    lengths = columns.pop(_ROW).bincount() if _ROW in columns else counted.sum(1)
+    return counted, columns, offsets_of(lengths)
 
 
 def _valid(rows: Rows, column: Ragged) -> Ragged:

@@ -6,6 +6,7 @@ Shape legend: N tokens, R rows.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,11 @@ class Ragged:
     def with_values(self, values: Tensor) -> "Ragged":
         """Other values of the same rows."""
         return Ragged(values, self.offsets)
+
+    def lists(self) -> list[list[Any]]:
+        """The rows as Python numbers."""
+        numbers = self.values.tolist()
+        return [numbers[start:stop] for start, stop in pairwise(self.offsets.tolist())]
 
     def sums(self) -> Tensor:
         """Sum of each row, (R, ...); 0 for an empty one."""

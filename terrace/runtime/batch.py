@@ -1,14 +1,12 @@
 """Micro-batches: whole rows, or a rank's part of rows that are spread over ranks."""
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from terrace.base.errors import ModelError
 from terrace.model.attention import document_begins
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.sequence.token_layout import TokenLayout
@@ -18,12 +16,16 @@ from terrace.sequence.token_layout import TokenLayout
 class Batch:
     """One micro-batch: inputs and labels, both (B, S), of whole rows; with a `token_layout`, this rank's part (1, T).
 
-    `positions`, int64 of the labels' shape, count the tokens of each document from 0, where a row holds several.
+    With `reads`, inputs are one row (1, T) and labels another (1, N): label n belongs to the output at token
+    `reads[0, n]`, int64, so that a token may have several labels, or none. Losses of token numbers and of values know
+    them, and models without experts.
+
+    `positions`, int64 of the inputs' shape, count the tokens of each document from 0, where a row holds several.
     `places`, alike, are the places of the tokens in the run (`places_of`), the same under every plan, and -1 for what
     takes no part in choices of experts; models without experts need none. `shares`, alike, fp64, weigh tokens in
-    losses of routers (`shares_of`); only a part of rows needs them. `columns`, alike, are what a loss of token numbers
-    reads; `weights`, fp64, alike, are what counted labels add to the divisor of the loss, 1 each if left out
-    (terrace.runtime.objective); losses of routers have the same divisor, and `shares` know them.
+    losses of routers (`shares_of`); only a part of rows needs them. `columns`, of the labels' shape, are what a loss of
+    token numbers reads; `weights`, fp64, alike, are what counted labels add to the divisor of the loss, 1 each if left
+    out (terrace.runtime.objective); losses of routers have the same divisor, and `shares` know them.
     """
 
     inputs: Tensor
@@ -34,6 +36,7 @@ class Batch:
     shares: Tensor | None = field(default=None, kw_only=True)
     columns: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
     weights: Tensor | None = field(default=None, kw_only=True)
+    reads: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; from pinned memory the host does not wait."""
@@ -140,40 +143,3 @@ def _labels_of_documents(
     added = counted.long() if weights is None else torch.where(counted, weights.flatten().double(), 0.0)
     counts = torch.zeros(labels.numel(), dtype=added.dtype, device=labels.device)
     return documents, counts.index_add_(0, documents, added)
-
-
-def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:
-    """Raise `ModelError` when positions are not of the labels' shape, or a block of `modules` takes none."""
-    given = [(batch.labels, batch.positions) for batch in batches if batch.positions is not None]
-    if not given:
-        return
-    for labels, positions in given:
-        if positions.shape != labels.shape or positions.is_floating_point():
-            raise ModelError(
-                f"positions {tuple(positions.shape)} of {positions.dtype} must be integers of the labels' shape "
-                f"{tuple(labels.shape)}"
-            )
-    for module in modules:
-        reason = getattr(module, "refuses_positions", "")
-        if reason:
-            raise ModelError(f"{reason}: leave positions away, and give each row one document")
-        try:
-            # Two arguments: hidden states and positions.
-            inspect.signature(module.forward).bind(None, None)
-        except TypeError:
-            raise ModelError(
-                f"{type(module).__name__}.forward takes no positions, but the micro-batch has some: give it a second "
-                "argument, or leave positions away"
-            ) from None
-
-
-def check_columns(batches: Sequence[Batch]) -> None:
-    """Raise `ModelError` when columns or weights are not of the labels' shape."""
-    for batch in batches:
-        weights = {} if batch.weights is None else {"weights": batch.weights}
-        for name, column in {**batch.columns, **weights}.items():
-            if column.shape != batch.labels.shape:
-                raise ModelError(
-                    f"column {name} of a batch is {tuple(column.shape)}: give a number for each of its labels, "
-                    f"{tuple(batch.labels.shape)}"
-                )

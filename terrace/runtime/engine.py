@@ -27,7 +27,8 @@ from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.verify import verify
 from terrace.runtime.axes import apply_axes
-from terrace.runtime.batch import Batch, check_columns, check_positions
+from terrace.runtime.batch import Batch
+from terrace.runtime.batch_checks import check_batches
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import check_compiles, compile_blocks
@@ -290,8 +291,7 @@ class Engine:
         for axis in self.axes:
             batches = axis.take(batches, trains=program.trains)
         self.passages.take(batches, trains=program.trains)
-        check_positions(batches, self.state.modules.values())
-        check_columns(batches)
+        check_batches(batches, self.state.modules.values(), self.runner.objective)
         return batches
 
     def _result(self, sums: StepSums, loads: Loads | None = None, outer: Sequence[OuterResult] = ()) -> StepResult:

@@ -42,7 +42,7 @@ class TokenObjective:
 
     def __call__(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run the last block and the loss on the block's input (B, S, H)."""
-        return self.loss(self.numbers(module, inputs, batch.labels), batch)
+        return self.loss(self.numbers(module, _read(inputs, batch), batch.labels), batch)
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,15 @@ class ValueObjective:
 
     def __call__(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run the last block and the loss on the block's input (B, S, H)."""
-        return self.loss(module(inputs), batch)
+        return self.loss(module(_read(inputs, batch)), batch)
 
 
 Objective = OutputLoss | TokenObjective | ValueObjective
+
+
+def _read(inputs: Tensor, batch: Batch) -> Tensor:
+    """Of the last block's input, what labels belong to: a last block treats each token by itself."""
+    return inputs if batch.reads is None else inputs.index_select(1, batch.reads[0])
 
 
 def check_objective(last: nn.Module, objective: object) -> None:

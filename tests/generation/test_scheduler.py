@@ -17,6 +17,7 @@ class Case:
     requests: list[Request]
     sizes: dict[str, int]
     aborts: int  # turns after which all is aborted and resumed; 0: never
+    late: int = 0  # turns after which every second request comes
 
 
 @st.composite
@@ -37,7 +38,9 @@ def cases(draw: st.DrawFn) -> Case:
     reach = min(longest, window + budget + page_tokens) if window else min(longest, context)
     least = -(-reach // page_tokens)
     sizes = {"num_pages": least + draw(st.integers(0, 12)), "page_tokens": page_tokens, "token_budget": budget}
-    return Case(requests, sizes | {"context": context, "window": window}, draw(st.integers(0, 9)))
+    return Case(
+        requests, sizes | {"context": context, "window": window}, draw(st.integers(0, 9)), draw(st.integers(0, 6))
+    )
 
 
 class Memory:
@@ -64,18 +67,22 @@ class Memory:
                 assert kept == (place, part.text.tokens[part.text.begin + place])
 
 
-def drawn(text_tokens: list[int]) -> int:
-    """The token behind a text: any function of the text alone."""
-    return (31 * len(text_tokens) + 7 * sum(text_tokens)) % 41
+def drawn(text_tokens: list[int], seed: int) -> int:
+    """The token behind a text: any function of the text and the seed alone. Some seeds draw alike for a while."""
+    return (31 * len(text_tokens) + 7 * sum(text_tokens) + seed % 4 * (len(text_tokens) % 3 == 0)) % 41
 
 
 def finished(case: Case) -> list[Completion]:
     scheduler = Scheduler(**case.sizes)
     memory = Memory(case.sizes["num_pages"], case.sizes["page_tokens"])
-    rows = {scheduler.add(request): row for row, request in enumerate(case.requests)}
+    late = list(enumerate(case.requests))[1::2] if case.late else []
+    rows = {scheduler.add(each): row for row, each in enumerate(case.requests) if (row, each) not in late}
     ended: dict[int, Completion] = {}
     turns = 0
-    while not scheduler.is_idle():
+    while not scheduler.is_idle() or late:
+        if turns >= case.late or scheduler.is_idle():
+            rows |= {scheduler.add(each): row for row, each in late}
+            late = []
         turn = scheduler.turn()
         turns += 1
         assert turn.parts, "nothing passes: a deadlock"
@@ -83,7 +90,7 @@ def finished(case: Case) -> list[Completion]:
         assert 0 < sum(part.num_tokens for part in turn.parts) <= case.sizes["token_budget"]
         assert len({id(part.text) for part in turn.parts}) == len(turn.parts)
         memory.passes(turn, case.sizes["window"])
-        tokens = [drawn(part.text.tokens) for part in turn.drawing]
+        tokens = [drawn(part.text.tokens, each.seed) for part in turn.drawing for each in part.text.requests]
         for number, completion in scheduler.advance(turn, tokens, [0.0] * len(tokens), turns).items():
             ended[rows[number]] = completion
         if turns == case.aborts:
@@ -105,7 +112,7 @@ def test_every_request_ends_as_it_would_alone_and_no_page_is_lost(case: Case) ->
     for request, made in zip(case.requests, finished(case), strict=True):
         text = list(request.prompt)
         while True:
-            text.append(drawn(text))
+            text.append(drawn(text, request.seed))
             if text[-1] in request.stop_tokens or len(text) - len(request.prompt) == request.num_tokens:
                 break
         assert list(made.tokens) == text[len(request.prompt) :]
@@ -115,11 +122,29 @@ def test_every_request_ends_as_it_would_alone_and_no_page_is_lost(case: Case) ->
 def test_a_prompt_far_longer_than_the_window_is_shared_in_few_pages() -> None:
     """The second text takes over pages of the first, of which the window has left less than the prompt once had."""
     greedy = Sampling(temperature=0.0)
-    requests = [Request(prompt=tuple(range(61)), num_tokens=7, seed=seed, sampling=greedy) for seed in range(2)]
+    requests = [Request(prompt=tuple(range(61)), num_tokens=7, seed=seed, sampling=greedy) for seed in (0, 4)]
     sizes = {"num_pages": 3, "page_tokens": 8, "token_budget": 8, "context": 40, "window": 5}
-    first, second = finished(Case(requests, sizes, aborts=0))
-    assert first.tokens == second.tokens
-    assert len(first.tokens) == 7
+    for late in (0, 10):
+        first, second = finished(Case(requests, sizes, aborts=0, late=late))
+        assert first.tokens == second.tokens
+        assert len(first.tokens) == 7
+
+
+def test_what_requests_have_in_common_passes_once() -> None:
+    requests = [Request(prompt=_PROMPTS[4], num_tokens=3, seed=seed) for seed in (1, 1, 2, 5)]
+    scheduler = Scheduler(num_pages=40, page_tokens=4, token_budget=64, context=40)
+    for request in requests:
+        scheduler.add(request)
+    passed = []
+    for token in (0, 1, 2):
+        turn = scheduler.turn()
+        passed.append([part.num_tokens for part in turn.parts])
+        drawing = [each.seed for part in turn.drawing for each in part.text.requests]
+        # All draw alike, then one other than the rest.
+        scheduler.advance(turn, [token + 9 * (token == 1 and seed == 2) for seed in drawing], [0.0] * len(drawing), 0)
+    assert passed == [[17], [1], [1, 1]]
+    assert scheduler.is_idle()
+    assert scheduler.counts.num_free == 40
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))

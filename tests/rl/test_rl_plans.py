@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.base.errors import DataError, PlanError
+from terrace.base.errors import DataError, ModelError, PlanError
 from terrace.launch.start import LocalPool, World
 from terrace.model.attention import AttentionPlans, attend
+from terrace.model.decoder import token_loss
 from terrace.plan.plan import Plan
 from terrace.rl.aggregation import Aggregation
 from terrace.rl.batches import WEIGHTS, TokenLoss, at_valid_tokens, batch_of, objective_of
 from terrace.rl.losses import cispo, clipped_surrogate, gspo, kl_loss
 from terrace.rl.ragged import Ragged
 from terrace.rl.rows import Rows
-from terrace.rl.shared_prompts import SharedPromptPlans, share_prompts
+from terrace.rl.shared_prefixes import LONGEST_SHARED, SharedPrefixPlans, places_of, share_prefixes
 from terrace.runtime.batch import Batch
+from terrace.runtime.batch_checks import check_batches
 from terrace.runtime.token_numbers import TokenNumbers
 from terrace.sequence.token_layout import NOTHING, TokenLayout
 from tests.support.allocations import seeded
@@ -31,9 +33,11 @@ from tests.support.toys import MODELS, SEQUENCE, VOCAB, cluster_of, run_blocks
 MODEL, TOLERANCE = "llama tied", 1e-10
 COLUMNS = ("old", "advantages")
 # Tokens of prompts and responses, and which of the latter the sampler emitted. One is empty, one of observations alone,
-# and two have observations between what was emitted. Neighbours with prompts of one length have the same prompt.
+# and two have observations between what was emitted. Neighbours with prompts of one length have the same prompt, and
+# responses that begin alike: one goes on where another ends.
 LENGTHS = [(1, 4), (2, 0), (2, 4), (2, 5), (3, 3), (3, 1), (1, 2), (1, 6)]
 PROMPT_OF = [0, 1, 1, 1, 4, 4, 6, 6]
+ALIKE = {3: 2, 5: 1, 7: 2}  # first tokens of the response before
 OBSERVED = {2: (1, 2), 3: (2, 3), 6: (0, 1)}
 
 
@@ -50,7 +54,10 @@ def rollout(step: int) -> Rows:
 
     emitted = Ragged.of([torch.tensor(row, dtype=torch.bool) for row in kept])
     prompts = tokens(0).take(torch.tensor(PROMPT_OF))
-    columns = {"prompts": prompts, "responses": tokens(1), "emitted": emitted}
+    responses = tokens(1).rows()
+    for row, num in ALIKE.items():
+        responses[row][:num] = responses[row - 1][:num]
+    columns = {"prompts": prompts, "responses": Ragged.of(responses), "emitted": emitted}
     return Rows({**columns, "old": numbers(0.3, -2.4), "advantages": numbers(1.0, 0.0)})
 
 
@@ -152,7 +159,7 @@ def trained(
     """The same on this rank of a plan; log-probabilities by row of the global batch."""
     blocks = MODELS[MODEL].blocks(torch.float64)
     if is_joined:
-        share_prompts(blocks, 0)
+        share_prefixes(blocks, 0)
     loss, aggregation, _ = LOSSES[name]
     case = Case(plan, num_micros=num_micros, model=MODEL)
     engine = engine_of(world, cluster_of(*sizes), case, blocks, objective=objective_of(loss))
@@ -252,37 +259,61 @@ def test_rows_that_make_no_batch_are_refused() -> None:
 
 
 def test_joined_rows_by_hand() -> None:
+    prompts = [5, 6], [5, 6], [5, 6], [7], [5, 6]
+    responses: list[list[int]] = [[1, 2], [3], [], [4], [1, 2]]
     rows = Rows({
-        "prompts": Ragged.of([torch.tensor(each) for each in ([5, 6], [5, 6], [5, 6], [7])]),
-        "responses": Ragged.of([torch.tensor(each) for each in ([1, 2], [3], [], [4])]).with_values(
-            torch.tensor([1, 2, 3, 4])
-        ),
-        "old": Ragged.of([torch.tensor(each) for each in ([0.1, 0.2], [0.3], [], [0.4])]),
+        "prompts": Ragged.of([torch.tensor(each) for each in prompts]),
+        "responses": Ragged.of([torch.tensor(each, dtype=torch.int64) for each in responses]),
+        "old": Ragged.of([torch.tensor(each) for each in ([0.1, 0.2], [0.3], [], [0.4], [0.5, 0.6])]),
     })  # fmt: skip
     batch = batch_of(rows, ("old",), Aggregation("token-mean"), sequence=9, is_joined=True)
-    assert batch.inputs.tolist() == [[5, 6, 1, 6, 7]]
+    assert batch.inputs.tolist() == [[5, 6, 1, 7]]
     assert batch.positions is not None
-    assert batch.positions.tolist() == [[0, 1, 2, 1, 0]]
-    assert batch.labels.tolist() == [[-100, 1, 2, 3, 4]]
-    torch.testing.assert_close(batch.columns["old"], torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.4]]))
+    assert batch.positions.tolist() == [[0, 1, 2, 0]]
+    assert batch.labels.tolist() == [[1, 2, 3, 4, 1, 2]]
+    assert batch.reads is not None
+    assert batch.reads.tolist() == [[1, 2, 1, 3, 1, 2]]
+    torch.testing.assert_close(batch.columns["old"], torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
 
 
-def test_shared_prompts_attend_as_texts_of_their_own() -> None:
-    """Under a window, in pieces longer than a short one, over several documents; gradients too."""
+def test_joined_rows_without_a_valid_token_have_a_label_that_does_not_count() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    rows = Rows({"prompts": Ragged.of([torch.tensor([5])] * 2), "responses": Ragged.of([nothing] * 2)})
+    batch = batch_of(rows, (), Aggregation("token-mean"), sequence=9, is_joined=True)
+    assert batch.inputs.shape == (1, 1)
+    assert batch.labels.tolist() == [[-100]]
+    assert len(at_valid_tokens(torch.zeros(1, 1), rows, is_joined=True).values) == 0
+
+
+def test_labels_that_name_their_tokens_need_a_loss_that_knows() -> None:
+    tokens = torch.zeros(1, 2).long()
+    batch = Batch(tokens, tokens, reads=tokens)
+    with pytest.raises(ModelError, match="only losses of token numbers or values know the reads of a batch"):
+        check_batches([batch], [], token_loss)
+    with pytest.raises(ModelError, match=r"reads \(1, 3\) of torch.int64 must be int64, one for each of the labels"):
+        check_batches([replace(batch, reads=torch.zeros(1, 3).long())], [], objective_of(with_k3))
+
+
+def test_long_texts_share_nothing() -> None:
+    long = list(range(LONGEST_SHARED + 1))
+    assert places_of([long[:3], long[:5]]) == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert places_of([long, long]) == [long, list(range(len(long), 2 * len(long)))]
+
+
+def test_shared_prefixes_attend_as_texts_of_their_own() -> None:
+    """Under a window, in pieces longer than a short one, over several trees; gradients too."""
     draw = seeded(5)
-    texts = [(0, 70), (66, 90), (66, 68), (0, 3), (2, 40), (0, 20), (1, 90)]  # first position, end
+    # First position and end of the tokens that a text does not share with the one before it.
+    texts = [(0, 70), (66, 90), (80, 95), (66, 68), (67, 69), (0, 3), (2, 40), (38, 60), (1, 4), (0, 20), (1, 90)]
     positions = torch.cat([torch.arange(first, end) for first, end in texts])[None]
     num = positions.shape[1]
     query = torch.randn(1, 4, num, 8, generator=draw, dtype=torch.float64, requires_grad=True)
     key, value = (torch.randn(1, 2, num, 8, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
     for window in (0, 7, 50):
-        mixed = attend(query, key, value, SharedPromptPlans(window).plan(positions, query))
-        begin, document, expected = 0, 0, []
+        mixed = attend(query, key, value, SharedPrefixPlans(window).plan(positions, query))
+        begin, places, expected = 0, torch.zeros(0, dtype=torch.int64), []
         for first, end in texts:
-            document = begin if first == 0 else document
-            own = torch.arange(begin, begin + end - first)
-            before = torch.arange(document, document + first)
-            places = torch.cat([before, own])
+            places = torch.cat([places[:first], torch.arange(begin, begin + end - first)])
             plan = AttentionPlans(window).plan(None, query[:, :, places])
             alone = attend(query[:, :, places], key[:, :, places], value[:, :, places], plan)
             expected.append(alone[:, :, first:])

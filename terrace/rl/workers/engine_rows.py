@@ -25,7 +25,7 @@ from terrace.rl.aggregation import Aggregation
 from terrace.rl.batches import at_valid_tokens, batch_of
 from terrace.rl.ragged import Ragged, joined, offsets_of
 from terrace.rl.rows import Rows, cat
-from terrace.rl.shared_prompts import has_shared_prompts, share_prompts
+from terrace.rl.shared_prefixes import has_shared_prefixes, share_prefixes
 from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
@@ -53,7 +53,7 @@ def engine_of(
     """
     specs, blocks = block_specs(settings.model), build_blocks(settings.model)
     if joins(settings, torch.device(device)):
-        share_prompts(blocks, settings.model.sliding_window)
+        share_prefixes(blocks, settings.model.sliding_window)
     return Engine(
         blocks,
         names=[spec.name for spec in specs],
@@ -73,7 +73,7 @@ def engine_of(
 
 
 def joins(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether rows stand end to end, behind one copy of a prompt: where no message has a size that follows from theirs,
+    """Whether rows stand in one, with shared prefixes there once: where no message has a size that follows from theirs,
     no router counts them, and masks are cut on a CPU.
     """
     mesh = Mesh.of(settings.cluster, settings.plan)
@@ -110,7 +110,7 @@ def step_batches(
     engine: Engine, rows: Rows, columns: Sequence[str], aggregation: Aggregation
 ) -> list[list[tuple[Rows, Batch]]]:
     """Micro-batches of this data rank's `rows`, by step, each beside its rows; as many steps on all ranks."""
-    program, is_joined = engine.program, has_shared_prompts(engine.state.modules.values())
+    program, is_joined = engine.program, has_shared_prefixes(engine.state.modules.values())
     size, num_micros = program.plan.micro_batch, program.num_micros
     num = -(-max(engine.comm.exchange(len(rows))) // (size * num_micros)) * size * num_micros
     kept = _only(rows, columns)
@@ -135,7 +135,7 @@ def values(engine: Engine, rows: Rows) -> Ragged:
 
 
 def _numbers(engine: Engine, rows: Rows, read: Callable[[Sequence[Batch]], list[Tensor]]) -> Ragged:
-    found, is_joined = list[Ragged](), has_shared_prompts(engine.state.modules.values())
+    found, is_joined = list[Ragged](), has_shared_prefixes(engine.state.modules.values())
     for step in step_batches(engine, rows, (), _EACH):
         by_micro = read([batch for _, batch in step])
         found += [at_valid_tokens(each.cpu(), part, is_joined) for each, (part, _) in zip(by_micro, step, strict=False)]
