@@ -31,6 +31,7 @@ from terrace.planner.loops import Loop, island_pins, island_task, least_loop, ro
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.ranking import TIE, Estimate
+from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.search import Found, refusal
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
@@ -97,6 +98,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=parse_axes(options.axes), pins=pins)
+    check_schedule(space)
     searched = find_allowed(space, allowed, options.best, options.limit)
     waiting = None if bounds is None or searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop

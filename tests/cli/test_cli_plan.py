@@ -82,7 +82,7 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
             ["--pin", "micro_batch=3"],
             "micro_batch = 3 does not divide the 16 sequences of a step; micro_batch can be 1",
         ),
-        (["--pin", "schedule=1f1b", "--pin", "pipeline=1"], "drop a pin"),
+        (["--pin", "params=device", "--pin", "optimizer=device", "--pin", "grads=node"], "drop a pin"),
     ],
 )
 def test_bad_input_of_plan_is_one_line(here: Planning, words: list[str], said: str) -> None:
