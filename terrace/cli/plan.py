@@ -32,9 +32,10 @@ from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.schedule_pins import check_schedule
-from terrace.planner.search import Found, refusal
+from terrace.planner.search import Found
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
         searched = find_allowed(space, allowed, options.best, options.limit)
     if not searched.found.best:
-        raise PlanError(nothing_words(space, searched.found, options.pin))
+        raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
     best, task = searched.found.best[0], searched.space.task
     plan, loop = _chosen(task, best), None
     if bounds is not None:
