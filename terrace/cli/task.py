@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.schema import merge
 from terrace.base.words import counted
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, parse_cluster
+from terrace.cluster.presets import cluster_table, lay_over, parse_cluster
 from terrace.model.config import load_model, num_active_params, parse_model
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
@@ -60,7 +59,7 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
     own = overrides.get("cluster", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
-    cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
+    cluster = _resized(parse_cluster(lay_over({"cluster": table}, {"cluster": own})["cluster"]), options.nodes)
     compute: Any = options.compute or faster_dtype(cluster)
     # As a run that names no dtype: terrace.plan.presets.command_plan.
     narrow = options.compute is None and cluster.device.bf16_slowdown > 1
