@@ -1,5 +1,7 @@
 """Tables and pictures of a search: plans side by side, verdicts, one plan's cost, scaling curves."""
 
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
@@ -89,20 +91,35 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
     """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs."""
     headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
     headings += ["per million tokens"] if price is not None else []
-    found = new_table(title, [*headings, "why not"], left=("why not",))
+    found = new_table(title, headings)
     # The smallest sizes may lack the memory, so efficiency is relative to the first that runs.
     first = next((point.per_device for point in points if point.estimate), 0.0)
     for point in points:
         start = [str(point.num_outermost), str(point.task.cluster.world_size), str(point.task.batch)]
         estimate = point.estimate
         if estimate is None:
-            found.add_row(*start, *("-" for _ in headings[3:]), point.reason)
+            found.add_row(*start, *("-" for _ in headings[3:]))
             continue
         step, rate, used, memory = _figures(point.task, estimate)
         cells = [step, rate, percent(point.per_device / first), used, memory]
         cells += [f"{point.cost_per_million(price):.4g}"] if price is not None else []
-        found.add_row(*start, *cells, "")
+        found.add_row(*start, *cells)
     return found
+
+
+def missing_words(points: Sequence[Point], tier: str) -> str:
+    """Why a plan does not run at some sizes of a scaling curve: a line for each kind of reason, its first in full."""
+    kinds: dict[str, list[Point]] = {}
+    for point in points:
+        if not point.estimate:
+            # Reasons of one kind differ in their numbers.
+            kinds.setdefault(re.sub(r"\d[\d.,]*", "", point.reason), []).append(point)
+    lines = []
+    for same in kinds.values():
+        sizes = ", ".join(str(point.num_outermost) for point in same)
+        first = f" (at {same[0].num_outermost})" if len(same) > 1 else ""
+        lines.append(f"not at {tier} {sizes}: {same[0].reason}{first}")
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
