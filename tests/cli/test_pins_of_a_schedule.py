@@ -52,3 +52,17 @@ def test_a_schedule_that_some_plan_has_is_searched(here: Planning, words: str, s
     code, out, _ = here.say("plan", "--nodes", "1", "--best", "1", *pins)
     assert code == 0
     assert said in out
+
+
+def test_stages_of_the_embedding_or_the_head_alone_are_simulated_though_not_searched(here: Planning) -> None:
+    said = here.refused("plan", "--nodes", "3", "--cluster.tiers.package.size", "1", "--pin", "pipeline=6", batch=24)
+    assert "pipeline = 6 stages are more than the 4 layers; terrace simulate and train also take" in said
+    cluster = ("--cluster", "frontier", "--cluster.tiers.package.size", "1", "--cluster.tiers.system.size", "3")
+    numbers = ("--train.batch", "24", "--train.sequence", "256", "--plan.mapping.system.pipeline", "3")
+    words = ("simulate", "ddp", "--model", here.model, *cluster, *numbers, "--plan.mapping.node.pipeline", "2")
+    code, out, _ = here.call(
+        *words, "--plan.mapping.node.data", "2", "--view", "stages", "--plan.stages", "[1,1,1,1,1,1]"
+    )
+    assert code == 0
+    assert "embedding" in out
+    assert "virtual stages" in here.refusal(*words, "--plan.mapping.node.data", "2", "--plan.schedule", "zbv")
