@@ -135,7 +135,7 @@ class Search:
                 continue
             tried += 1
             estimate = attempt(self.evaluator, candidate, open_window.end_s)
-            if estimate is not None and self._has_room(estimate.needed_bytes, lambda chosen=candidate: chosen):
+            if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.candidate, placement, unit)):
                 # The window shrinks as better candidates are found, and ends the search once no bound lies within it.
                 insort(fitting, estimate, key=lambda each: each.step_s)
                 open_window = window(fitting, count)
@@ -374,14 +374,20 @@ def attempt(evaluator: Evaluator, candidate: Candidate, within_s: float = math.i
         return None
 
 
-def find(space: Space, count: int = 5, limit: int = 400, evaluator: Evaluator | None = None) -> tuple[Found, Evaluator]:
-    """Search a space with the memory of its cluster's device; also returns the evaluator, for further questions.
+def find(
+    space: Space,
+    count: int = 5,
+    limit: int = 400,
+    evaluator: Evaluator | None = None,
+    capacity_bytes: float | None = None,
+) -> tuple[Found, Evaluator]:
+    """Search a space; also returns the evaluator, for further questions. The memory is that of its cluster's device.
 
     `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
     """
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
-        found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
+        found = Search(space, evaluator, capacity_bytes or space.task.cluster.device.memory_bytes).run(count, limit)
         # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator

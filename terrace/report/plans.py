@@ -8,12 +8,15 @@ from rich.table import Table
 
 from terrace.plan.plan import AXES
 from terrace.planner.figures import hfu, mfu, tokens_per_s
+from terrace.planner.headroom import Headroom
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Task, expert_words, plan_of
 from terrace.planner.verdicts import Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
+
+_PLAN_WIDTH = 40  # of the words of a plan, so that the table fits in 80 columns
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
@@ -85,6 +88,25 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
     rows = [row(*item) for item in sorted(values.items(), key=lambda item: -item[1])]
     headings = ("category", "amount", "share")
     return new_table(title, headings, left=("category",), rows=rows, total=row("total", total))
+
+
+def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
+    """The fastest plan for each part of the memory that stays free, next to the fastest of all."""
+    headings = ("free", "step", "slower", "memory", "plan")
+    table = new_table(title, headings, left=("plan",))
+    above: Estimate | None = None
+    for each in found:
+        best, free = each.best, f"{100 * each.free:.0f} %"
+        if best is None:
+            table.add_row(free, "-", "-", "-", "none" if each.proved else "none found before --limit")
+        elif best is above:
+            table.add_row(free, "", "", "", "as above")
+        else:
+            slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
+            words = textwrap.fill(plan_words(task, best.candidate), _PLAN_WIDTH)
+            table.add_row(free, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
+        above = best
+    return table
 
 
 def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:

@@ -57,7 +57,9 @@ def lay_over(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
         return merged
     before, after, given = cluster.get("tiers"), merged["cluster"].get("tiers"), own.get("tiers")
     # Anything else is refused where the table is read.
-    if not isinstance(given, Mapping) or not all(isinstance(tier, Mapping) for tier in before or ()):
+    if not isinstance(given, Mapping) or not isinstance(before, list):
+        return merged
+    if not all(isinstance(tier, Mapping) for tier in before):
         return merged
     merged["cluster"] = merged["cluster"] | {"tiers": _shared_anew(before, after, given)}
     return merged

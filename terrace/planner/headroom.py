@@ -1,0 +1,43 @@
+"""The fastest plan for each part of a device's memory that stays free."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.ranking import Estimate
+from terrace.planner.search import find
+from terrace.planner.space import Space
+
+PARTS = (0.0, 0.1, 0.2, 0.4)  # of the memory, that stay free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headroom:
+    """The fastest plan that leaves at least `free` of a device's memory free; None where no plan is known to.
+
+    `proved`: the search of it came to its end.
+    """
+
+    free: float
+    best: Estimate | None
+    proved: bool = True
+
+
+def headrooms(
+    space: Space, evaluator: Evaluator, best: Estimate, count: int, limit: int, parts: Sequence[float] = PARTS
+) -> list[Headroom]:
+    """The fastest plans for `parts`, in ascending order; `best` is the fastest of the space, as `find` ranks it.
+
+    Arguments as for `find`. A plan that leaves more free than is asked for serves until too little is left.
+    """
+    capacity, last = space.task.cluster.device.memory_bytes, Headroom(free=0.0, best=best)
+    found = []
+    for free in parts:
+        most = (1 - free) * capacity
+        if last.best is not None and last.best.needed_bytes > most:
+            searched, _ = find(space, count, limit, evaluator, most)
+            # Memory may grow a little with the split of blocks that is played.
+            fitting = [each for each in searched.best if each.needed_bytes <= most]
+            last = Headroom(free=free, best=fitting[0] if fitting else None, proved=searched.proved)
+        found.append(Headroom(free=free, best=last.best, proved=last.proved))
+    return found
