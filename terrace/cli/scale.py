@@ -13,6 +13,7 @@ from terrace.cli.task import (
     TASK_EPILOG,
     add_task_options,
     check_output,
+    check_price,
     read_task,
     task_words,
     with_formats,
@@ -55,8 +56,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print both curves; returns 0."""
-    if options.price is not None and not 0 < options.price < 1e9:
-        raise ConfigError(f"--price {options.price} must be a positive number")
+    check_price(options.price)
     if options.output is not None:
         check_output(options.output, options)
     planned = read_planned(options.plan)

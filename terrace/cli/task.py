@@ -36,8 +36,10 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     )
 
 
-def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None) -> Task:
-    """Task from the options; a plan's own task fills in missing options.
+def read_task(
+    options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None, also: Sequence[str] = ()
+) -> Task:
+    """Task from the options; a plan's own task fills in missing options. `also` are sections that others read.
 
     Raises a `TerraceError` for an impossible task.
     """
@@ -51,9 +53,10 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
         planned = Planned(model={}, cluster={}, train={"batch": 1, "sequence": 1})
     overrides = parse_overrides(rest, of_run=False)
     for section in overrides:
-        if section != "cluster":
+        if section not in ("cluster", *also):
+            more = " and keys of a plan" if "plan" in also else ""
             raise ConfigError(
-                f"--{section}: only figures of the cluster can be set, as --cluster.key VALUE; see --help"
+                f"--{section}: only figures of the cluster{more} can be set, as --cluster.key VALUE; see --help"
             )
     table = dict(planned.cluster) if options.cluster is None else cluster_table(options.cluster)
     own = overrides.get("cluster", {})
@@ -100,6 +103,12 @@ def task_words(task: Task) -> str:
         f"cluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
         f"{task.cluster.device.name}"
     )
+
+
+def check_price(price: float | None) -> None:
+    """Raise `ConfigError` for a `--price` that is none."""
+    if price is not None and not 0 < price < 1e9:
+        raise ConfigError(f"--price {price} must be a positive number")
 
 
 def check_output(path: Path, options: argparse.Namespace) -> None:
