@@ -1,26 +1,14 @@
 """The fastest plan for each part of a device's memory that stays free."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate
 from terrace.planner.search import find
 from terrace.planner.space import Space
+from terrace.planner.verdicts import Headroom
 
 PARTS = (0.0, 0.1, 0.2, 0.4)  # of the memory, that stay free
-
-
-@dataclass(frozen=True, kw_only=True)
-class Headroom:
-    """The fastest plan that leaves at least `free` of a device's memory free; None where no plan is known to.
-
-    `proved`: the search of it came to its end.
-    """
-
-    free: float
-    best: Estimate | None
-    proved: bool = True
 
 
 def headrooms(

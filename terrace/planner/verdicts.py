@@ -1,4 +1,4 @@
-"""Outcomes of a search as values: a verdict on a plan or a change, a point of a scaling curve."""
+"""Outcomes of a search as values: a verdict on a plan or a change, a point of a scaling curve, a plan with memory left."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +58,18 @@ class Point:
     def cost_per_million(self, price_per_hour: float) -> float:
         """Price of a million tokens at a price per device-hour."""
         return price_per_hour / 3600 * 1e6 / self.per_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headroom:
+    """The fastest plan that leaves at least `free` of a device's memory free; None where no plan is known to.
+
+    `proved`: the search of it came to its end.
+    """
+
+    free: float
+    best: Estimate | None
+    proved: bool = True
 
 
 def runs_today(task: Task, candidate: Candidate) -> str | None:

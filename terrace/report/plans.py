@@ -8,11 +8,10 @@ from rich.table import Table
 
 from terrace.plan.plan import AXES
 from terrace.planner.figures import hfu, mfu, tokens_per_s
-from terrace.planner.headroom import Headroom
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Task, expert_words, plan_of
-from terrace.planner.verdicts import Point, Verdict
+from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
 
@@ -100,7 +99,7 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
         if best is None:
             table.add_row(free, "-", "-", "-", "none" if each.proved else "none found before --limit")
         elif best is above:
-            table.add_row(free, "", "", "", "as above")
+            table.add_row(free, "", "", "", "the same")
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
             words = textwrap.fill(plan_words(task, best.candidate), _PLAN_WIDTH)
