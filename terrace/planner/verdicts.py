@@ -1,4 +1,4 @@
-"""Outcomes of a search as values: a verdict on a plan or a change, a point of a scaling curve, a plan with memory left."""
+"""Outcomes of a search as values: verdicts on plans and changes, points of a scaling curve, plans with memory left."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
