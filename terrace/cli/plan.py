@@ -168,7 +168,7 @@ def _show(
     cost = throughput_words(whole, shown), training_words(whole, shown, answers.tokens, answers.price)
     print("\n".join(textwrap.fill(each, 80) for each in cost if each))
     _show_figures(whole, plan, shown, console)
-    rooms = headrooms(space, searched.evaluator, best, options.best, options.limit)
+    rooms = headrooms(space, searched.evaluator, best, options.limit)
     console.print(headrooms_table(task, rooms, f"the fastest plan {of}that leaves a part of the memory free"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")

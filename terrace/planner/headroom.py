@@ -8,11 +8,12 @@ from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.verdicts import Headroom
 
+_FINALISTS = 2  # played as programs: their order may differ from the search's, and more would double the time
 PARTS = (0.0, 0.1, 0.2, 0.4)  # of the memory, that stay free
 
 
 def headrooms(
-    space: Space, evaluator: Evaluator, best: Estimate, count: int, limit: int, parts: Sequence[float] = PARTS
+    space: Space, evaluator: Evaluator, best: Estimate, limit: int, parts: Sequence[float] = PARTS
 ) -> list[Headroom]:
     """The fastest plans for `parts`, in ascending order; `best` is the fastest of the space, as `find` ranks it.
 
@@ -23,7 +24,7 @@ def headrooms(
     for free in parts:
         most = (1 - free) * capacity
         if last.best is not None and last.best.needed_bytes > most:
-            searched, _ = find(space, count, limit, evaluator, most)
+            searched, _ = find(space, _FINALISTS, limit, evaluator, most)
             # Memory may grow a little with the split of blocks that is played.
             fitting = [each for each in searched.best if each.needed_bytes <= most]
             last = Headroom(free=free, best=fitting[0] if fitting else None, proved=searched.proved)

@@ -102,7 +102,8 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
             table.add_row(free, "", "", "", "the same")
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
-            words = textwrap.fill(plan_words(task, best.candidate), _PLAN_WIDTH)
+            words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
+            words = textwrap.fill(words, _PLAN_WIDTH)
             table.add_row(free, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
         above = best
     return table
