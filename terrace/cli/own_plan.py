@@ -28,15 +28,25 @@ class OwnPlan(NamedTuple):
     plan: Plan
     cost: Cost
 
+    def words(self, task: Task, best: Cost) -> str:
+        """Seconds and memory of the user's plan beside the best that was found."""
+        plan, cost = self
+        longer, capacity = 100 * (cost.step_s / best.step_s - 1), task.cluster.device.memory_bytes
+        compared = f"{abs(longer):.1f} % {'longer' if longer >= 0 else 'shorter'} than the best"
+        numbers = f"micro-batch {plan.micro_batch} x {cost.num_micros}"
+        words = f"your plan {plan.name}, {numbers}: step {seconds(cost.step_s)}, {compared}"
+        if cost.needed_bytes > capacity:
+            return f"{words}; it does not fit: {lack(task, cost)}"
+        sizes = (size_words(size) for size in (cost.needed_bytes, capacity, best.needed_bytes))
+        return "{}; needs {} of {}, the best {}".format(words, *sizes)
 
-def own_plan(task: Task, name: str | None, keys: Any) -> OwnPlan | None:
-    """The plan of the options, priced for a task; None where they give none.
+
+def own_plan(task: Task, name: str | None, keys: Any) -> OwnPlan:
+    """The plan of the options, priced for a task.
 
     `keys` is the table of `--plan.key VALUE`. Micro-batch and unit that are left out are the fastest that fit, as for
     a run; dtypes are the task's. Raises `PlanError` or `ConfigError` for a plan that cannot run.
     """
-    if name is None and keys is None:
-        return None
     if not isinstance(keys or {}, Mapping):
         raise ConfigError(f"--plan.{keys!r}: set a key of the plan, as --plan.key VALUE")
     table = merge(section("plan", name or DEFAULT), keys or {})
@@ -49,16 +59,3 @@ def own_plan(task: Task, name: str | None, keys: Any) -> OwnPlan | None:
         return OwnPlan(plan, evaluate_plan(there, plan))
     except TerraceError as error:
         raise PlanError(f"--plan {name or DEFAULT}: {error}") from error
-
-
-def own_words(task: Task, own: OwnPlan, best: Cost) -> str:
-    """Seconds and memory of the user's plan beside the best that was found."""
-    plan, cost = own
-    longer, capacity = 100 * (cost.step_s / best.step_s - 1), task.cluster.device.memory_bytes
-    compared = f"{abs(longer):.1f} % {'longer' if longer >= 0 else 'shorter'} than the best"
-    numbers = f"micro-batch {plan.micro_batch} x {cost.num_micros}"
-    words = f"your plan {plan.name}, {numbers}: step {seconds(cost.step_s)}, {compared}"
-    if cost.needed_bytes > capacity:
-        return f"{words}; it does not fit: {lack(task, cost)}"
-    sizes = (size_words(size) for size in (cost.needed_bytes, capacity, best.needed_bytes))
-    return "{}; needs {} of {}, the best {}".format(words, *sizes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tomli_w
 
@@ -20,7 +20,6 @@ from terrace.cli.files import write_file
 from terrace.cli.launching import num_machines, torchrun
 from terrace.cli.no_plan import axes_words, nothing_words
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.own_plan import OwnPlan, own_plan, own_words
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, check_price, read_task, task_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
@@ -50,6 +49,9 @@ from terrace.report.training_cost import parse_tokens, throughput_words, trainin
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
+
+if TYPE_CHECKING:
+    from terrace.cli.own_plan import OwnPlan
 
 
 def add_parser(commands: Any) -> None:
@@ -104,7 +106,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.output.suffix != ".toml":
         raise ConfigError(f"--output {options.output} must end in .toml: that is how commands know a plan's file")
     task = whole = read_task(options, rest, also=("plan",))
-    own = own_plan(whole, options.plan, parse_overrides(rest, of_run=False).get("plan"))
+    own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
     allowed = parse_allowed(options.allow, task, islands=bounds is not None)
@@ -129,12 +131,22 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "OwnPlan | None":
+    keys = parse_overrides(rest, of_run=False).get("plan")
+    if options.plan is None and keys is None:
+        return None
+    # Reading a plan as a run does takes as many modules as a run; most calls compare nothing.
+    from terrace.cli.own_plan import own_plan
+
+    return own_plan(task, options.plan, keys)
+
+
 class Answers(NamedTuple):
     """What is asked beyond the best plan: a number of tokens and a price, and how a plan of the user's compares."""
 
     tokens: int | None
     price: float | None
-    own: OwnPlan | None
+    own: "OwnPlan | None"
 
 
 def _show(
@@ -157,7 +169,7 @@ def _show(
     console.print(plans_table(task, searched.found.best, f"the best plans {of}with the {axes_words(space.axes)}"))
     print(f"{_how(searched.found)}\n")
     if answers.own is not None:
-        print(f"{textwrap.fill(own_words(whole, answers.own, shown), 80)}\n")
+        print(f"{textwrap.fill(answers.own.words(whole, shown), 80)}\n")
     console.print(plan_table(whole.cluster, plan))
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")

@@ -57,7 +57,7 @@ def test_a_table_writes_a_plan_once() -> None:
 def test_a_search_that_stopped_early_says_so() -> None:
     task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
     space = Space(task=task, axes=("data",))
-    found, evaluator = find(space)
+    found, _ = find(space)
     tight = with_memory(task, found.best[0].needed_bytes * 1.01)
     rooms = headrooms(replace(space, task=tight), evaluator_of(tight), found.best[0], 1, (0.0, 0.02, 0.05))
     assert rooms[0].proved
