@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from terrace.cli.no_plan import nothing_words
 from terrace.planner.least_nodes import fits_somewhere, least_nodes
 from terrace.planner.pins import Pins
 from terrace.planner.search import Search, find
@@ -88,3 +89,13 @@ def test_the_members_that_are_advised_fit_and_fewer_do_not(here: Planning) -> No
 def test_members_that_help_nothing_are_not_advised(here: Planning) -> None:
     error = here.refused("plan", "--nodes", "1", "--cluster.device.memory_bytes", "1.5e9")
     assert "nor does one with up to 64 times as many members of 'system' fit" in error
+
+
+def test_a_search_that_stopped_early_does_not_say_that_nothing_fits_at_all() -> None:
+    space = Space(task=small_task(sized("dgx-a100", 4, 2, memory_bytes=1.55e9)), axes=("data",))
+    found, _ = find(space)
+    assert not found.best
+    assert found.proved
+    assert "--limit" not in nothing_words(space, found, [], 7)
+    said = nothing_words(space, replace(found, proved=False), [], 7)
+    assert "the search stopped at --limit 7: with a larger one it may find a plan that fits" in said
