@@ -6,7 +6,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, parse_cluster
+from terrace.cluster.presets import cluster_table, lay_over, parse_cluster
 from terrace.plan.presets import PRESETS
 
 CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4."
@@ -18,7 +18,7 @@ def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
     for section in overrides:
         if section != "cluster":
             raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
-    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
+    return parse_cluster(lay_over({"cluster": cluster_table(name)}, overrides)["cluster"])
 
 
 def parse_overrides(rest: Sequence[str], *, of_run: bool = True) -> dict[str, Any]:

@@ -3,11 +3,12 @@ train`.
 """
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tomli_w
 
@@ -18,7 +19,8 @@ from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.launching import num_machines, torchrun
 from terrace.cli.no_plan import axes_words, nothing_words
-from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words
+from terrace.cli.overrides import parse_overrides
+from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, check_price, read_task, task_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
@@ -27,22 +29,29 @@ from terrace.planner.evaluate import step_of
 from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.formats import Allowed, Searched, find_allowed, parse_allowed
+from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.ranking import TIE, Estimate
-from terrace.planner.search import Found, refusal
+from terrace.planner.schedule_pins import check_schedule
+from terrace.planner.search import Found
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.loops import formats_words, loop_words
-from terrace.report.plans import figures_words, plans_table, split_table, verdicts_table
+from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
+from terrace.report.training_cost import parse_tokens, throughput_words, training_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
+
+if TYPE_CHECKING:
+    from terrace.cli.own_plan import OwnPlan
 
 
 def add_parser(commands: Any) -> None:
@@ -68,6 +77,11 @@ def add_parser(commands: Any) -> None:
         help="let messages of a class travel in a format where that shortens the step: sync=int8, "
         "outer.system=int4+feedback",
     )
+    parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
+    parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
+    parser.add_argument(
+        "--price", type=float, metavar="P", help="price of one device for one hour: adds what the tokens cost"
+    )
     parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
     parser.add_argument(
@@ -86,10 +100,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for name in ("best", "limit"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
+    check_price(options.price)
+    tokens = None if options.tokens is None else parse_tokens(options.tokens)
     check_output(options.output, options)
     if options.output.suffix != ".toml":
         raise ConfigError(f"--output {options.output} must end in .toml: that is how commands know a plan's file")
-    task = whole = read_task(options, rest)
+    task = whole = read_task(options, rest, also=("plan",))
+    own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
     allowed = parse_allowed(options.allow, task, islands=bounds is not None)
@@ -97,22 +114,49 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=parse_axes(options.axes), pins=pins)
+    check_schedule(space)
     searched = find_allowed(space, allowed, options.best, options.limit)
     waiting = None if bounds is None or searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
         searched = find_allowed(space, allowed, options.best, options.limit)
     if not searched.found.best:
-        raise PlanError(nothing_words(space, searched.found, options.pin))
+        raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
     best, task = searched.found.best[0], searched.space.task
     plan, loop = _chosen(task, best), None
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
-    _show(options, searched, allowed, plan, loop)
+    answers = Answers(tokens, options.price, own)
+    _show(options, searched, allowed, plan, loop, answers)
     return 0
 
 
-def _show(options: argparse.Namespace, searched: Searched, allowed: Allowed, plan: Plan, loop: Loop | None) -> None:
+def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "OwnPlan | None":
+    keys = parse_overrides(rest, of_run=False).get("plan")
+    if options.plan is None and keys is None:
+        return None
+    # Reading a plan as a run does takes as many modules as a run; most calls compare nothing.
+    from terrace.cli.own_plan import own_plan
+
+    return own_plan(task, options.plan, keys)
+
+
+class Answers(NamedTuple):
+    """What is asked beyond the best plan: a number of tokens and a price, and how a plan of the user's compares."""
+
+    tokens: int | None
+    price: float | None
+    own: "OwnPlan | None"
+
+
+def _show(
+    options: argparse.Namespace,
+    searched: Searched,
+    allowed: Allowed,
+    plan: Plan,
+    loop: Loop | None,
+    answers: Answers,
+) -> None:
     # The search sees one island; the file and the figures are of all.
     space, best, console = searched.space, searched.found.best[0], Terminal()
     task = whole = space.task
@@ -124,6 +168,8 @@ def _show(options: argparse.Namespace, searched: Searched, allowed: Allowed, pla
     of = "" if loop is None else "of an island "
     console.print(plans_table(task, searched.found.best, f"the best plans {of}with the {axes_words(space.axes)}"))
     print(f"{_how(searched.found)}\n")
+    if answers.own is not None:
+        print(f"{textwrap.fill(answers.own.words(whole, shown), 80)}\n")
     console.print(plan_table(whole.cluster, plan))
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
@@ -131,7 +177,11 @@ def _show(options: argparse.Namespace, searched: Searched, allowed: Allowed, pla
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))
         print(f"{cycle_words(loop.cycle, None)}\n")
+    cost = throughput_words(whole, shown), training_words(whole, shown, answers.tokens, answers.price)
+    print("\n".join(textwrap.fill(each, 80) for each in cost if each))
     _show_figures(whole, plan, shown, console)
+    rooms = headrooms(space, searched.evaluator, best, options.limit)
+    console.print(headrooms_table(task, rooms, f"the fastest plan {of}that leaves a part of the memory free"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.base.words import counted
 from terrace.cli.files import write_file
 from terrace.cli.task import (
     TASK_EPILOG,
     add_task_options,
     check_output,
+    check_price,
     read_task,
     task_words,
     with_formats,
 )
 from terrace.cli.terminal import Terminal
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import parse_cluster
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan, preset
 from terrace.planner.explain import placement_of
@@ -26,10 +30,10 @@ from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.verdicts import lack
-from terrace.report.plans import plan_words, scaling_svg, scaling_table
+from terrace.report.plans import missing_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
 from terrace.train.config import section
-from terrace.train.planned import read_planned
+from terrace.train.planned import Planned, read_planned
 
 
 def add_parser(commands: Any) -> None:
@@ -52,11 +56,11 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print both curves; returns 0."""
-    if options.price is not None and not 0 < options.price < 1e9:
-        raise ConfigError(f"--price {options.price} must be a positive number")
+    check_price(options.price)
     if options.output is not None:
         check_output(options.output, options)
-    task = read_task(options, rest, read_planned(options.plan))
+    planned = read_planned(options.plan)
+    task = read_task(options, rest, planned)
     plan, words = _plan(task, options.plan)
     if options.compute not in (None, plan.compute):  # a file's dtype: all else takes the task's
         raise ConfigError(
@@ -65,11 +69,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     task = with_formats(task, plan)
     outer, console = task.cluster.tiers[-1], Terminal()
+    made_for = _made_for(options, task, planned)
     titles: dict[Scaling, str] = {
-        "weak": "weak scaling: the same sequences per device",
-        "strong": "strong scaling: the same batch",
+        "weak": f"weak scaling: {task.batch / made_for.world_size:.4g} sequences per device",
+        "strong": f"strong scaling: {counted(task.batch, 'sequence')} a step",
     }
-    curves = {scaling: curve(task, plan, sizes_up_to(outer.size), scaling) for scaling in titles}
+    sizes = sorted({*sizes_up_to(outer.size), min(made_for.tiers[-1].size, outer.size)})
+    curves = {scaling: curve(task, plan, sizes, scaling, made_for.world_size) for scaling in titles}
     # A curve without a point would print two tables of objections; one error says the same.
     if not any(point.estimate for points in curves.values() for point in points):
         raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong'][-1].reason}")
@@ -80,9 +86,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
     for scaling, title in titles.items():
         console.print(scaling_table(curves[scaling], title, outer.name, options.price))
+        missing = missing_words(curves[scaling], outer.name)
+        print(f"{missing}\n\n" if missing else "", end="")
     if options.output is not None:
         print(f"wrote {options.output}")
     return 0
+
+
+def _made_for(options: argparse.Namespace, task: Task, planned: Planned | None) -> Cluster:
+    # The cluster whose batch the task has.
+    if planned is None or options.batch is not None:
+        return task.cluster
+    # The share of another cluster's devices is that of the option's.
+    return parse_cluster(dict(planned.cluster)) if options.cluster is None else task.cluster
 
 
 def _plan(task: Task, name: str | None) -> tuple[Plan, str]:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.schema import merge
 from terrace.base.words import counted
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, parse_cluster
+from terrace.cluster.presets import cluster_table, lay_over, parse_cluster
 from terrace.model.config import load_model, num_active_params, parse_model
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
@@ -37,8 +36,10 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     )
 
 
-def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None) -> Task:
-    """Task from the options; a plan's own task fills in missing options.
+def read_task(
+    options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None, also: Sequence[str] = ()
+) -> Task:
+    """Task from the options; a plan's own task fills in missing options. `also` are sections that others read.
 
     Raises a `TerraceError` for an impossible task.
     """
@@ -52,15 +53,16 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
         planned = Planned(model={}, cluster={}, train={"batch": 1, "sequence": 1})
     overrides = parse_overrides(rest, of_run=False)
     for section in overrides:
-        if section != "cluster":
+        if section not in ("cluster", *also):
+            more = " and keys of a plan" if "plan" in also else ""
             raise ConfigError(
-                f"--{section}: only figures of the cluster can be set, as --cluster.key VALUE; see --help"
+                f"--{section}: only figures of the cluster{more} can be set, as --cluster.key VALUE; see --help"
             )
     table = dict(planned.cluster) if options.cluster is None else cluster_table(options.cluster)
     own = overrides.get("cluster", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
-    cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
+    cluster = _resized(parse_cluster(lay_over({"cluster": table}, {"cluster": own})["cluster"]), options.nodes)
     compute: Any = options.compute or faster_dtype(cluster)
     # As a run that names no dtype: terrace.plan.presets.command_plan.
     narrow = options.compute is None and cluster.device.bf16_slowdown > 1
@@ -101,6 +103,12 @@ def task_words(task: Task) -> str:
         f"cluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
         f"{task.cluster.device.name}"
     )
+
+
+def check_price(price: float | None) -> None:
+    """Raise `ConfigError` for a `--price` that is none."""
+    if price is not None and not 0 < price < 1e9:
+        raise ConfigError(f"--price {price} must be a positive number")
 
 
 def check_output(path: Path, options: argparse.Namespace) -> None:

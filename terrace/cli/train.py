@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.schema import merge, read_table
+from terrace.base.schema import read_table
 from terrace.cli.elastic import fitted_run
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, run_table
 from terrace.cli.overrides import parse_overrides
+from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
@@ -90,4 +91,4 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     outer = plan.get("outer") if isinstance(plan, dict) else None
     if isinstance(outer, dict) and "preset" in outer:
         table["plan"] = {key: each for key, each in table["plan"].items() if key != "outer"}
-    return merge(table, overrides)
+    return lay_over(table, overrides)

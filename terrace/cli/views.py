@@ -46,7 +46,8 @@ from terrace.report.tables import (
     wire_words,
 )
 from terrace.simulate.advice import Job, worst_words
-from terrace.simulate.changes import Change, best_changes, changes
+from terrace.simulate.change import Change
+from terrace.simulate.changes import best_changes, changes
 from terrace.simulate.critical import critical_words
 from terrace.simulate.cycle_timeline import cycle_timeline
 from terrace.simulate.hiding import hiding

@@ -83,6 +83,7 @@ class Tier:
     bandwidth_bytes_per_s: float  # per device, one direction
     latency_s: float
     shared: bool = False  # True: the ranks below share one link, and the figure is already a rank's share
+    shared_by: str = ""  # tier inside this one whose devices share a link; "" where shared: all inside share one
     direct: bool = False  # True: members are wired in pairs without a switch, each pair with its part of the bandwidth
     efficiency: float = 1.0  # share of the bandwidth that large messages reach
     half_bytes: float = 0.0  # size of a message that reaches half of that
@@ -116,6 +117,7 @@ class Cluster:
             if names.count(tier.name) > 1:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
             _check_bus(tier, names[:index])
+            _check_shared_by(tier, names[:index])
 
     @property
     def is_measured(self) -> bool:
@@ -151,6 +153,13 @@ class Cluster:
     def ranks_within(self, index: int) -> int:
         """Number of ranks in one group of tier `index` (1 for `device`, index -1)."""
         return math.prod(tier.size for tier in self.tiers[: index + 1])
+
+    def sharers(self, index: int) -> int:
+        """Number of ranks that share one link of tier `index`, whose bandwidth is the share of one of them."""
+        tier = self.tiers[index]
+        if not tier.shared:
+            return 1
+        return self.ranks_within(self.index(tier.shared_by) if tier.shared_by else index - 1)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The position of `rank` on each tier, innermost first."""
@@ -283,6 +292,18 @@ def _check_tier(tier: Tier) -> None:
     if tier.overlap_penalty is not None and not 0 <= tier.overlap_penalty <= 1:
         raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
     _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})
+
+
+def _check_shared_by(tier: Tier, inside: Sequence[str]) -> None:
+    if not tier.shared_by:
+        return
+    if not tier.shared:
+        raise ClusterError(f"tiers.{tier.name}.shared_by has no effect without shared = true")
+    if tier.shared_by not in inside:
+        raise ClusterError(
+            f"tiers.{tier.name}.shared_by = {tier.shared_by!r}, which is no tier inside {tier.name!r}"
+            f"{did_you_mean(tier.shared_by, inside)}"
+        )
 
 
 def _check_bus(tier: Tier, inside: Sequence[str]) -> None:

@@ -99,11 +99,21 @@ class Evaluator:
         micros = num_micros(self.task, candidate)
         if candidate.schedule != SERIAL:
             return self._pipelined(candidate, micros)
-        part = self._whole()
-        time_s = self._stage(part, candidate, micros).report(micros // candidate.unit)
-        return self._estimate(
-            candidate, time_s, self.estimator.memory_bytes(candidate, part, (candidate.unit,), micros)
-        )
+        time_s = self._stage(self._whole(), candidate, micros).report(micros // candidate.unit)
+        return self._estimate(candidate, time_s, self._evaluated_memory(candidate))
+
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """The memory of `evaluate`, without playing anything; raises as `evaluate`."""
+        return sum(self._evaluated_memory(candidate).values())
+
+    def _evaluated_memory(self, candidate: Candidate) -> Mapping[str, int]:
+        micros = num_micros(self.task, candidate)
+        if candidate.schedule == SERIAL:
+            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
+        # Of like stages only the fullest is priced: the others cannot need more.
+        neediest = self._pipeline(candidate).neediest
+        memories = (self.estimator.memory_bytes(candidate, part, waiting, micros) for part, waiting in neediest)
+        return max(memories, key=lambda memory: sum(memory.values()))
 
     def played(self, candidate: Candidate) -> Estimate:
         """Cost of a candidate from the programs of its stages, for everything that is shown. Raises as `evaluate`.
@@ -178,11 +188,7 @@ class Evaluator:
         step_s = stretch * pipeline.span_s + tail_s + self._delay_s(candidate, pipeline)
         # The bubble is the rest of the step, so that the categories of the busiest stage sum to it.
         time_s[BUBBLE] = max(0.0, step_s - totals[slowest])
-        # Of like stages only the fullest is priced: the others cannot need more.
-        memories = [
-            self.estimator.memory_bytes(candidate, part, waiting, micros) for part, waiting in pipeline.neediest
-        ]
-        return self._estimate(candidate, time_s, max(memories, key=lambda memory: sum(memory.values())))
+        return self._estimate(candidate, time_s, self._evaluated_memory(candidate))
 
     def _delay_s(self, candidate: Candidate, pipeline: Pipeline) -> float:
         mesh, micros = candidate.mesh, num_micros(self.task, candidate)

@@ -47,6 +47,11 @@ def parse_pins(texts: Iterable[str], cluster: Cluster, schedules: Sequence[str])
             raise PlanError(f"pin {text!r}: {name} has no order; write {name}={word}")
         # A name, not a number, so it has no range.
         if name == "schedule":
+            if re.fullmatch(r"[\w-]+:[1-9]\d*", word) and word.split(":")[0] in schedules:
+                base, chunks = word.split(":")
+                raise PlanError(
+                    f"pin {text!r}: chunks have a pin of their own; write schedule={base} and chunks={chunks}"
+                )
             if word not in schedules:
                 raise PlanError(f"pin {text!r}: no schedule {word!r}{did_you_mean(word, schedules)}")
             if schedule not in (None, word):

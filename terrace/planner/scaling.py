@@ -25,9 +25,9 @@ def sizes_up_to(largest: int) -> list[int]:
     return sorted({*(1 << power for power in range(largest.bit_length())), largest})
 
 
-def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling) -> list[Point]:
-    """A point for each size of the outermost tier; `task` is for its present size."""
-    return [_point(task, plan, size, scaling) for size in sizes]
+def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling, devices: int | None = None) -> list[Point]:
+    """A point for each size of the outermost tier; the batch of `task` is that of `devices`, by default its own."""
+    return [_point(task, plan, size, scaling, devices or task.cluster.world_size) for size in sizes]
 
 
 def evaluate_plan(task: Task, plan: Plan) -> Cost:
@@ -43,15 +43,18 @@ def evaluate_plan(task: Task, plan: Plan) -> Cost:
     )
 
 
-def _point(task: Task, plan: Plan, size: int, scaling: Scaling) -> Point:
-    full = task.cluster.tiers[-1].size
+def _point(task: Task, plan: Plan, size: int, scaling: Scaling, devices: int) -> Point:
     cluster = task.cluster.resized(size)
+    share, rest = divmod(task.batch * cluster.world_size, devices)
     # Weak scaling keeps sequences per device, which may not be a whole number of sequences at this size.
-    if scaling == "weak" and task.batch * size % full:
+    if scaling == "weak" and rest:
         return Point(
             num_outermost=size, task=replace(task, cluster=cluster), reason="its share of the batch is no whole number"
         )
-    there = replace(task, cluster=cluster, batch=task.batch * size // full if scaling == "weak" else task.batch)
+    try:
+        there = replace(task, cluster=cluster, batch=share if scaling == "weak" else task.batch)
+    except TerraceError as error:  # a batch beyond those that are searched
+        return Point(num_outermost=size, task=replace(task, cluster=cluster), reason=str(error))
     try:
         estimate = evaluate_plan(there, plan)
     except TerraceError as error:

@@ -30,12 +30,8 @@ from itertools import islice
 
 from terrace.base.collection import no_collection
 from terrace.base.errors import PlanError
-from terrace.cluster.cluster import Cluster
-from terrace.model.spec import BlockSpec
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
-from terrace.plan.plan import Plan
-from terrace.plan.validate import validate
 from terrace.planner.bound import Bounds, Excess
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.chains import Choices
@@ -57,7 +53,7 @@ from terrace.planner.space import (
 )
 from terrace.planner.spans import Span
 from terrace.planner.stages import ONLY_PINNED, SERIAL, has_halves, traits
-from terrace.planner.task import Candidate, Placement, Task, plan_of
+from terrace.planner.task import Candidate, Placement
 from terrace.program.schedules.registry import takes_unit
 
 
@@ -95,6 +91,7 @@ class Level(IntEnum):
 # Bound, level, tie break, group or candidate, placement, unit; then the entries that follow this one in ascending
 # order. Each enters the heap when the one before it leaves, since most of a search's entries are never reached.
 Entry = tuple[float, Level, tuple[object, ...], Group | PartialCandidate, Placement, int, "Iterator[Entry]"]
+_CHECKS = 10  # of memory, which take as long as an evaluation
 _NOWHERE = Placement(DEVICE, DEVICE, DEVICE)  # of an entry without placement
 _NONE: Iterator[Entry] = iter(())  # follow an entry that is alone
 
@@ -115,10 +112,10 @@ class Search:
         """The `count` best candidates after at most `limit` evaluations."""
         heap = list(self._groups())
         heapq.heapify(heap)
-        tried = 0
+        tried = checked = 0
         fitting: list[Estimate] = []  # in ascending order of time
         open_window = window(fitting, count)
-        while heap and heap[0][0] <= open_window.end_s and tried < limit:
+        while heap and heap[0][0] <= open_window.end_s and tried + checked // _CHECKS < limit:
             entry = heapq.heappop(heap)
             for following in islice(entry[6], 1):
                 heapq.heappush(heap, following)
@@ -129,10 +126,15 @@ class Search:
                 continue
             if self._is_worse(entry, open_window):
                 continue
-            tried += 1
             core, placement, unit = entry[3:6]
             assert isinstance(core, PartialCandidate), "a group has no placement"
-            estimate = attempt(self.evaluator, core.candidate(placement, unit), open_window.end_s)
+            candidate = core.candidate(placement, unit)
+            # Memory is known without a play, which tells candidates apart while few of them fit.
+            if len(fitting) < count and not self._has_memory(candidate):
+                checked += 1
+                continue
+            tried += 1
+            estimate = attempt(self.evaluator, candidate, open_window.end_s)
             if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.candidate, placement, unit)):
                 # The window shrinks as better candidates are found, and ends the search once no bound lies within it.
                 insort(fitting, estimate, key=lambda each: each.step_s)
@@ -310,6 +312,12 @@ class Search:
         mesh = closed(self.space, core.shape)[0]
         return core._replace(shape=OpenMesh(mesh)).candidate(placement, unit)
 
+    def _has_memory(self, candidate: Candidate) -> bool:
+        # What breaks a rule of its schedule is told by its evaluation.
+        with suppress(PlanError):
+            return self._has_room(self.evaluator.needed_bytes(candidate), lambda: candidate)
+        return True
+
     def _has_room(self, needed_bytes: float, candidate: Callable[[], Candidate]) -> bool:
         if needed_bytes <= self.capacity_bytes:
             return True
@@ -366,28 +374,20 @@ def attempt(evaluator: Evaluator, candidate: Candidate, within_s: float = math.i
         return None
 
 
-def runs_today(task: Task, candidate: Candidate) -> str | None:
-    """Reason why a candidate cannot be trained, or None."""
-    return refusal(task.cluster, plan_of(task, candidate), task.blocks)
-
-
-def refusal(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> str | None:
-    """Reason why a plan cannot be trained, or None."""
-    try:
-        validate(cluster, plan, blocks)
-    except PlanError as error:
-        return str(error)
-    return None
-
-
-def find(space: Space, count: int = 5, limit: int = 400, evaluator: Evaluator | None = None) -> tuple[Found, Evaluator]:
-    """Search a space with the memory of its cluster's device; also returns the evaluator, for further questions.
+def find(
+    space: Space,
+    count: int = 5,
+    limit: int = 400,
+    evaluator: Evaluator | None = None,
+    capacity_bytes: float | None = None,
+) -> tuple[Found, Evaluator]:
+    """Search a space; also returns the evaluator, for further questions. The memory is that of its cluster's device.
 
     `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
     """
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
-        found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
+        found = Search(space, evaluator, capacity_bytes or space.task.cluster.device.memory_bytes).run(count, limit)
         # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator

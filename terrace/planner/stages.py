@@ -30,8 +30,8 @@ def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float) -> 
     """
     if num_virtual > num_layers:
         raise PlanError(
-            f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer (terrace explain prices "
-            "stages without a layer)"
+            f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer (terrace simulate prices "
+            "stages of the embedding or the head alone)"
         )
     return share_before(num_layers, num_virtual, last_layers(num_layers, num_virtual, logits_in_layers))
 

@@ -78,7 +78,12 @@ def _broken(task: Task, name: str, value: int) -> str:
     if value > ranks:
         return f"{name} = {value} is more than the {ranks} ranks of {where}"
     if name == "pipeline" and value > len(task.inner):
-        return f"pipeline = {value} stages are more than the {len(task.inner)} layers"
+        alone = "; terrace simulate and train also take stages that hold the embedding or the head alone"
+        # Every block of the model may be a stage of its own, but no stage is empty.
+        return (
+            f"pipeline = {value} stages are more than the {len(task.inner)} layers"
+            f"{alone if value <= len(task.blocks) else ''}"
+        )
     if name == "expert_rows":
         return f"expert_rows = {value}: ranks that cut an expert are on the innermost tier alone"
     filled = ("expert", "tensor", "context", *CONTEXT_AXES, "columns")

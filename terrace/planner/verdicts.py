@@ -1,9 +1,15 @@
-"""Outcomes of a search as values: a verdict on a plan or a change, a point of a scaling curve."""
+"""Outcomes of a search as values: verdicts on plans and changes, points of a scaling curve, plans with memory left."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan.plan import Plan
+from terrace.plan.validate import validate
 from terrace.planner.ranking import Cost, Estimate
-from terrace.planner.task import Task
+from terrace.planner.task import Candidate, Task, plan_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +58,29 @@ class Point:
     def cost_per_million(self, price_per_hour: float) -> float:
         """Price of a million tokens at a price per device-hour."""
         return price_per_hour / 3600 * 1e6 / self.per_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headroom:
+    """The fastest plan that leaves at least `free` of a device's memory free; None where no plan is known to.
+
+    `proved`: the search of it came to its end.
+    """
+
+    free: float
+    best: Estimate | None
+    proved: bool = True
+
+
+def runs_today(task: Task, candidate: Candidate) -> str | None:
+    """Reason why a candidate cannot be trained, or None."""
+    return refusal(task.cluster, plan_of(task, candidate), task.blocks)
+
+
+def refusal(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> str | None:
+    """Reason why a plan cannot be trained, or None."""
+    try:
+        validate(cluster, plan, blocks)
+    except PlanError as error:
+        return str(error)
+    return None

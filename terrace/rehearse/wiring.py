@@ -132,7 +132,7 @@ def wire(cluster: Cluster, scale: float) -> Wiring:
 
 def _net(cluster: Cluster, index: int, scale: float) -> TierNet:
     tier = _scaled(cluster.tiers[index], scale)
-    below, within = cluster.ranks_within(index - 1), cluster.ranks_within(index)
+    below, within = cluster.sharers(index), cluster.ranks_within(index)
     shares = tier.shared and below > 1  # a group of one has its link to itself
     # A tier's bandwidth is one rank's share; an uplink carries the shares of its whole group.
     limit = _limit(tier.bandwidth_bytes_per_s * (below if shares else 1))

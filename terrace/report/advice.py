@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from terrace.report.tables import seconds
-from terrace.simulate.changes import Change, best_change
+from terrace.simulate.change import Change, best_change
 from terrace.simulate.recording import COMPUTE, Recording
 
 _LETTERS = {

@@ -12,7 +12,7 @@ from terrace.report.palette import MESSAGES, OUTER, STREAM, colour_key, colour_v
 from terrace.report.svg import GUTTER, PLOT
 from terrace.report.tables import plan_title, quantity, seconds
 from terrace.report.timeline import TimelineChart
-from terrace.simulate.changes import Change
+from terrace.simulate.change import Change
 from terrace.simulate.curve import MemoryCurve
 
 # Added to a caption where short spans share bars.

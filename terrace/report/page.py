@@ -31,7 +31,7 @@ from terrace.report.palette import colour_key
 from terrace.report.svg import Row, memory_svg, memory_totals
 from terrace.report.tables import bytes_words, plan_rows, quantity, seconds, time_categories
 from terrace.report.timeline import TimelineChart, chart_data, joined
-from terrace.simulate.changes import Change
+from terrace.simulate.change import Change
 from terrace.simulate.critical import CriticalPath, critical_words
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import COMPUTE, Recording

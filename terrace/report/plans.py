@@ -1,5 +1,7 @@
 """Tables and pictures of a search: plans side by side, verdicts, one plan's cost, scaling curves."""
 
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
@@ -9,9 +11,11 @@ from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Task, expert_words, plan_of
-from terrace.planner.verdicts import Point, Verdict
+from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
+
+_PLAN_WIDTH = 40  # of the words of a plan, so that the table fits in 80 columns
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
@@ -85,24 +89,59 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
     return new_table(title, headings, left=("category",), rows=rows, total=row("total", total))
 
 
+def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
+    """The fastest plan for each part of the memory that stays free, next to the fastest of all."""
+    headings = ("free", "step", "slower", "memory", "plan")
+    table = new_table(title, headings, left=("plan",))
+    above: Estimate | None = None
+    for each in found:
+        best, free = each.best, f"{100 * each.free:.0f} %"
+        if best is None:
+            table.add_row(free, "-", "-", "-", "none" if each.proved else "none found before --limit")
+        elif best is above:
+            table.add_row(free, "", "", "", "the same")
+        else:
+            slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
+            words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
+            words = textwrap.fill(words, _PLAN_WIDTH)
+            table.add_row(free, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
+        above = best
+    return table
+
+
 def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:
     """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs."""
     headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
     headings += ["per million tokens"] if price is not None else []
-    found = new_table(title, [*headings, "why not"], left=("why not",))
+    found = new_table(title, headings)
     # The smallest sizes may lack the memory, so efficiency is relative to the first that runs.
     first = next((point.per_device for point in points if point.estimate), 0.0)
     for point in points:
         start = [str(point.num_outermost), str(point.task.cluster.world_size), str(point.task.batch)]
         estimate = point.estimate
         if estimate is None:
-            found.add_row(*start, *("-" for _ in headings[3:]), point.reason)
+            found.add_row(*start, *("-" for _ in headings[3:]))
             continue
         step, rate, used, memory = _figures(point.task, estimate)
         cells = [step, rate, percent(point.per_device / first), used, memory]
         cells += [f"{point.cost_per_million(price):.4g}"] if price is not None else []
-        found.add_row(*start, *cells, "")
+        found.add_row(*start, *cells)
     return found
+
+
+def missing_words(points: Sequence[Point], tier: str) -> str:
+    """Why a plan does not run at some sizes of a scaling curve: a line for each kind of reason, its first in full."""
+    kinds: dict[str, list[Point]] = {}
+    for point in points:
+        if not point.estimate:
+            # Reasons of one kind differ in their numbers.
+            kinds.setdefault(re.sub(r"\d[\d.,]*", "", point.reason), []).append(point)
+    lines = []
+    for same in kinds.values():
+        sizes = ", ".join(str(point.num_outermost) for point in same)
+        first = f" (at {same[0].num_outermost})" if len(same) > 1 else ""
+        lines.append(f"not at {tier} {sizes}: {same[0].reason}{first}")
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:

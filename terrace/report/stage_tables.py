@@ -7,13 +7,20 @@ from rich.table import Table
 from rich.text import Text
 
 from terrace.model.spec import BlockSpec
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import OF_EXPERTS, MessageClass
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.report.tables import bytes_words, equal_bytes, new_table, quantity, seconds
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
+
+# Waits inside a stage that have a column of their own; all others are for its data ranks.
+_INSIDE = {
+    "tensor": (MessageClass.TENSOR,),
+    "context": (MessageClass.CONTEXT,),
+    "experts": (*OF_EXPERTS, MessageClass.CHOICES),
+}
 
 
 def others_s(report: StepReport) -> float:
@@ -119,7 +126,10 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
     """Predicted seconds per step of each stage, by category."""
     # A category that no stage has gets no column.
     names = [name for name in ("forward", "backward") if any(report.time_s.get(name) for report in reports)]
-    headings = ["stage", *names, "update, norm", "wait pipeline", "wait tie, norm", "wait others", "step", "bubble"]
+    inside = [_waits_inside(report) for report in reports]
+    axes = [axis for axis in (*_INSIDE, "data") if any(row[axis] > 0 for row in inside)]
+    waits = [f"wait\n{axis}" for axis in ("pipeline", "tie, norm", *axes)]
+    headings = ["stage", *names, "update,\nnorm", *waits, "step", "bubble"]
     rows = []
     for index, report in enumerate(reports):
         time_s, idle = report.time_s, idle_s(report)
@@ -127,12 +137,22 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
         pipeline = time_s.get(WAITS_ON_STAGES[0], 0.0)
         shown = [time_s.get(name, 0.0) for name in names]
         rest = computing_s(report) - sum(shown)
-        spent = [*shown, rest, pipeline, idle - pipeline, others_s(report), report.step_s]
+        spent = [*shown, rest, pipeline, idle - pipeline, *(inside[index][axis] for axis in axes), report.step_s]
         cells = (seconds(value) if value > 0 else "-" for value in spent)
         rows.append([str(index), *cells, f"{idle / report.step_s:.1%}"])
-    title = "seconds of a step, predicted from the cluster's own figures (bubble: waiting for other stages)"
+    title = "seconds of a step, by the cluster's figures; bubble: waiting for other stages"
     total = ["all", *[""] * (len(headings) - 2), f"{bubble(reports):.1%}"]
     return new_table(title, headings, rows=rows, total=total)
+
+
+def _waits_inside(report: StepReport) -> dict[str, float]:
+    found = {
+        axis: sum(report.time_s.get(f"wait {message.value}", 0.0) for message in messages)
+        for axis, messages in _INSIDE.items()
+    }
+    own = {*WAITS_ON_STAGES, *(f"wait {message.value}" for messages in _INSIDE.values() for message in messages)}
+    waits = {name: spent for name, spent in report.time_s.items() if name.startswith("wait ")}
+    return found | {"data": sum(spent for name, spent in waits.items() if name not in own)}
 
 
 def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:

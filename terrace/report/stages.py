@@ -28,7 +28,7 @@ from terrace.report.stages_svg import close_up, memories_svg, memory_rows, stage
 from terrace.report.svg import memory_svg, memory_totals
 from terrace.report.tables import new_table, plan_rows, quantity, seconds, sent_rows, time_categories
 from terrace.report.timeline import TimelineChart, chart_data
-from terrace.simulate.changes import Change
+from terrace.simulate.change import Change
 from terrace.simulate.critical import path_words
 from terrace.simulate.recorded import RecordedStep
 from terrace.simulate.step import idle_s

@@ -83,7 +83,8 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
         if plan.outer is not None and tier.name == plan.outer.tier:
             states.append(outer_words(plan.outer))
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
-        link += ", shared" if tier.shared else ""
+        sharers = cluster.sharers(index)
+        link += f", shared by {sharers}" if sharers > 1 else ""
         cells = (_degree_words(mesh, index, axis) for axis in axes)
         rows.append([tier.name, str(tier.size), *cells, link, ", ".join(states)])
     # A placement below the innermost tier is the device: every rank holds the whole state.

@@ -10,6 +10,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import merge, read_table
+from terrace.cluster.presets import lay_over
 from terrace.rl.keys import TASKS
 from terrace.train.config import section
 
@@ -36,7 +37,7 @@ def resolve_table(
         if key in table:
             table[key] = section(key, table[key])
     # A command line names files as its shell does.
-    return merge(table, _with_paths(overrides, Path()))
+    return lay_over(table, _with_paths(overrides, Path()))
 
 
 def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:

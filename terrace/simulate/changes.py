@@ -2,15 +2,16 @@
 
 A change of the plan moves one thing: a placement by one tier, the prefetch distance, the unit, recomputation, the
 wire format on one tier, the schedule of a pipeline. A change of the cluster doubles one bandwidth or the device's
-FLOP/s, or halves one latency. Invalid plans, and plans that do not fit the device, are no candidates.
+FLOP/s, or halves one latency. Invalid plans are no candidates, nor are those that need more than the device's memory,
+activations, context and losses of the allocator included, or than the step as it is where that needs more already.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import fsum, inf
-from typing import Any, Literal
+from typing import Any
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster, Tier
@@ -24,52 +25,52 @@ from terrace.program.program import Program
 from terrace.program.schedules.registry import schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.stages import num_virtual, plan_orders, plan_schedule
+from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.change import Change
 from terrace.simulate.step import Prediction, Step, predict_on, predict_step, resolved
 from terrace.simulate.timeline import play
+from terrace.simulate.work import Work
 
 # Part of a lower bound that surely holds: of steps played whole, up to the rounding of sums; of folded ones, up to
 # twice what a line may be off.
 _WHOLE, _FOLDED = 1 - 1e-9, 0.99
-Fits = Callable[[Program], bool]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A change, and the step it leads to."""
-
-    words: str  # such as 'params = "node"'
-    kind: Literal["plan", "cluster"]
-    note: str  # side effects; "" for nothing but time and memory of model states
-    cluster: Cluster
-    plan: Plan
-    step_s: float = 0.0
+def _fits(base: Prediction) -> Callable[[Prediction], bool]:
+    """Whether a changed step fits the device, or needs no more than `base` does."""
+    most = max(base.step.cluster.device.memory_bytes, _needed_bytes(base))
+    return lambda predicted: _needed_bytes(predicted) <= most
 
 
-def model_state_fits(program: Program) -> bool:
-    """Whether the model state alone fits the device."""
-    needed = program.state_bytes
-    return sum(needed.values()) <= program.cluster.device.memory_bytes
+def _needed_bytes(predicted: Prediction) -> int:
+    step = predicted.step
+    states = max(sum(program.state_bytes.values()) for program in predicted.programs)
+    # Without kernels that are priced, activations are unknown.
+    if not isinstance(step.work, Work):
+        return states
+    job = Job(cluster=step.cluster, plan=step.plan, num_micros=step.num_micros)
+    return max(states, sum(fullest_stage(job, step.blocks, step.sequence)[1].values()))
 
 
-def changes(step: Step, fits: Fits = model_state_fits, base: Prediction | None = None) -> list[Change]:
+def changes(step: Step, base: Prediction | None = None) -> list[Change]:
     """Every candidate with its predicted step, the shortest first; ties in the order tried.
 
-    `fits` says whether the program of a stage may run; `base` is the step's prediction, where it is known. The number
-    of micro-batches stays, so that every candidate does the same work. A change of a pipeline shares the blocks anew
-    unless the plan names its stages.
+    `base` is the step's prediction, where it is known. The number of micro-batches stays, so that every candidate does
+    the same work. A change of a pipeline shares the blocks anew unless the plan names its stages.
     """
     found: list[Change] = []
     base = base or predict_step(step)
+    fits = _fits(base)
     for change in _candidates(step, base.programs[0]):
         # An invalid plan is simply not a candidate.
         with suppress(PlanError):
             predicted = _predicted(base, change, _changed(step, change))
-            if all(map(fits, predicted.programs)):
+            if fits(predicted):
                 found.append(replace(change, step_s=predicted.step_s))
     return sorted(found, key=lambda change: change.step_s)
 
 
-def best_changes(step: Step, base: Prediction, fits: Fits = model_state_fits) -> list[Change]:
+def best_changes(step: Step, base: Prediction) -> list[Change]:
     """The first candidate of each kind in `changes`, without the others.
 
     Candidates are tried by the time that their passes alone take; those whose passes take longer than the best step
@@ -86,6 +87,7 @@ def best_changes(step: Step, base: Prediction, fits: Fits = model_state_fits) ->
                 bounds[key] = _least_s(base, changed)
             tried.append((bounds[key], number, change, changed))
     best: dict[str, tuple[float, int, Change]] = {}
+    fits = _fits(base)
     for least_s, number, change, changed in sorted(tried, key=lambda each: each[:2]):
         known = best.get(change.kind, (inf, number, change))
         if least_s > known[0]:
@@ -93,7 +95,7 @@ def best_changes(step: Step, base: Prediction, fits: Fits = model_state_fits) ->
         with suppress(PlanError):
             predicted = _predicted(base, change, changed)
             # The memory of a candidate that is not the best does not matter.
-            if (predicted.step_s, number) < known[:2] and all(map(fits, predicted.programs)):
+            if (predicted.step_s, number) < known[:2] and fits(predicted):
                 best[change.kind] = (predicted.step_s, number, replace(change, step_s=predicted.step_s))
     return sorted((change for _, _, change in best.values()), key=lambda change: change.step_s)
 
@@ -137,12 +139,6 @@ def _least_s(base: Prediction, step: Step) -> float:
         edge_s=(0.0,) * (len(cut) - 1),
     )
     return play(orders, seconds).makespan_s * (_WHOLE if base.is_whole else _FOLDED)
-
-
-def best_change(candidates: list[Change], step_s: float, kind: Literal["plan", "cluster"]) -> Change | None:
-    """The change of a kind with the greatest gain over `step_s`; None if no change gains 0.1 %."""
-    best = next((change for change in candidates if change.kind == kind), None)
-    return best if best is not None and best.step_s < 0.999 * step_s else None
 
 
 def _plan_changes(step: Step, program: Program) -> Iterator[Change]:

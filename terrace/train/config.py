@@ -21,7 +21,7 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge, read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
+from terrace.cluster.presets import cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
@@ -218,7 +218,7 @@ def resolve_table(
         table = merge(table, {"data": {"path": flags["data"]}})
     # The model's path is needed below, after `section` has replaced it by its table.
     model = table.get("model")
-    table = merge({name: section(name, value) for name, value in table.items()}, overrides)
+    table = lay_over({name: section(name, value) for name, value in table.items()}, overrides)
     data = [given.get("data") for given in (own, overrides)]
     names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
     return with_folder(table, model, names_tokenizer)

@@ -92,7 +92,15 @@ def test_presets_round_trip(name: str) -> None:
     dumped = dump(cluster)
     kernels = dump(Kernels()) | table["device"].get("kernels", {})
     device = {"backend": "cuda", "overlap_penalty": 0.0, "marks": {}, **table["device"], "kernels": kernels}
-    ideal = {"shared": False, "direct": False, "efficiency": 1.0, "half_bytes": 0.0, "marks": {}, "bus": {}}
+    ideal = {
+        "shared": False,
+        "shared_by": "",
+        "direct": False,
+        "efficiency": 1.0,
+        "half_bytes": 0.0,
+        "marks": {},
+        "bus": {},
+    }
     assert dumped == {**table, "device": device, "tiers": [ideal | tier for tier in table["tiers"]]}
     assert dump(load(Cluster, dumped, "cluster")) == dumped
     assert load(Cluster, tomllib.loads(tomli_w.dumps(dumped)), "cluster") == cluster

@@ -1,6 +1,8 @@
 """The cost model against published figures: errors within their limits, and the page as it would be written."""
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,8 @@ from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import num_params
 from terrace.simulate.work import Work
 from tests.support.one_bus import on_one_bus_s
+
+ROOT = Path(__file__).parents[2]
 
 TITLES = [
     "Megatron-LM, Table 1",
@@ -49,6 +53,34 @@ def test_no_table_is_left_out() -> None:
 def test_the_page_is_up_to_date() -> None:
     """`python -m bench.validation` writes it."""
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+QUOTES = {
+    "README.md": r"Megatron-LM's published steps.*?([\d.]+) % mean, ([\d.]+) % largest",
+    "docs/planning.md": r"misses their steps by\s+([\d.]+) % in the\s+mean\s+and\s+([\d.]+) % at\s+most",
+}
+
+
+@pytest.mark.parametrize("page", QUOTES)
+def test_other_pages_quote_the_table_of_megatron_as_it_is(page: str) -> None:
+    source = re.search(
+        r"^\| Megatron-LM, Table 1 \| \d+ \| ([\d.]+)% \| ([\d.]+)% ", PAGE.read_text(encoding="utf-8"), re.M
+    )
+    assert source is not None
+    quoted = re.findall(QUOTES[page], (ROOT / page).read_text(encoding="utf-8"))
+    assert quoted == [source.groups()]
+
+
+def test_no_other_page_quotes_the_table_of_megatron() -> None:
+    """A further page that does belongs into `QUOTES`."""
+    found = set()
+    for path in (ROOT / "README.md", ROOT / "bench" / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+            lines = paragraph.splitlines() if paragraph.startswith("|") else [paragraph]
+            for text in lines:
+                if re.search(r"Megatron-LM's|2104\.04473", text) and re.search(r"\d %? ?(mean|in the\s+mean)", text):
+                    found.add(str(path.relative_to(ROOT)))
+    assert found == set(QUOTES)
 
 
 def test_errors_by_hand() -> None:

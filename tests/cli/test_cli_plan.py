@@ -82,7 +82,7 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
             ["--pin", "micro_batch=3"],
             "micro_batch = 3 does not divide the 16 sequences of a step; micro_batch can be 1",
         ),
-        (["--pin", "schedule=1f1b", "--pin", "pipeline=1"], "drop a pin"),
+        (["--pin", "params=device", "--pin", "optimizer=device", "--pin", "grads=node"], "drop a pin"),
     ],
 )
 def test_bad_input_of_plan_is_one_line(here: Planning, words: list[str], said: str) -> None:
@@ -277,7 +277,7 @@ def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
     """What is said to fit where nothing does is planned as it is written."""
     tight = ("--cluster.device.memory_bytes", "1.58e9")
     error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
-    nodes, batch = re.findall(r"(\d+) members of 'system' it fits at --batch (\d+)", error)[0]
+    nodes, batch = re.findall(r"--nodes (\d+) --batch (\d+), the fewest", error)[0]
     assert here.say("plan", "--nodes", nodes, "--axes", "data", *tight, batch=int(batch))[0] == 0
 
 

@@ -21,7 +21,7 @@ from terrace.planner.bottleneck import better_plan, bottleneck
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.search import runs_today
+from terrace.planner.verdicts import runs_today
 from terrace.probe.environment import launcher_variables
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import NEEDED, PACKAGES, Gpu, look

@@ -331,9 +331,11 @@ def test_documented_reach_is_the_presets() -> None:
 
 
 def _tiers(name: str) -> str:
+    cluster = load_cluster(name)
     return ", ".join(
-        f"{tier.name} {tier.size} x {tier.bandwidth_bytes_per_s / 1e9:g}{' shared' if tier.shared else ''}"
-        for tier in load_cluster(name).tiers
+        f"{tier.name} {tier.size} x {tier.bandwidth_bytes_per_s / 1e9:g}"
+        f"{f' shared by {cluster.sharers(index)}' if tier.shared else ''}"
+        for index, tier in enumerate(cluster.tiers)
     )
 
 

@@ -16,7 +16,8 @@ from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
 from terrace.report.page import lanes_timeline, page_html
 from terrace.report.palette import MESSAGES, PAPER, PIPELINE, ROLES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
-from terrace.simulate.changes import Change, changes
+from terrace.simulate.change import Change
+from terrace.simulate.changes import changes
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import Recording, record

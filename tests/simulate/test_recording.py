@@ -24,7 +24,8 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.report import bars
-from terrace.simulate.changes import best_change, changes
+from terrace.simulate.change import best_change
+from terrace.simulate.changes import changes
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import by_place, critical_path, critical_words, exposed_by_tier
 from terrace.simulate.curve import memory_curve

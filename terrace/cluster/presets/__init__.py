@@ -1,16 +1,20 @@
-"""Cluster presets, one TOML file each, and the loader for them and for the user's own files.
+"""Cluster presets, one TOML file each, the loader for them and for the user's own files, and overrides of their keys.
 
 Adding a machine is adding a file to this folder.
 """
 
+import math
 import os
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ClusterError, ConfigError, did_you_mean
-from terrace.base.schema import load, read_table
+from terrace.base.schema import load, merge, read_table
 from terrace.cluster.cluster import Cluster
+
+_RESTATED = ("bandwidth_bytes_per_s", "shared", "shared_by")  # a tier of which an override gives one is not rescaled
 
 
 def preset_names() -> list[str]:
@@ -40,3 +44,44 @@ def parse_cluster(table: dict[str, Any]) -> Cluster:
 def load_cluster(name_or_path: str) -> Cluster:
     """The preset with this name, or the cluster in this file."""
     return parse_cluster(cluster_table(name_or_path))
+
+
+def lay_over(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`merge` of tables with a section `cluster`, with shared links divided among the devices that share them then.
+
+    Where an override changes their number, the link stays as fast as it was, and one device's share changes.
+    """
+    merged = merge(table, overrides)
+    cluster, own = table.get("cluster"), overrides.get("cluster")
+    if not isinstance(cluster, Mapping) or not isinstance(own, Mapping):
+        return merged
+    before, after, given = cluster.get("tiers"), merged["cluster"].get("tiers"), own.get("tiers")
+    # Anything else is refused where the table is read.
+    if not isinstance(given, Mapping) or not isinstance(before, list):
+        return merged
+    if not all(isinstance(tier, Mapping) for tier in before):
+        return merged
+    merged["cluster"] = merged["cluster"] | {"tiers": _shared_anew(before, after, given)}
+    return merged
+
+
+def _shared_anew(before: Sequence[Any], after: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
+    found = []
+    for index, tier in enumerate(after):
+        restated = any(key in given.get(tier.get("name"), {}) for key in _RESTATED)
+        old, new = _num_devices(before, index), _num_devices(after, index)
+        rate = None if restated else tier.get("bandwidth_bytes_per_s")
+        if isinstance(rate, (int, float)) and tier.get("shared") is True and old != new and min(old, new) > 0:
+            tier = {**tier, "bandwidth_bytes_per_s": rate * old / new}
+        found.append(tier)
+    return found
+
+
+def _num_devices(tiers: Sequence[Any], index: int) -> int:
+    """Devices that share a link of a tier; 0 for sizes and names that the check of the table refuses."""
+    names = [tier.get("name") for tier in tiers]
+    owner = tiers[index].get("shared_by") or (names[index - 1] if index else None)
+    if owner not in names[:index]:
+        return 0
+    sizes = [tier.get("size") for tier in tiers[: names.index(owner) + 1]]
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0

@@ -40,12 +40,17 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "reorder_and_upcast_attn": (False,),
 }
 
+# Names of one function differ in how `transformers` computes it; the first is written.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
 }
 

@@ -1,0 +1,61 @@
+"""The plan that `terrace plan` compares with those it finds: `--plan FILE|NAME`, `--plan.key VALUE`, or both."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from terrace.base.errors import ConfigError, PlanError, TerraceError
+from terrace.base.schema import merge
+from terrace.cli.task import with_formats
+from terrace.plan.plan import Plan
+from terrace.plan.presets import command_plan
+from terrace.planner.evaluate import step_of
+from terrace.planner.numbers import with_best_numbers
+from terrace.planner.ranking import Cost
+from terrace.planner.scaling import evaluate_plan
+from terrace.planner.task import Task
+from terrace.planner.verdicts import lack, size_words
+from terrace.report.tables import seconds
+from terrace.train.config import section
+
+DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
+_DTYPES = ("compute", "messages", "master")
+
+
+class OwnPlan(NamedTuple):
+    """A plan that the user gives, with the numbers that it leaves out, and its cost."""
+
+    plan: Plan
+    cost: Cost
+
+    def words(self, task: Task, best: Cost) -> str:
+        """Seconds and memory of the user's plan beside the best that was found."""
+        plan, cost = self
+        longer, capacity = 100 * (cost.step_s / best.step_s - 1), task.cluster.device.memory_bytes
+        compared = f"{abs(longer):.1f} % {'longer' if longer >= 0 else 'shorter'} than the best"
+        numbers = f"micro-batch {plan.micro_batch} x {cost.num_micros}"
+        words = f"your plan {plan.name}, {numbers}: step {seconds(cost.step_s)}, {compared}"
+        if cost.needed_bytes > capacity:
+            return f"{words}; it does not fit: {lack(task, cost)}"
+        sizes = (size_words(size) for size in (cost.needed_bytes, capacity, best.needed_bytes))
+        return "{}; needs {} of {}, the best {}".format(words, *sizes)
+
+
+def own_plan(task: Task, name: str | None, keys: Any) -> OwnPlan:
+    """The plan of the options, priced for a task.
+
+    `keys` is the table of `--plan.key VALUE`. Micro-batch and unit that are left out are the fastest that fit, as for
+    a run; dtypes are the task's. Raises `PlanError` or `ConfigError` for a plan that cannot run.
+    """
+    if not isinstance(keys or {}, Mapping):
+        raise ConfigError(f"--plan.{keys!r}: set a key of the plan, as --plan.key VALUE")
+    table = merge(section("plan", name or DEFAULT), keys or {})
+    try:
+        plan = command_plan(table, task.cluster)
+        plan = replace(plan, **{dtype: getattr(task, dtype) for dtype in _DTYPES if dtype not in table})
+        there = with_formats(task, plan)
+        free = [number for number in ("micro_batch", "unit") if number not in table]
+        plan = with_best_numbers(step_of(there, plan), free).plan if free else plan
+        return OwnPlan(plan, evaluate_plan(there, plan))
+    except TerraceError as error:
+        raise PlanError(f"--plan {name or DEFAULT}: {error}") from error

@@ -1,0 +1,128 @@
+"""The fewest members of the outermost tier with which some plan of a space fits, found by searching size after size.
+
+Sizes without room for the states, divided among all ranks, are passed over. At any other the plans that may need the
+least memory are looked at first, and a size at which one fits is searched as `terrace plan` would.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+
+from terrace.base.errors import PlanError, TerraceError
+from terrace.planner.bound import Bounds
+from terrace.planner.candidate import SLACK, PartialCandidate
+from terrace.planner.estimate import Estimator
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.ranking import Estimate
+from terrace.planner.search import Search, in_units, recomputations, schedules, units_of
+from terrace.planner.space import OpenMesh, Space, closed, micro_batches, open_meshes, placements
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Placement, Task
+from terrace.planner.verdicts import runs_today
+
+MAX_GROWTH = 64  # how many times as many members are thought of
+_MOST_SIZES = 256  # looked at beyond the first that has room for the states
+
+
+def least_nodes(space: Space, *, limit: int, grow_batch: bool = False) -> tuple[Task, Estimate] | None:
+    """The task with the fewest members, more than it has, and a plan that fits there; None where none is found.
+
+    At most `limit` plans of a size are evaluated. With `grow_batch` the batch of a size is the next multiple of its
+    ranks, else it stays.
+    """
+    task = space.task
+    for size in _sizes(task):
+        try:
+            larger = replace(space, task=_resized(task, size, grow_batch))
+        except TerraceError:  # a batch or a cluster beyond what is searched
+            return None
+        found = _fitting(larger, limit)
+        if found is not None:
+            return larger.task, found
+    return None
+
+
+def _resized(task: Task, size: int, grow_batch: bool) -> Task:
+    cluster = task.cluster.resized(size)
+    ranks = cluster.world_size
+    batch = -(-task.batch // ranks) * ranks if grow_batch else task.batch
+    return replace(task, cluster=cluster, batch=batch)
+
+
+def _sizes(task: Task) -> Iterator[int]:
+    # Larger clusters never hold more of the states on a rank, so the first with room for them is found by bisection.
+    estimator, too_few = Estimator(task), task.cluster.tiers[-1].size
+    most = enough = too_few * MAX_GROWTH
+    if not _states_fit(estimator, most):
+        return
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if _states_fit(estimator, middle) else (middle, enough)
+    yield from range(enough, min(most, enough + _MOST_SIZES) + 1)
+
+
+def _states_fit(estimator: Estimator, size: int) -> bool:
+    """Whether a rank has room for its part of the states, divided among all ranks, and for nothing else."""
+    task = estimator.task
+    ranks, outermost = task.cluster.resized(size).world_size, len(task.cluster.tiers) - 1
+    degrees, everywhere = (*(1,) * outermost, ranks), Placement(outermost, outermost, outermost)
+    numel = sum(block.num_trainable for block in task.blocks)
+    least = estimator.whole_bytes(numel * estimator.state_bytes(degrees, everywhere)) * SLACK
+    return least <= task.cluster.device.memory_bytes
+
+
+def _fitting(space: Space, limit: int) -> Estimate | None:
+    evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.memory_bytes
+    if not fits_somewhere(space, evaluator, capacity, limit):
+        return None
+    # The advice must be what a search with this many members finds.
+    best = Search(space, evaluator, capacity).run(1, limit).best
+    return best[0] if best else None
+
+
+def fits_somewhere(space: Space, evaluator: Evaluator, capacity_bytes: float, limit: int) -> bool:
+    """Whether some plan of the space fits; those that may need the least are tried first, at most `limit`."""
+    bounds, numbers = evaluator.bounds, count()
+    # Least bytes, tie break, core, and where it is placed once it has a schedule.
+    heap: list[tuple[float, int, PartialCandidate, tuple[Placement, int] | None]] = []
+
+    def push(core: PartialCandidate, choices: Iterable[tuple[Placement, int]], *, whole: bool) -> None:
+        each = ((bounds.least_bytes(core, *choice), choice) for choice in choices)
+        fitting = [(least, choice) for least, choice in each if least <= capacity_bytes]
+        for least, choice in fitting if whole else sorted(fitting)[:1]:
+            heappush(heap, (least, next(numbers), core, choice if whole else None))
+
+    for shape in open_meshes(space):
+        for micro_batch in micro_batches(space, shape.mesh.total("data")):
+            for again in recomputations(space):
+                outline = bounds.outline(shape, micro_batch, again)
+                push(outline, ((place, 1) for place in placements(space, shape.mesh)), whole=False)
+    tried = 0
+    while heap and tried < limit:
+        _, _, core, choice = heappop(heap)
+        if choice is not None:
+            tried += 1
+            with suppress(PlanError):
+                candidate = core.candidate(*choice)
+                if evaluator.needed_bytes(candidate) <= capacity_bytes and runs_today(space.task, candidate) is None:
+                    return True
+        elif core.shape.is_open or core.shape.divides:
+            for mesh in closed(space, core.shape):
+                outline = bounds.outline(OpenMesh(mesh), core.micro_batch, core.recompute)
+                push(outline, ((place, 1) for place in placements(space, mesh)), whole=False)
+        else:
+            places = placements(space, core.shape.mesh)
+            for staged in _staged(space, bounds, core):
+                push(staged, ((place, unit) for place in places for unit in units_of(space, staged, place)), whole=True)
+    return False
+
+
+def _staged(space: Space, bounds: Bounds, outline: PartialCandidate) -> Iterator[PartialCandidate]:
+    root = bounds.bounded(outline)
+    for name, chunks in schedules(space, root.sizes.num_stages):
+        core = bounds.core(root, name, chunks)
+        for each in () if core is None else in_units(space, core):
+            with suppress(PlanError):  # the schedule cannot run these numbers
+                yield each if name == SERIAL else bounds.staged(each)

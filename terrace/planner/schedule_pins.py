@@ -1,0 +1,30 @@
+"""Pins on the schedule of a pipeline that no plan of a space can satisfy, told before the search."""
+
+from terrace.base.errors import PlanError
+from terrace.planner.pins import MOST
+from terrace.planner.space import Space
+from terrace.planner.stages import traits
+
+
+def check_schedule(space: Space) -> None:
+    """Raise `PlanError` if no plan of the space has the pinned schedule or the pinned chunks."""
+    pins, name, known = space.pins, space.pins.schedule, traits()
+    low, high = pins.ranges.get("chunks", (-MOST, MOST))
+    if name is None and low <= 1:
+        return  # a plan without a pipeline satisfies these
+    words = f"pin schedule={name}" if name is not None else f"pin chunks{'=' if low == high else '>='}{low}"
+    if name is not None and name not in known:
+        raise PlanError(
+            f"{words}: its order is built from the seconds of a plan's stages, so no plan of the search has it; pin "
+            f"one of {', '.join(known)}, and price the found plan with terrace simulate FILE --plan.schedule {name}"
+        )
+    if "pipeline" not in space.axes:
+        raise PlanError(f"{words} needs a pipeline: add --axes {','.join((*space.axes, 'pipeline'))}")
+    fewest, most = pins.ranges.get("pipeline", (2, MOST))
+    if max(fewest, 2) > min(most, space.task.cluster.world_size):
+        raise PlanError(f"{words} needs a pipeline, and the other pins or the ranks leave one stage: drop a pin")
+    allowed = sorted({number for each in known if name in (None, each) for number in known[each].chunks})
+    if not any(pins.allows("chunks", number) for number in allowed):
+        owner = "schedules have" if name is None else f"schedule {name} has"
+        span = f"chunks={low}" if low == high else f"chunks<={high}" if low == -MOST else f"chunks>={low}"
+        raise PlanError(f"pin {span}: {owner} {', '.join(map(str, allowed))} chunks a stage; pin one of these numbers")

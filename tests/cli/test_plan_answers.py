@@ -1,0 +1,151 @@
+"""What `terrace plan` answers beside the best plan: cost of a training, the user's own plan, plans with memory left."""
+
+import re
+from collections.abc import Mapping
+
+import pytest
+
+from terrace.cli import plan
+from terrace.cli.own_plan import own_plan
+from terrace.planner.evaluate import step_of
+from terrace.planner.ranking import Cost
+from terrace.report.tables import seconds
+from terrace.report.training_cost import duration, parse_tokens, throughput_words, training_words
+from terrace.simulate.step import predict_step
+from terrace.train.config import resolve
+from tests.support.planner_cases import CLUSTERS, small_task
+from tests.support.planning import Planning, here
+
+__all__ = ["here"]
+
+SMALL = ("--nodes", "1", "--axes", "data", "--best", "2")
+
+
+def cost(step_s: float, memory: Mapping[str, int] | None = None) -> Cost:
+    return Cost(num_micros=1, step_s=step_s, time_s={"forward": step_s}, memory_bytes=memory or {"params": 1})
+
+
+def joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_time_and_price_of_a_training_by_hand() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], batch=16)  # 4,096 tokens a step on 8 devices
+    found = cost(0.5)
+    assert throughput_words(task, found) == "throughput: 8.19 k tokens/s of all devices, 1.02 k of one"
+    # 2,441,407 steps of half a second are 339.08 hours.
+    said = training_words(task, found, 10**10, None)
+    assert said == "10 G tokens: 2,441,407 steps, 14.1 days, 2.71 k device-hours"
+    assert training_words(task, found, 10**10, 2.5) == f"{said}, price 6,782"
+    # The last step counts whole.
+    said = training_words(task, found, 4097, 1000.0)
+    assert said == "4.1 k tokens: 2 steps, 1.00 s, 0.00222 device-hours, price 2.22"
+    assert training_words(task, found, None, 3.0) == "a million tokens: price 0.814"
+    assert training_words(task, found, None, None) == ""
+    assert [duration(time_s) for time_s in (60, 7200, 5.5 * 3600, 30 * 86400, 400 * 86400)] == [
+        "1 min",
+        "2 h",
+        "5.5 h",
+        "30 days",
+        "400 days",
+    ]
+
+
+def test_a_plan_says_what_tokens_take(here: Planning) -> None:
+    code, out, _ = here.say("plan", *SMALL, "--tokens", "1e9", "--price", "2")
+    assert code == 0
+    assert re.search(r"^throughput: [\d.]+ k tokens/s of all devices, [\d.]+ k of one$", out, re.M)
+    steps = re.search(r"^1 G tokens: ([\d,]+) steps, .* device-hours, price [\d.,]+$", out, re.M)
+    assert steps is not None
+    assert int(steps[1].replace(",", "")) == -(-(10**9) // (16 * 256))
+    assert "tokens: " not in here.say("plan", *SMALL, "--force")[1]
+    assert "a million tokens: price" in here.say("plan", *SMALL, "--force", "--price", "2")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens", "3x"], "--tokens 3x: write a whole number of tokens"),
+        (["--tokens", "0"], "--tokens 0: "),
+        (["--tokens", "1.5"], "--tokens 1.5: "),
+        (["--tokens", "nan"], "--tokens nan: "),
+        (["--tokens", "inf"], "--tokens inf: "),
+        (["--price", "-1"], "--price -1.0 must be a positive number"),
+        (["--plan", "zero4"], "no plan preset or file 'zero4'"),
+        (["--plan.micro_batch", "3"], "--plan three-level: batch = 16 is not a multiple"),
+        (["--plan", "zero3", "--plan.mapping.node.tensor", "3"], "--plan zero3: "),
+        (["--plan.micro_bath", "1"], "did you mean 'plan.micro_batch'"),
+        (["--train.batch", "1"], "--train: only figures of the cluster and keys of a plan"),
+    ],
+)
+def test_bad_questions_are_one_line_before_the_search(
+    here: Planning, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(plan, "find_allowed", None)  # a search would raise
+    assert said in here.refused("plan", *SMALL, *words)
+
+
+def test_tokens_are_read_as_numbers() -> None:
+    assert [parse_tokens(text) for text in ("300e9", "1", "2_000")] == [300 * 10**9, 1, 2000]
+
+
+def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
+    """As every command predicts it, with the numbers that a run would choose."""
+    code, out, _ = here.say("plan", *SMALL, "--plan", "zero3", "--plan.prefetch", "2")
+    assert code == 0
+    flags = {"model": str(here.model), "cluster": "frontier", "plan": "zero3"}
+    sizes = {"cluster": {"tiers": {"system": {"size": 1}}}, "train": {"batch": 16, "sequence": 256}}
+    run = resolve(None, flags, sizes | {"plan": {"prefetch": 2, "compute": "bf16"}})
+    step_s = predict_step(run.step()).step_s
+    line = re.search(
+        r"your plan zero3, micro-batch (\d+) x \d+: step ([\d.]+ \w+), ([\d.]+) % longer than", joined(out)
+    )
+    assert line is not None
+    assert (int(line[1]), line[2]) == (run.plan.micro_batch, seconds(step_s))
+    best = float(re.findall(r"^ 1 +([\d.]+) ms", out, re.M)[0]) / 1e3
+    assert float(line[3]) == pytest.approx(100 * (step_s / best - 1), abs=0.3)
+    assert re.search(r"; needs [\d.]+ GB of 64 GB, the best [\d.]+ GB", joined(out))
+
+
+def test_the_found_plan_is_as_long_as_itself(here: Planning) -> None:
+    words = ("--nodes", "1", "--pin", "pipeline=2", "--best", "1")
+    assert here.say("plan", *words)[0] == 0
+    code, out, _ = here.say("plan", *words, "--plan", "plan.toml", "--output", "other.toml")
+    assert code == 0
+    assert "0.0 % longer than the best" in joined(out)
+    assert "is the file that is read" in here.refused("plan", *words, "--plan", "plan.toml", "--force")
+
+
+def test_a_plan_of_the_user_that_does_not_fit_says_so(here: Planning) -> None:
+    tight = ("--cluster.device.memory_bytes", "1.75e9", "--plan", "ddp", "--plan.micro_batch", "2")
+    code, out, _ = here.say("plan", *SMALL, *tight)
+    assert code == 0
+    assert re.search(r"your plan ddp, micro-batch 2 x 1: .* it does not fit: needs .* too much", joined(out))
+
+
+def test_the_answers_fit_in_eighty_columns(here: Planning) -> None:
+    asked = (
+        "--tokens",
+        "2e12",
+        "--price",
+        "2",
+        "--plan",
+        "three-level-compressed",
+        "--cluster.device.memory_bytes",
+        "3e9",
+    )
+    code, out, _ = here.say("plan", "--nodes", "2", *asked, batch=64)
+    assert code == 0
+    part = out.split("the fastest plan that leaves")[1].split("why this plan")[0]
+    own = out.split("your plan")[1].split("\n\n")[0]
+    price = out.split("throughput: ")[1].split("MFU")[0]
+    for text in (part, own, price):
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
+def test_a_step_of_the_users_plan_is_that_of_the_task() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], batch=16)
+    own = own_plan(task, "zero1", {"micro_batch": 2})
+    assert own.cost.step_s == predict_step(step_of(task, own.plan)).step_s
+    assert (own.plan.compute, own.plan.micro_batch) == (task.compute, 2)
+    assert own_plan(task, None, {}).plan.name == "three-level"

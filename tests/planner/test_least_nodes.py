@@ -1,0 +1,101 @@
+"""Where nothing fits, the fewest members of the outermost tier with which some plan does: as searching every size."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from terrace.cli.no_plan import nothing_words
+from terrace.planner.least_nodes import fits_somewhere, least_nodes
+from terrace.planner.pins import Pins
+from terrace.planner.search import Search, find
+from terrace.planner.space import Space
+from terrace.planner.task import Task
+from tests.support.exhaustive import exhaustive
+from tests.support.planner_cases import CLUSTERS, MIXED, evaluator_of, gpt, sized, small_task
+from tests.support.planning import Planning, here
+
+__all__ = ["here"]
+
+DEEP = gpt(24, 2304, 24)
+
+
+@pytest.mark.parametrize(
+    ("task", "axes"),
+    [
+        (small_task(CLUSTERS["dgx 2x3"], batch=12), ("data", "tensor", "pipeline")),
+        (small_task(CLUSTERS["frontier 2x1x2"]), ("data", "context")),
+        (replace(small_task(CLUSTERS["dgx 2x3"], batch=6), model=MIXED), ("data",)),
+    ],
+)
+def test_whether_a_plan_fits_is_told_as_trying_everything_tells(task: Task, axes: tuple[str, ...]) -> None:
+    space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
+    everything = exhaustive(space, evaluator, math.inf)
+    least = min(each.needed_bytes for each in everything)
+    assert fits_somewhere(space, evaluator, least, limit=10**6)
+    assert not fits_somewhere(space, evaluator, least - 1, limit=10**6)
+    assert all(evaluator.needed_bytes(each.candidate) == each.needed_bytes for each in everything)
+
+
+@pytest.mark.parametrize(
+    ("axes", "pins", "memory_bytes"),
+    [
+        (("data",), Pins(), 7e9),
+        (("data", "tensor", "pipeline"), Pins(), 4e9),
+        (("data", "tensor", "pipeline"), Pins({"recompute": (0, 0)}), 4.5e9),
+        (("data", "tensor", "pipeline"), Pins({"pipeline": (3, 3)}), 7e9),
+    ],
+)
+def test_the_fewest_members_are_those_that_searching_every_size_finds(
+    axes: tuple[str, ...], pins: Pins, memory_bytes: float
+) -> None:
+    cluster = sized("dgx-a100", 4, 1, memory_bytes=memory_bytes)
+    space = Space(task=Task(model=DEEP, cluster=cluster, batch=96, sequence=512), axes=axes, pins=pins)
+    found = least_nodes(space, limit=400)
+    assert found is not None
+    task, estimate = found
+    size = task.cluster.tiers[-1].size
+    assert size > 2
+    assert estimate.needed_bytes <= memory_bytes
+    for fewer in range(1, size):
+        smaller = replace(space, task=replace(space.task, cluster=cluster.resized(fewer)))
+        assert not find(smaller, count=1, limit=10**4)[0].best
+    assert find(replace(space, task=task), count=1)[0].best[0].needed_bytes <= memory_bytes
+
+
+def test_what_lacks_memory_is_not_simulated_while_nothing_fits() -> None:
+    task = small_task(CLUSTERS["dgx 2x3"], batch=12)
+    space, evaluator = Space(task=task, axes=("data", "tensor", "pipeline")), evaluator_of(task)
+    everything = exhaustive(space, evaluator, math.inf)
+    least = min(each.needed_bytes for each in everything)
+    fitting = [each for each in everything if each.needed_bytes == least]
+    # The bounds of some others leave them room.
+    for capacity, most in ((least - 1, 0), (least, len(fitting))):
+        found = Search(space, evaluator_of(task), capacity).run(count=len(fitting), limit=10**6)
+        assert found.num_evaluated == most
+        assert [each.candidate for each in found.best] == [each.candidate for each in fitting[:most]]
+
+
+def test_the_members_that_are_advised_fit_and_fewer_do_not(here: Planning) -> None:
+    tight = ("--axes", "data", "--cluster.device.memory_bytes", "1.568e9")
+    error = here.refused("plan", "--nodes", "1", *tight, batch=480)
+    nodes = int(re.findall(r"--nodes (\d+), the fewest with which one fits", error)[0])
+    assert nodes > 2
+    assert here.say("plan", "--nodes", str(nodes), *tight, batch=480)[0] == 0
+    here.refused("plan", "--nodes", str(nodes - 1), *tight, batch=480)
+
+
+def test_members_that_help_nothing_are_not_advised(here: Planning) -> None:
+    error = here.refused("plan", "--nodes", "1", "--cluster.device.memory_bytes", "1.5e9")
+    assert "nor does one with up to 64 times as many members of 'system' fit" in error
+
+
+def test_a_search_that_stopped_early_does_not_say_that_nothing_fits_at_all() -> None:
+    space = Space(task=small_task(sized("dgx-a100", 4, 2, memory_bytes=1.55e9)), axes=("data",))
+    found, _ = find(space)
+    assert not found.best
+    assert found.proved
+    assert "--limit" not in nothing_words(space, found, [], 7)
+    said = nothing_words(space, replace(found, proved=False), [], 7)
+    assert "the search stopped at --limit 7: with a larger one it may find a plan that fits" in said
