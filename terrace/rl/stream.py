@@ -78,7 +78,7 @@ class Stream:
         """Give the generator the weights after `step` steps."""
         # Ranks that send would wait for a round under way, and no longer than a message may take.
         self._end()
-        self._arrives, self._brought = self._bring(step), step
+        self._arrives = self._bring(step)
 
     def next(self, step: int) -> Rows:
         """Rows of the next groups, by group and sample, at a controller that has done `step` steps.
@@ -134,6 +134,7 @@ class Stream:
         must = _mask(first.get(group, step) < due for group in asked.tensor("groups").tolist())
         if self._brought != step:
             self.hand_over(step)
+            self._brought = step
         given = asked | Rows({"must": must})
         given = Rows({name: column for name, column in given.columns.items() if name in READS})
         draw = self._generate.remote if drawing.ahead else self._generate
