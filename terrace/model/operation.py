@@ -18,8 +18,6 @@ class Runs(Protocol):
     ) -> Tensor: ...
 
 
-def keeping(
-    operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]
-) -> Tensor:
+def keeping(operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]) -> Tensor:
     """Run both; autograd keeps what they need."""
     return reader(operation(*inputs))

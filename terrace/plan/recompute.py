@@ -9,9 +9,9 @@ An entry of `plan.recompute` names blocks, and optionally operations in them:
     layers.* first 8               the first 8 of the blocks that match
     layers.* every 2: attention    every second of them, beginning with the first
 
-Recomputing attention alone is selective recomputation (Korthikanti et al. 2205.05198, section 5). An operation keeps its
-inputs, and nothing that it computes; its result is dropped also where the product after it would keep it. The entries
-of a block add up. Only decoder layers (`BlockSpec.attends`) have operations.
+Recomputing attention alone is selective recomputation (Korthikanti et al. 2205.05198, section 5). An operation keeps
+its inputs, and nothing that it computes; its result is dropped also where the product after it would keep it. The
+entries of a block add up. Only decoder layers (`BlockSpec.attends`) have operations.
 """
 
 import fnmatch
@@ -80,6 +80,11 @@ def recomputed_parts(recompute: Sequence[str], blocks: Sequence[BlockSpec]) -> t
     return found if blocks[0].num_trainable else ((), *found[1:])
 
 
+def operations_in(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The operations of a block that is not recomputed whole."""
+    return () if parts == WHOLE else parts
+
+
 @lru_cache(maxsize=256)
 def _parts(
     recompute: tuple[str, ...], names: tuple[str, ...], are_layers: tuple[bool, ...]
@@ -88,6 +93,4 @@ def _parts(
     for entry in map(parse_recomputation, recompute):
         for index in entry.selects(names, are_layers):
             found[index].update(entry.operations)
-    return tuple(
-        WHOLE if WHOLE[0] in parts else tuple(each for each in OPERATIONS if each in parts) for parts in found
-    )
+    return tuple(WHOLE if WHOLE[0] in parts else tuple(each for each in OPERATIONS if each in parts) for parts in found)

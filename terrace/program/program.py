@@ -322,7 +322,7 @@ class Program:
     def alike_inside(self, block: int) -> tuple[int, tuple[str, ...]]:
         """Kind of a block, and what of it is recomputed: blocks that agree in both share one block program."""
         # A frozen first block has no backward, so it is of a kind of its own.
-        return self.kinds[block] if block or self.blocks[0].num_trainable else -1, self._recomputed[block]
+        return self.kinds[block] if block or self.blocks[0].num_trainable else -1, self.recomputed[block]
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -384,19 +384,16 @@ class Program:
 
     def recomputes(self, block: int) -> bool:
         """Whether the backward of a block runs its whole forward again."""
-        return self._recomputed[block] == WHOLE
-
-    def recomputed_operations(self, block: int) -> tuple[str, ...]:
-        """Operations that the backward of a block runs again, where it does not run all of it (terrace.plan.recompute)."""
-        return () if self.recomputes(block) else self._recomputed[block]
+        return self.recomputed[block] == WHOLE
 
     @cached_property
-    def _recomputed(self) -> tuple[tuple[str, ...], ...]:
+    def recomputed(self) -> tuple[tuple[str, ...], ...]:
+        """What the backward of each block runs again (`terrace.plan.recompute.recomputed_parts`)."""
         return recomputed_parts(self.plan.recompute, self.blocks)
 
 
 # Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
 _OF_THE_PLAN = (
     *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "expert_lines"),
-    *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
+    *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "recomputed"),
 )

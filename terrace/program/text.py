@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from terrace.base.repeated import Repeated
 from terrace.base.words import counted
+from terrace.plan.recompute import WHOLE
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
@@ -41,9 +42,8 @@ def _lines(program: Program, positions: range) -> Iterator[str]:
 def _note(program: Program, instruction: Instruction) -> str:
     if instruction.op in PASSES:
         twice = instruction.op is not Op.FORWARD and instruction.op is not Op.BACKWARD_WEIGHT
-        again = "its forward" if program.recomputes(instruction.block) else ""
-        again = again or ", ".join(program.recomputed_operations(instruction.block))
-        notes = [f"recomputes {again}"] if twice and again else []
+        parts = program.recomputed[instruction.block] if twice else ()
+        notes = [f"recomputes {'its forward' if parts == WHOLE else ', '.join(parts)}"] if parts else []
         attending = (
             each for each in program.messages_inside(instruction) if each.message_class is MessageClass.CONTEXT
         )

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from terrace.base.errors import ModelError
 from terrace.model.decoder import DecoderLayer
 from terrace.model.layers import MLP
+from terrace.plan.recompute import operations_in
 from terrace.program.program import Program
 
 
@@ -49,7 +50,7 @@ class _Replay:
         """Run for the first time."""
         with saved_tensors_hooks(self._save, _values):
             result = self._operation(*inputs)
-        self._result = StorageWeakRef(result.untyped_storage())
+        self._result = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
         return result
 
     def _save(self, saved: Tensor) -> _Place:
@@ -63,14 +64,19 @@ class _Replay:
 
     def read(self, saved: Tensor) -> _Place:
         """The place of a view of the result."""
-        place = _Place(self, (tuple(saved.shape), saved.stride(), saved.storage_offset()))
+        place = _Place(self, (tuple(saved.shape), saved.stride(), int(saved.storage_offset())))
         self._read.append(ref(place))
         return place
 
     def again(self) -> None:
         """Run once more, and fill the places that are left."""
         found: list[Tensor] = []
-        with torch.enable_grad(), saved_tensors_hooks(found.append, _values):
+
+        def save(saved: Tensor) -> None:
+            # Detached: its graph holds these hooks, which hold the list.
+            found.append(saved.detach())
+
+        with torch.enable_grad(), saved_tensors_hooks(save, _values):
             result = self._operation(*self._inputs).detach()
         assert len(found) == len(self._inside), f"{self._operation} saves other tensors than before"
         for reference, values in zip(self._inside, found, strict=True):
@@ -98,6 +104,18 @@ class Replays:
 
     def __init__(self) -> None:
         self._open: list[_Replay] = []  # whose readers run: the norm of a region, and an operation inside it
+
+    def join(self, layer: DecoderLayer, operations: Sequence[str]) -> None:
+        """Run some of `terrace.plan.recompute.OPERATIONS` of a layer here."""
+        for operation in operations:
+            match operation:
+                case "attention":
+                    layer.attention.run = self.run
+                case "norms":
+                    layer.run = self.run
+                case _:
+                    assert isinstance(layer.mlp, MLP), "validation refuses products of experts"
+                    layer.mlp.run = self.run
 
     def run(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]
@@ -128,7 +146,7 @@ def install(modules: Mapping[int, nn.Module], program: Program) -> None:
     """
     replays = Replays()
     for index, module in modules.items():
-        parts = program.recomputed_operations(index)
+        parts = operations_in(program.recomputed[index])
         if not parts:
             continue
         if not isinstance(module, DecoderLayer):
@@ -136,8 +154,4 @@ def install(modules: Mapping[int, nn.Module], program: Program) -> None:
                 f"recompute names operations of {program.blocks[index].name!r}, a {type(module).__name__}: they are of "
                 "terrace.model.decoder.DecoderLayer; recompute the whole block"
             )
-        owners: dict[str, nn.Module] = {"attention": module.attention, "mlp": module.mlp, "norms": module}
-        for part in parts:
-            owner = owners[part]
-            assert part != "mlp" or isinstance(owner, MLP), "validation refuses products of experts"
-            owner.run = replays.run  # type: ignore[assignment]
+        replays.join(module, parts)

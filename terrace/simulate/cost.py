@@ -29,6 +29,7 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.outer import Outer
+from terrace.plan.recompute import operations_in
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.steps import Compute
@@ -191,7 +192,7 @@ class Costs:
         return rooms_of(forward_s, input_s, weight_s, rounds)
 
     @cached_property
-    def _prices(self) -> dict[tuple[int, bool], InBlockPrices]:
+    def _prices(self) -> dict[tuple[int, tuple[str, ...]], InBlockPrices]:
         return {}
 
     @cached_property
@@ -257,7 +258,7 @@ def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
     known: dict[tuple[int, tuple[str, ...]], float] = {}
     found = []
     for index, kind in enumerate(program.kinds):
-        key = kind, program.recomputed_operations(index)
+        key = kind, operations_in(program.recomputed[index])
         if key not in known:
             own = work_in(work, program.blocks[index], program.cluster.device.backend)
             known[key] = operation_seconds(program.cluster.device, own, key[1])
@@ -364,7 +365,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
     # Of what is recomputed attention alone has FLOPs, in one round: operations are not recomputed on context ranks.
-    again = ["attention" in program.recomputed_operations(index) for index in range(len(program.blocks))]
+    again = ["attention" in parts for parts in program.recomputed]
     # Any last block's loss is taken to be computed in chunks: FLOPs alone do not tell.
     costs = _costs(program, forward, backward, update, weight, rounds, experts, True)
     return replace(costs, operations_s=tuple(each[0][0] * runs for each, runs in zip(rounds, again, strict=True)))
