@@ -28,6 +28,7 @@ from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.formats import Allowed, Searched, find_allowed, parse_allowed
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
+from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.ranking import TIE, Estimate
@@ -68,6 +69,12 @@ def add_parser(commands: Any) -> None:
         help="let messages of a class travel in a format where that shortens the step: sync=int8, "
         "outer.system=int4+feedback",
     )
+    parser.add_argument(
+        "--recompute",
+        metavar="OPERATIONS",
+        help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
+        "joined by commas (default: layers)",
+    )
     parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
     parser.add_argument(
@@ -89,14 +96,15 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_output(options.output, options)
     if options.output.suffix != ".toml":
         raise ConfigError(f"--output {options.output} must end in .toml: that is how commands know a plan's file")
-    task = whole = read_task(options, rest)
+    task, axes = read_task(options, rest), parse_axes(options.axes)
+    task = whole = replace(task, operations=parse_operations(options.recompute, task, axes))
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
     allowed = parse_allowed(options.allow, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
-    space = Space(task=task, axes=parse_axes(options.axes), pins=pins)
+    space = Space(task=task, axes=axes, pins=pins)
     searched = find_allowed(space, allowed, options.best, options.limit)
     waiting = None if bounds is None or searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop

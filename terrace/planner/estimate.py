@@ -36,7 +36,7 @@ from terrace.simulate.footprint import (
     LOAD_FACTOR,
     stage_footprint,
 )
-from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
+from terrace.simulate.layers import BlockSeconds, at_once, operation_seconds, optimizer_s, seconds_of
 from terrace.simulate.links import coding_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.states import state_layout
@@ -91,7 +91,8 @@ class Estimator:
                 columns=columns,
                 ulysses=ulysses,
                 ring=ring,
-                recompute="full" if recompute else "none",
+                recompute="full" if recompute and not self.task.operations else "none",
+                operations=self.task.operations if recompute else (),
                 flash=self._flash,
                 compute=self.task.compute,
                 expert=mesh.expert_degrees[0],
@@ -177,8 +178,14 @@ class Estimator:
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
             own.weight_s + put_off_s,
-            own.forward_s + again_s,
+            own.forward_s + again_s if not self.task.operations else self.operations_s(kind, work),
         )
+
+    def operations_s(self, kind: int, work: Work) -> float:
+        """Seconds of the operations of a block that plans of the task recompute; none send messages."""
+        operations = self.task.operations if self.specs[kind].attends else ()
+        device = self.task.cluster.device
+        return operation_seconds(device, work_in(work, self.specs[kind], device.backend), operations)
 
     def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
         # Of the context ranks only their number matters.
