@@ -20,8 +20,8 @@ def parse_operations(text: str | None, task: Task, axes: Sequence[str]) -> tuple
     named = [word.strip() for word in str(text).split(",")]
     for name in named:
         if name not in OPERATIONS:
-            known = (*OPERATIONS, "layers")
-            raise PlanError(f"--recompute {text!r} names {name!r}{did_you_mean(name, known)}")
+            known = f"; known are {', '.join(OPERATIONS)}, and layers alone{did_you_mean(name, OPERATIONS)}"
+            raise PlanError(f"--recompute {text!r} names {name!r}{known}")
         if _REFUSED.get(name) in axes:
             raise PlanError(
                 f"--recompute {text!r}: {name} cannot be recomputed alone with ranks on the {_REFUSED[name]} axis, and "
