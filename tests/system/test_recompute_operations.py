@@ -11,9 +11,14 @@ import torch
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model.config import block_specs, parse_model
+from terrace.plan.recompute import recomputed_parts
 from terrace.runtime import replay
 from terrace.runtime.engine import Engine
+from terrace.simulate.activations import activations_of, recomputing
+from terrace.simulate.footprint import work_of
 from tests.support.parity import Case, Outcome, exact, run_case
+from tests.support.tensor_memory import kept_by_a_layer
 from tests.support.toys import MODELS, Rows, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
@@ -113,6 +118,23 @@ def test_the_bits_of_what_is_kept(pool: LocalPool, sizes: tuple[int, ...], compu
             assert again.parameters.equal(kept.parameters), each
             assert not again.complaint, each
         assert sum(counted for *_, counted in outcomes) == number, each
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
+LLAMA = parse_model(SIZES | {"model_type": "llama", "intermediate_size": 160, "num_key_value_heads": 4})
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["sequences whole", "sequence parallelism"])
+def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, splits: bool) -> None:
+    """Exactly, after a forward of the engine, on every rank."""
+    cluster, sequence = cluster_of(2), 96
+    for recompute in ((), ("layers.*: attention",), ("layers.*: mlp",), ("layers.*: attention, mlp",)):
+        plan = exact("ddp", cluster, mapping={"package": {"tensor": 2}}, sequence_parallel=splits, micro_batch=2)
+        plan = replace(plan, compute="fp32", master="fp32", recompute=recompute)
+        kept = pool.run(2, kept_by_a_layer, cluster, plan, LLAMA, sequence, timeout_s=60.0)
+        blocks = block_specs(LLAMA)
+        work = recomputing(work_of(cluster, plan, LLAMA, sequence), recomputed_parts(recompute, blocks)[1])
+        assert kept == [activations_of(work, blocks[1], "cpu").kept_bytes] * 2, recompute
 
 
 def test_blocks_of_ones_own_have_no_operations() -> None:
