@@ -23,6 +23,7 @@ from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
 from terrace.planner.numels import Numels
+from terrace.planner.operations import operations_s
 from terrace.planner.parts import Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -36,7 +37,7 @@ from terrace.simulate.footprint import (
     LOAD_FACTOR,
     stage_footprint,
 )
-from terrace.simulate.layers import BlockSeconds, at_once, operation_seconds, optimizer_s, seconds_of
+from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
 from terrace.simulate.links import coding_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.states import state_layout
@@ -178,14 +179,8 @@ class Estimator:
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
             own.weight_s + put_off_s,
-            own.forward_s + again_s if not self.task.operations else self.operations_s(kind, work),
+            own.forward_s + again_s if not self.task.operations else operations_s(self.task, self.specs[kind], work),
         )
-
-    def operations_s(self, kind: int, work: Work) -> float:
-        """Seconds of the operations of a block that plans of the task recompute; none send messages."""
-        operations = self.task.operations if self.specs[kind].attends else ()
-        device = self.task.cluster.device
-        return operation_seconds(device, work_in(work, self.specs[kind], device.backend), operations)
 
     def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
         # Of the context ranks only their number matters.

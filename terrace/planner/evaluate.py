@@ -32,6 +32,7 @@ from terrace.plan.wire import ROUTES, MessageClass
 from terrace.plan.wire_rules import crossing
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK
+from terrace.planner.operations import operations_s
 from terrace.planner.parts import Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
@@ -327,7 +328,9 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             rounds=tuple(rounds[kind] for kind in part.kinds),
-            operations_s=tuple(self.estimator.operations_s(kind, work) * candidate.recompute for kind in part.kinds),
+            operations_s=tuple(
+                operations_s(task, self.estimator.specs[kind], work) * candidate.recompute for kind in part.kinds
+            ),
         )
         return program, costs
 

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 
 from terrace.base.errors import PlanError, did_you_mean
+from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import OPERATIONS
 from terrace.planner.task import Task
+from terrace.simulate.layers import operation_seconds
+from terrace.simulate.masks import work_in
+from terrace.simulate.work import Work
 
 # What an axis that a search may use refuses (terrace.plan.recompute_rules).
 _REFUSED = {"attention": "context", "norms": "tensor"}
@@ -35,3 +39,10 @@ def parse_operations(text: str | None, task: Task, axes: Sequence[str]) -> tuple
             f"--recompute {text!r}: {mixture} is a mixture of experts, of which attention alone can be named"
         )
     return tuple(name for name in OPERATIONS if name in named)
+
+
+def operations_s(task: Task, block: BlockSpec, work: Work) -> float:
+    """Seconds of what plans of the task recompute of a block, if that is operations; these send no messages."""
+    device = task.cluster.device
+    operations = task.operations if block.attends else ()
+    return operation_seconds(device, work_in(work, block, device.backend), operations)

@@ -126,7 +126,7 @@ LLAMA = parse_model(SIZES | {"model_type": "llama", "intermediate_size": 160, "n
 
 @pytest.mark.parametrize("splits", [False, True], ids=["sequences whole", "sequence parallelism"])
 def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, splits: bool) -> None:
-    """Exactly, after a forward of the engine, on every rank."""
+    """After a forward of the engine, on every rank; a dropped operation is 4 % and more of a layer."""
     cluster, sequence = cluster_of(2), 96
     for recompute in ((), ("layers.*: attention",), ("layers.*: mlp",), ("layers.*: attention, mlp",)):
         plan = exact("ddp", cluster, mapping={"package": {"tensor": 2}}, sequence_parallel=splits, micro_batch=2)
@@ -134,7 +134,8 @@ def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, spli
         kept = pool.run(2, kept_by_a_layer, cluster, plan, LLAMA, sequence, timeout_s=60.0)
         blocks = block_specs(LLAMA)
         work = recomputing(work_of(cluster, plan, LLAMA, sequence), recomputed_parts(recompute, blocks)[1])
-        assert kept == [activations_of(work, blocks[1], "cpu").kept_bytes] * 2, recompute
+        # What the thread of messages frees is not seen.
+        assert kept == pytest.approx([activations_of(work, blocks[1], "cpu").kept_bytes] * 2, rel=0.03), recompute
 
 
 def test_blocks_of_ones_own_have_no_operations() -> None:
