@@ -3,7 +3,18 @@
 import argparse
 from pathlib import Path
 
-from bench.validation import balance, bandwidth, co2, fsdp, fsmoe, fsmoe_layers, megatron, mixtures, passes
+from bench.validation import (
+    balance,
+    bandwidth,
+    co2,
+    fsdp,
+    fsmoe,
+    fsmoe_layers,
+    megatron,
+    mixtures,
+    passes,
+    recomputation,
+)
 from bench.validation.rows import Table, markdown_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "validation.md"
@@ -25,6 +36,7 @@ def tables() -> list[Table]:
         megatron.table(),
         *fsdp.tables(),
         passes.table(),
+        recomputation.table(),
         bandwidth.table("perlmutter", mean_limit=0.03, max_limit=0.05),
         bandwidth.table("frontier", mean_limit=0.60, max_limit=1.10),
         balance.table(),

@@ -128,7 +128,13 @@ def megatron(task: Task) -> Evaluator:
 
 
 def with_dropout(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:
-    """Seconds of a layer whose plain attention and two residual sums have dropout, with a mask of one byte an element.
+    """Seconds of a layer whose plain attention and two residual sums have dropout."""
+    more_s = sum(dropout_s(device, work))
+    return replace(own, forward_s=own.forward_s + more_s, input_s=own.input_s + more_s)
+
+
+def dropout_s(device: Device, work: Work) -> tuple[float, float]:
+    """Seconds of dropout each way in a layer's attention, and in its two residual sums; its mask has a byte an element.
 
     The scores are read and written once more, 5 bytes each in bf16 with the mask.
     """
@@ -136,8 +142,7 @@ def with_dropout(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:
     queries = math.ceil(work.attended / work.micro_batch)
     scores = work.micro_batch * work.attended_heads * queries * keys
     sums = work.tokens * 2 * work.model.hidden_size / work.stream_cut
-    more_s = memory_s(device, (2 * FORMATS[work.compute].element_bytes + 1) * scores) + memory_s(device, sums, 0)
-    return replace(own, forward_s=own.forward_s + more_s, input_s=own.input_s + more_s)
+    return memory_s(device, (2 * FORMATS[work.compute].element_bytes + 1) * scores), memory_s(device, sums, 0)
 
 
 def gather_s(cluster: Cluster, group: tuple[int, ...], num_bytes: float) -> float:

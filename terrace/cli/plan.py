@@ -31,6 +31,7 @@ from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.formats import Allowed, Searched, find_allowed, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
+from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.ranking import TIE, Estimate
@@ -82,6 +83,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--price", type=float, metavar="P", help="price of one device for one hour: adds what the tokens cost"
     )
+    parser.add_argument(
+        "--recompute",
+        metavar="OPERATIONS",
+        help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
+        "joined by commas (default: layers)",
+    )
     parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
     parser.add_argument(
@@ -105,7 +112,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_output(options.output, options)
     if options.output.suffix != ".toml":
         raise ConfigError(f"--output {options.output} must end in .toml: that is how commands know a plan's file")
-    task = whole = read_task(options, rest, also=("plan",))
+    task, axes = read_task(options, rest, also=("plan",)), parse_axes(options.axes)
+    task = whole = replace(task, operations=parse_operations(options.recompute, task, axes))
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
@@ -113,7 +121,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
-    space = Space(task=task, axes=parse_axes(options.axes), pins=pins)
+    space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
     searched = find_allowed(space, allowed, options.best, options.limit)
     waiting = None if bounds is None or searched.found.best else bounds.waiting()

@@ -25,6 +25,7 @@ from terrace.launch.seal import Seal
 from terrace.launch.stop import ask
 from terrace.launch.workers import LOOPBACK, PoolJob, Report, serve
 
+LOST_PEER = "lost the connection to the others"  # of ranks whose peer failed, in the error of a pool
 _STOP_S = 1.0  # between SIGTERM and SIGKILL; a rank has had its grace by then
 _STORE_TIMEOUT_S = 60.0
 _TORCH_LIMIT_S = 7 * 24 * 3600.0
@@ -241,7 +242,7 @@ def one_error(reports: list[Report], deaths: list[str]) -> Exception:
         return HangError("; ".join(deaths) + ranks)
     # Their peers had ended, or stood still, before any watchdog looked on.
     message = lost[0].message.split("\n")[0]
-    return HangError(f"{in_words(report.rank for report in lost)} lost the connection to the others: {message}")
+    return HangError(f"{in_words(report.rank for report in lost)} {LOST_PEER}: {message}")
 
 
 def _death(rank: int, code: int | None) -> str:

@@ -21,6 +21,7 @@ from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.experts.mixture import Mixture
 from terrace.model.layers import MLP, Attention, Rotary, build_norm
+from terrace.model.operation import Runs, keeping
 
 _Module = TypeVar("_Module", bound=nn.Module)
 IGNORE_INDEX = -100  # the label of a position that has no target, as in Hugging Face data
@@ -63,16 +64,21 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config, rotary, plans, **where)
         self.mlp_norm = build_norm(config, **where)
         self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)
+        self.run: Runs = keeping  # of the norms; attention and MLP have their own
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """The layer's output for x (B, S, H); `positions` (B, S) mark documents if a row holds several.
 
         With a `cache`, handed over by terrace.model.cache, x continues the cached tokens.
         """
-        after: Tensor = x + self.attention(self.attention_norm(x), positions, cache)
+
+        def attended(normalised: Tensor) -> Tensor:
+            output: Tensor = self.attention(normalised, positions, cache)
+            return output
+
+        after = x + self.run(self.attention_norm, (x,), attended)
         # In the parallel form the MLP reads the layer's input, not what attention made of it.
-        after = after + self.mlp(self.mlp_norm(x if self.parallel_residual else after))
-        return after
+        return after + self.run(self.mlp_norm, (x if self.parallel_residual else after,), self.mlp)
 
 
 class Head(nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from terrace.model.attention import AttentionPlans, PerLength, PerMicroBatch, Plans, attend
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
+from terrace.model.operation import Runs, keeping
 from terrace.model.rope import RopeScaling
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -116,6 +117,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(query_size, hidden, bias=config.attention_bias, **where)
         # The three products as one, where terrace.model.arranged has joined their matrices; its parts.
         self.joined: nn.Module | None = None
+        self.run: Runs = keeping
         self._sizes = query_size, key_size, key_size
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
@@ -139,10 +141,13 @@ class Attention(nn.Module):
         plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
-        mixed = (attend if cache is None else cache.attend)(query, key, value, plan)  # (B, N, S, D)
-        mixed = mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
-        output: Tensor = self.output(mixed)
-        return output
+        attends = attend if cache is None else cache.attend
+
+        def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mixed = attends(query, key, value, plan)  # (B, N, S, D)
+            return mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
+
+        return self.run(core, (query, key, value), self.output)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         x = x.view(*x.shape[:-1], -1, self.head_dim)  # (B, S, N*D) -> (B, S, N, D)
@@ -158,6 +163,7 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.gate = nn.Linear(hidden, intermediate, bias=bias, **where) if config.gated_mlp else None
         self.joined: nn.Module | None = None  # gate and up, as in Attention
+        self.run: Runs = keeping
         self.up = nn.Linear(hidden, intermediate, bias=bias, **where)
         self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
 
@@ -165,12 +171,14 @@ class MLP(nn.Module):
         """Apply to each position of x (B, S, H) by itself."""
         if self.joined is not None:
             gate, up = self.joined(x).chunk(2, -1)
-            inner = self.activation(gate) * up
-        else:
-            up = self.up(x)  # (B, S, I)
-            inner = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
-        output: Tensor = self.down(inner)
-        return output
+            return self.run(self._gated, (gate, up), self.down)
+        up = self.up(x)  # (B, S, I)
+        if self.gate is None:
+            return self.run(self.activation, (up,), self.down)
+        return self.run(self._gated, (self.gate(x), up), self.down)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:

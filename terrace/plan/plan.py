@@ -46,7 +46,9 @@ class Plan:
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
     master: Literal["fp32", "fp64"] = "fp32"  # dtype of optimizer state and of accumulated gradients
     micro_batch: int = 1  # sequences per rank and micro-batch
-    recompute: tuple[str, ...] = ()  # patterns of block names, such as "layers.*"
+    # Blocks, or operations of them, that a backward computes again: "layers.*", "layers.* every 2: attention"
+    # (terrace.plan.recompute)
+    recompute: tuple[str, ...] = ()
     unit: int = 1  # micro-batches that pass a block one after the other: one gather, one reduction
     prefetch: int = 1  # how many visits ahead a block is gathered
     balance: Literal["tokens", "cost"] = "tokens"  # what attention is shared by among ranks (terrace.plan.context)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.plan import Plan
+from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.plan.stage import Pass, Stage
 
 _LAYERS = "layers.*"
@@ -125,17 +126,9 @@ def gathers(
 
 
 def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
-    """Indexes of the blocks that are recomputed in the backward."""
-    return frozenset(index for index, block in enumerate(blocks) if is_recomputed(plan, block, index))
-
-
-def is_recomputed(plan: Plan, block: BlockSpec, index: int) -> bool:
-    """Whether the backward of block `index` runs its forward again.
-
-    A first block in which nothing is trained has no backward: no gradient leaves it.
-    """
-    named = any(fnmatch.fnmatchcase(block.name, pattern) for pattern in plan.recompute)
-    return named and (index > 0 or block.num_trainable > 0)
+    """Indexes of the blocks whose backward runs their whole forward again."""
+    parts = recomputed_parts(plan.recompute, blocks)
+    return frozenset(index for index, each in enumerate(parts) if each == WHOLE)
 
 
 def residual_patterns(blocks: Sequence[BlockSpec]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import SHARING, Mesh, no_sequence
 from terrace.plan.plan import Plan
-from terrace.plan.residency import is_recomputed
+from terrace.plan.residency import recomputed
 from terrace.plan.routes import gather_hops, reduce_hops
 from terrace.plan.wire import MessageClass
 
@@ -168,7 +168,7 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
     # Without sequence parallelism activations are replicated over rows: one side all-reduces, the other is free.
     one_sided = not tensor.splits_tokens
     # A recomputed block gathers its input in the second forward anyway.
-    regathers = tensor.splits_tokens and not is_recomputed(tensor.plan, block, index)
+    regathers = tensor.splits_tokens and index not in recomputed(tensor.plan, blocks)
 
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]

@@ -1,6 +1,5 @@
 """Checks of a plan against its cluster, model and batch. Every message carries the value, the rule and the fix."""
 
-import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
 from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
+from terrace.plan.recompute_rules import check_recompute
 from terrace.plan.wire import (
     FORMATS,
     GRADIENTS,
@@ -319,7 +319,4 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"
         )
-    names = [block.name for block in blocks]
-    for pattern in plan.recompute:
-        if not fnmatch.filter(names, pattern):
-            raise PlanError(f"recompute pattern {pattern!r} matches no block{did_you_mean(pattern, names)}")
+    check_recompute(Mesh.of(cluster, plan), plan, blocks)

@@ -23,6 +23,7 @@ from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
 from terrace.planner.numels import Numels
+from terrace.planner.operations import operations_s
 from terrace.planner.parts import Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -91,7 +92,8 @@ class Estimator:
                 columns=columns,
                 ulysses=ulysses,
                 ring=ring,
-                recompute="full" if recompute else "none",
+                recompute="full" if recompute and not self.task.operations else "none",
+                operations=self.task.operations if recompute else (),
                 flash=self._flash,
                 compute=self.task.compute,
                 expert=mesh.expert_degrees[0],
@@ -177,7 +179,7 @@ class Estimator:
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
             own.weight_s + put_off_s,
-            own.forward_s + again_s,
+            own.forward_s + again_s if not self.task.operations else operations_s(self.task, self.specs[kind], work),
         )
 
     def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:

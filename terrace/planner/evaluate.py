@@ -32,6 +32,7 @@ from terrace.plan.wire import ROUTES, MessageClass
 from terrace.plan.wire_rules import crossing
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK
+from terrace.planner.operations import operations_s
 from terrace.planner.parts import Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
@@ -265,12 +266,17 @@ class Evaluator:
         if takes_unit(candidate.schedule):
             return self._chunks_program(part, candidate, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
+        again = [task.operations and candidate.recompute and not estimator.specs[kind].at_an_end for kind in part.kinds]
+        # Operations are counted in the seconds of the backwards.
+        plan = replace(plan, recompute=()) if task.operations else plan
         program = build(data_cluster(task.cluster, mesh.state), plan, blocks, micros)
         numbers, halves = (candidate.mesh, candidate.micro_batch), has_halves(candidate.schedule, candidate.mesh)
         seconds = [estimator.block(kind, *numbers, halves=halves) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
-            backward_s=tuple(block.backward_s for block in seconds),
+            backward_s=tuple(
+                block.backward_s + (block.again_s if runs else 0.0) for block, runs in zip(seconds, again, strict=True)
+            ),
             update_s=update_seconds(program),
             program=program,
         )
@@ -306,7 +312,7 @@ class Evaluator:
             self.plan(candidate),
             mapping={tier: row for tier, row in rows.items() if row.keys() - {"data"}},
             schedule=None,
-            recompute=tuple(block.name for block in blocks if candidate.recompute and not block.at_an_end),
+            recompute=task.recomputed(block.name for block in blocks if candidate.recompute and not block.at_an_end),
         )
         # Between stages nothing is sent by a program of one.
         program = build(cluster, crossing(cluster, plan), blocks, micros, task.sequence)
@@ -328,6 +334,9 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             rounds=tuple(rounds[kind] for kind in part.kinds),
+            operations_s=tuple(
+                operations_s(task, self.estimator.specs[kind], work) * candidate.recompute for kind in part.kinds
+            ),
         )
         return program, costs
 

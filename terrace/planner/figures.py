@@ -16,10 +16,15 @@ def mfu(task: Task, estimate: Cost) -> float:
 
 
 def hfu(task: Task, estimate: Estimate) -> float:
-    """Hardware FLOPs utilisation: as `mfu`, with recomputed forwards."""
+    """Hardware FLOPs utilisation: as `mfu`, with recomputed forwards, or their attention where that alone is."""
     # Hardware FLOPs count the recomputed forward; `mfu` does not, so recomputation lowers it.
     again = [block for block in task.blocks if estimate.candidate.recompute and not block.at_an_end]
-    return (3 * _forward_flops(task, task.blocks) + _forward_flops(task, again)) / _possible_flops(task, estimate)
+    if task.operations:
+        width = task.model.num_heads * task.model.head_dim
+        rerun = 4 * task.batch * task.sequence**2 * width * len(again) * ("attention" in task.operations)
+    else:
+        rerun = _forward_flops(task, again)
+    return (3 * _forward_flops(task, task.blocks) + rerun) / _possible_flops(task, estimate)
 
 
 def tokens_per_s(task: Task, estimate: Cost) -> float:

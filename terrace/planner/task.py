@@ -1,6 +1,6 @@
 """The planner's input, and its candidates: plans as integers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -64,6 +64,7 @@ class Task:
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
     islands: Islands | None = None
+    operations: tuple[str, ...] = ()  # of layers that plans recompute (terrace.plan.recompute); none: whole layers
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -119,8 +120,13 @@ class Task:
 
     @cached_property
     def recompute(self) -> tuple[str, ...]:
-        """Patterns of the blocks that a plan recomputes."""
-        return residual_patterns(self.blocks)
+        """What a plan that recomputes does recompute, as its entries."""
+        return self.recomputed(residual_patterns(self.blocks))
+
+    def recomputed(self, patterns: Iterable[str]) -> tuple[str, ...]:
+        """Entries of a plan for the layers that match `patterns`."""
+        suffix = f": {', '.join(self.operations)}" if self.operations else ""
+        return tuple(pattern + suffix for pattern in patterns)
 
     def heads(self, num_rows: int) -> tuple[Heads, ...]:
         """Attention heads of each kind of block on each of `num_rows` tensor rows; none for kinds without any."""
@@ -169,7 +175,9 @@ class Placement(NamedTuple):
 class Candidate(NamedTuple):
     """One point of the search space. Equal costs are resolved by sort order."""
 
-    recompute: int  # 1: the forwards of all blocks but look-ups and logits are run again in the backward
+    recompute: (
+        int  # 1: all blocks but look-ups and logits run their forward, or `Task.operations`, again in the backward
+    )
     unit: int
     schedule: str
     chunks: int  # pipeline chunks per stage

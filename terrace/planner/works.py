@@ -66,7 +66,7 @@ class Works:
                 # messages, of whatever forms, is a bound.
                 forward_s, backward_s, again_s = self.estimator.least_waits(kind, self.forms(shape), micro_batch)
                 own = found[kind]
-                backward_s += again_s if recompute else 0.0
+                backward_s += again_s if recompute and not self.estimator.task.operations else 0.0
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
 
@@ -79,7 +79,9 @@ class Works:
             if spec.has_stacks:
                 own = found[kind]
                 forward_s, input_s, weight_s = self.estimator.experts.least_longer(kind, work, accumulate)
-                backward_s = input_s + weight_s + (forward_s if recompute else 0.0)
+                backward_s = (
+                    input_s + weight_s + (forward_s if recompute and not self.estimator.task.operations else 0.0)
+                )
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s
         return found
 

@@ -21,7 +21,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import EXPERT, Mesh
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
-from terrace.plan.residency import recomputed
+from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
@@ -319,10 +319,10 @@ class Program:
             self._block_programs[key] = found
         return self._block_programs[key]
 
-    def alike_inside(self, block: int) -> tuple[int, bool]:
-        """Kind of a block, and whether it is recomputed: blocks that agree in both share one block program."""
+    def alike_inside(self, block: int) -> tuple[int, tuple[str, ...]]:
+        """Kind of a block, and what of it is recomputed: blocks that agree in both share one block program."""
         # A frozen first block has no backward, so it is of a kind of its own.
-        return self.kinds[block] if block or self.blocks[0].num_trainable else -1, block in self._recomputed
+        return self.kinds[block] if block or self.blocks[0].num_trainable else -1, self.recomputed[block]
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -371,11 +371,11 @@ class Program:
         return ContextTraffic(self.plan, self.mesh, self.sequence, self.layout.tiers)
 
     @cached_property
-    def _block_programs(self) -> dict[tuple[int, bool], BlockProgram]:
+    def _block_programs(self) -> dict[tuple[int, tuple[str, ...]], BlockProgram]:
         return {}
 
     @cached_property
-    def _inside(self) -> dict[tuple[Op, tuple[int, bool] | None], tuple[Message, ...]]:
+    def _inside(self) -> dict[tuple[Op, tuple[int, tuple[str, ...]] | None], tuple[Message, ...]]:
         return {}
 
     @cached_property
@@ -383,16 +383,17 @@ class Program:
         return {}
 
     def recomputes(self, block: int) -> bool:
-        """Whether the backward of a block runs its forward again."""
-        return block in self._recomputed
+        """Whether the backward of a block runs its whole forward again."""
+        return self.recomputed[block] == WHOLE
 
     @cached_property
-    def _recomputed(self) -> frozenset[int]:
-        return recomputed(self.plan, self.blocks)
+    def recomputed(self) -> tuple[tuple[str, ...], ...]:
+        """What the backward of each block runs again (`terrace.plan.recompute.recomputed_parts`)."""
+        return recomputed_parts(self.plan.recompute, self.blocks)
 
 
 # Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
 _OF_THE_PLAN = (
     *("stage_layout", "world_layout", "mesh", "flats", "alike", "tensor", "context", "expert_lines"),
-    *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "_recomputed"),
+    *("expert_transfers", "_of_blocks", "_of_lines", "_inside", "_block_programs", "kinds", "recomputed"),
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from terrace.base.repeated import Repeated
 from terrace.base.words import counted
-from terrace.plan.residency import recomputed
+from terrace.plan.recompute import WHOLE
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
@@ -32,18 +32,18 @@ def program_text(program: Program, *, max_lines: int | None = None) -> str:
 
 
 def _lines(program: Program, positions: range) -> Iterator[str]:
-    again = recomputed(program.plan, program.blocks)
     width = len(str(len(program.instructions)))
     for position in positions:
         instruction = program.instructions[position]
         name = program.blocks[instruction.block].name if instruction.block >= 0 else ""
-        yield f"{position:>{width}}  {instruction!s:<44} {name:<14} {_note(program, instruction, again)}".rstrip()
+        yield f"{position:>{width}}  {instruction!s:<44} {name:<14} {_note(program, instruction)}".rstrip()
 
 
-def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> str:
+def _note(program: Program, instruction: Instruction) -> str:
     if instruction.op in PASSES:
         twice = instruction.op is not Op.FORWARD and instruction.op is not Op.BACKWARD_WEIGHT
-        notes = ["recomputes its forward"] if twice and instruction.block in again else []
+        parts = program.recomputed[instruction.block] if twice else ()
+        notes = [f"recomputes {'its forward' if parts == WHOLE else ', '.join(parts)}"] if parts else []
         attending = (
             each for each in program.messages_inside(instruction) if each.message_class is MessageClass.CONTEXT
         )

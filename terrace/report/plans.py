@@ -177,7 +177,8 @@ def _axes_words(task: Task, candidate: Candidate) -> str:
 
 
 def _notes(task: Task, candidate: Candidate) -> str:
-    notes = ["layers run again"] if candidate.recompute else []
+    again = ", ".join(task.operations) or "layers"
+    notes = [f"{again} run again"] if candidate.recompute else []
     if candidate.unit > 1:
         notes.append(f"units of {candidate.unit}")
     if candidate.placement.backward >= 0:

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.launch.fork_server import start_fork_server
+from terrace.launch.process_pool import LOST_PEER
 from terrace.launch.rendezvous import host_store
 from terrace.launch.workers import LOOPBACK
 from terrace.rl.host import Answer, Part, Task
@@ -27,6 +28,7 @@ from terrace.rl.runtime import Handle, Pool, Runtime
 from terrace.rl.serve import PROTOCOL
 
 _CLOSE_S = 1.0  # for idle ranks to end
+_VERDICT_OF_PEER_S = 3 * GRACE_S
 _VERDICT_S = GRACE_S + 10.0  # for the pool to end its processes, and to say why
 
 
@@ -159,6 +161,9 @@ class LocalRuntime(Runtime):
 
     def _on_failure(self, pool: int, error: BaseException) -> None:
         # In a thread of the pool that failed: the controller may not look for minutes, and nobody else may go on.
+        if len(self._processes) > 1 and LOST_PEER in str(error):
+            # The peer may be in another pool, which says why a moment later.
+            self._has_failed.wait(_VERDICT_OF_PEER_S)
         with self._first_failure:
             if self._failure is not None:
                 return

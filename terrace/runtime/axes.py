@@ -18,6 +18,7 @@ from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.objective import Objective
+from terrace.runtime.replay import install
 from terrace.runtime.tensor.apply import make_axis, parallelise
 from terrace.runtime.tensor.axis_comm import AxisComm
 
@@ -33,6 +34,8 @@ def apply_axes(
     Raises `ModelError` for blocks that an axis cannot be applied to.
     """
     axes: list[InBlockAxis] = []
+    # Modules that an axis puts inside a layer leave the places of operations as they are.
+    install({index: blocks[index] for index in comm.program.stage.held}, comm.program)
     # No axis has more than one rank.
     if INSIDE not in comm.lanes and not comm.program.expert_transfers:
         return axes, blocks, objective

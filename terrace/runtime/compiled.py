@@ -16,6 +16,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.model import attention
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
+from terrace.plan.recompute import operations_in
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 
@@ -39,6 +40,11 @@ def check_compiles(programs: Sequence[Program]) -> None:
         raise PlanError(
             f"train.compile = true with a mixture of experts ({mixture}): the rows of an expert are another number in "
             "every micro-batch, and a compiled block has fixed sizes; leave train.compile out"
+        )
+    if any(map(operations_in, program.recomputed)):
+        raise PlanError(
+            f"train.compile = true with recompute = {list(program.plan.recompute)}, which names operations of layers: "
+            "a compiled block keeps what its compiler decides; recompute whole blocks, or leave train.compile out"
         )
     if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):
         raise PlanError(

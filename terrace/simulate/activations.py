@@ -30,7 +30,7 @@ from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.plan import Plan
-from terrace.plan.residency import recomputed
+from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, work_in
 from terrace.simulate.mlp_tape import MlpTape
@@ -134,9 +134,16 @@ def activations_by_block(
     """
     # The plan's patterns decide per block, so `work` itself recomputes nothing.
     work = replace(work, expert_chunks=plan.num_chunks)
-    again, whole = recomputed(plan, blocks), replace(work, recompute="full")
-    held = [activations_of(whole if index in again else work, block, backend) for index, block in enumerate(blocks)]
+    again = recomputed_parts(plan.recompute, blocks)
+    held = [
+        activations_of(recomputing(work, parts), block, backend) for parts, block in zip(again, blocks, strict=True)
+    ]
     return [(block.kept_bytes, max(0, block.backward_peak_bytes - block.kept_bytes)) for block in held]
+
+
+def recomputing(work: Work, parts: tuple[str, ...]) -> Work:
+    """`work` of a block whose backward computes `parts` again (`terrace.plan.recompute.recomputed_parts`)."""
+    return replace(work, recompute="full") if parts == WHOLE else replace(work, operations=parts)
 
 
 @lru_cache(maxsize=4096)

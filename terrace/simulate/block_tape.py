@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 Backend = Literal["cpu", "cuda"]
 
+# Operations of a tape that are recomputed together: operation -> name in the plan, and replay.
+_REPLAYS = {
+    **dict.fromkeys(("copy key", "copy value", "attention", "merge heads"), ("attention", "attention")),
+    **dict.fromkeys(("activation", "gating"), ("mlp", "mlp")),
+    **{name: ("norms", name) for name in ("attention norm", "mlp norm")},
+}
+
 _STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
 
 
@@ -127,6 +134,7 @@ class BlockTape:
         is_sum: bool = False,
         variables: tuple[str, ...] = (),
     ) -> None:
+        recomputed, replay = _REPLAYS.get(name, ("", ""))
         self.operations.append(
             Operation(
                 name=name,
@@ -137,5 +145,6 @@ class BlockTape:
                 backward_adds=backward_adds,
                 is_sum=is_sum,
                 variables=variables,
+                replay=replay if recomputed in self.work.operations else "",
             )
         )

@@ -125,7 +125,8 @@ def _least_s(base: Prediction, step: Step) -> float:
         return 0.0
     plan, costs = step.plan, base.costs[0]
     orders = plan_orders(plan, step.blocks, step.num_stages, step.num_micros, step.sequence)
-    forward, again = costs.forward_s, recomputed(plan, step.blocks)
+    forward = costs.forward_s
+    again = recomputed(plan, step.blocks)  # operations of layers count nothing: this is a bound
     backward = [own_s + forward[block] * (block in again) for block, own_s in enumerate(costs.backward_s)]
     weight = costs.weight_s or (0.0,) * len(forward)
     stops = list(accumulate(plan.stages))

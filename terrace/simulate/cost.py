@@ -29,6 +29,7 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.outer import Outer
+from terrace.plan.recompute import operations_in
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.steps import Compute
@@ -39,7 +40,7 @@ from terrace.simulate.event import Doing, Event, PassStep
 from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
-from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
+from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, seconds_of
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
@@ -65,6 +66,13 @@ class Costs:
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
     rounds: tuple[Rounds, ...] = ()  # of each block's attention, which hide messages of context ranks; empty: none
     experts: tuple[ExpertSeconds, ...] = ()  # of each block; empty: none are on several ranks
+    operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
+
+    def again_s(self, block: int) -> float:
+        """Seconds of what the backward of a block computes again."""
+        if self.program.recomputes(block):
+            return self.forward_s[block]
+        return self.operations_s[block] if self.operations_s else 0.0
 
     def collective_s(self, instruction: Instruction) -> float:
         """Seconds a collective instruction occupies its lane."""
@@ -184,7 +192,7 @@ class Costs:
         return rooms_of(forward_s, input_s, weight_s, rounds)
 
     @cached_property
-    def _prices(self) -> dict[tuple[int, bool], InBlockPrices]:
+    def _prices(self) -> dict[tuple[int, tuple[str, ...]], InBlockPrices]:
         return {}
 
     @cached_property
@@ -218,8 +226,9 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.micro_batch} sequences in {work.compute}, the plan's micro-batch of "
             f"{plan.micro_batch} in {plan.compute}: make them the same"
         )
-    if work.recompute != "none":
-        raise PlanError(f"work.recompute = {work.recompute!r}: the plan says what is recomputed, so leave it 'none'")
+    if work.recompute != "none" or work.operations:
+        named = f"recompute = {work.recompute!r}" if work.recompute != "none" else f"operations = {work.operations}"
+        raise PlanError(f"work.{named}: the plan says what is recomputed, so leave it out")
     if (work.rows, work.columns) != (program.tensor.rows.degree, program.tensor.columns.degree):
         raise PlanError(
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
@@ -241,7 +250,20 @@ def _from_work(program: "Program", work: Work) -> Costs:
     forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
     each_rounds, each_experts = ([known[kind][1] for kind in program.kinds], [known[kind][2] for kind in program.kinds])
-    return _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_experts, in_chunks)
+    costs = _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_experts, in_chunks)
+    return replace(costs, operations_s=_operations_s(program, work))
+
+
+def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:
+    known: dict[tuple[int, tuple[str, ...]], float] = {}
+    found = []
+    for index, kind in enumerate(program.kinds):
+        key = kind, operations_in(program.recomputed[index])
+        if key not in known:
+            own = work_in(work, program.blocks[index], program.cluster.device.backend)
+            known[key] = operation_seconds(program.cluster.device, own, key[1])
+        found.append(known[key])
+    return tuple(found)
 
 
 def expert_seconds(
@@ -342,8 +364,11 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
+    # Of what is recomputed attention alone has FLOPs, in one round: operations are not recomputed on context ranks.
+    again = ["attention" in parts for parts in program.recomputed]
     # Any last block's loss is taken to be computed in chunks: FLOPs alone do not tell.
-    return _costs(program, forward, backward, update, weight, rounds, experts, True)
+    costs = _costs(program, forward, backward, update, weight, rounds, experts, True)
+    return replace(costs, operations_s=tuple(each[0][0] * runs for each, runs in zip(rounds, again, strict=True)))
 
 
 def _rounds(program: "Program", peak: float) -> Rounds:

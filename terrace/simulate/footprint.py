@@ -22,7 +22,6 @@ Scratch memory of kernels and RoPE's tables are in no category.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal
@@ -35,9 +34,10 @@ from terrace.plan.kinds import Kinds
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.recompute import recomputed_parts
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.simulate.activations import BlockActivations, activations_of
+from terrace.simulate.activations import BlockActivations, activations_of, recomputing
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes
 from terrace.simulate.states import (
@@ -305,18 +305,18 @@ def _moments(
 def _runs(
     work: Work, kinds: Kinds, held: Sequence[int], recompute: tuple[str, ...], backend: Backend
 ) -> tuple[_Run, ...]:
-    whole = replace(work, recompute="full")
-    keys = [(kinds.order[index], _matches(kinds.blocks[index].name, recompute)) for index in held]
+    again = recomputed_parts(recompute, kinds.blocks)
+    keys = [(kinds.order[index], again[index]) for index in held]
 
-    def activations(kind: int, again: bool) -> tuple[BlockActivations, BlockActivations]:
-        spec, of_block = kinds.specs[kind], whole if again else work
+    def activations(kind: int, parts: tuple[str, ...]) -> tuple[BlockActivations, BlockActivations]:
+        spec, of_block = kinds.specs[kind], recomputing(work, parts)
         found = activations_of(of_block, spec, backend)
         has_rows = spec.has_stacks
         return found, activations_of(replace(of_block, load=0.0), spec, backend) if has_rows else found
 
     known = {key: activations(*key) for key in set(keys)}
-    # Kept bytes only grow, so the last block of each kind, recomputed or not, is its worst.
-    last: dict[tuple[int, bool], _Run] = {}
+    # Kept bytes only grow, so the last block of each kind, with what is recomputed of it, is its worst.
+    last: dict[tuple[int, tuple[str, ...]], _Run] = {}
     kept = experts = logits = 0
     for key in keys:
         block, bare = known[key]
@@ -326,7 +326,3 @@ def _runs(
         before = last.pop(key, None)  # so that the runs are in the order of their last blocks
         last[key] = _Run(key[0], block, bare, before.count + 1 if before else 1, kept, experts, logits)
     return tuple(last.values())
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -41,8 +41,7 @@ def shares_to_try(costs: Costs) -> list[Shares]:
             seconds, lane, *_ = costs.collective(message)
             taken_s[lane] = taken_s.get(lane, 0.0) + seconds
         lane = max(taken_s, key=lambda each: taken_s[each])
-        again_s = costs.forward_s[block] if program.recomputes(block) else 0.0
-        steps = costs.steps(Instruction(Op.BACKWARD, block, 0), costs.backward_s[block] + again_s, "")
+        steps = costs.steps(Instruction(Op.BACKWARD, block, 0), costs.backward_s[block] + costs.again_s(block), "")
         idle = idle_s(steps, lane)
         return list(dict.fromkeys(map(_rounded, _filled(idle, taken_s[lane])))) if taken_s[lane] else []
     return []

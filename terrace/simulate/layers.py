@@ -153,7 +153,8 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeco
     seconds = BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     # A small layer takes as long as the host needs to launch its kernels.
     seconds = _host_bound(seconds, host_s)
-    return replace(seconds, again_s=seconds.forward_s) if work.recompute == "full" else seconds
+    again_s = seconds.forward_s if work.recompute == "full" else operation_seconds(device, work, work.operations)
+    return replace(seconds, again_s=again_s)
 
 
 @lru_cache(maxsize=65536)
@@ -255,6 +256,27 @@ def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     backward = 5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + bias
     num_kernels = (5 if intermediate else 4) + (1 if rope else 0) + (1 if layout else 0) + (2 if model.qk_norm else 0)
     return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, num_kernels + 2)
+
+
+@lru_cache(maxsize=65536)
+def operation_seconds(device: Device, work: Work, operations: tuple[str, ...]) -> float:
+    """Seconds of a layer's operations (terrace.plan.recompute) when a backward runs them again.
+
+    Attention is its core; the activation of an MLP passes over 2eIT/t bytes (gated 3eIT/t), the norms over 4eHT, as in
+    a forward.
+    """
+    model, row = work.model, FORMATS[work.compute].element_bytes * work.tokens
+    found = 0.0
+    for operation in operations:
+        if operation == "attention":
+            found += _core_seconds(device, work)[0]
+        elif operation == "mlp":
+            inner = math.ceil(model.mlp_size / work.rows)
+            found += memory_s(device, (3 if model.gated_mlp else 2) * row * inner, 1)
+        else:
+            assert operation == "norms", f"{operation} has no price"
+            found += memory_s(device, 2 * 2 * row * model.hidden_size / work.stream_cut, 2)
+    return found
 
 
 def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: int) -> float:

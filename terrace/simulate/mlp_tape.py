@@ -157,7 +157,7 @@ class MlpTape(_GateTape):
             self._product(gate, source, gate, weight, whole=beside)
             self._activation(f"{of}activation", gate, active)
             self._add(f"{of}gating", (active, up), product, (active, up))
-            self._product(f"{of}down", product, target, weight, (source, up), self.whole)
+            self._product(f"{of}down", product, target, weight, (source, up, gate), self.whole)
         else:
             self._activation(f"{of}activation", up, active)
             self._product(f"{of}down", active, target, weight, (source, up), self.whole)

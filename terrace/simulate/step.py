@@ -298,7 +298,7 @@ def _blocks_s(costs: Costs) -> list[float]:
 
 def _block_s(costs: Costs, block: int) -> float:
     # Costs hold the backward without recomputation.
-    again_s = costs.forward_s[block] if costs.program.recomputes(block) else 0.0
+    again_s = costs.again_s(block)
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
     waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
     if costs.program.experts(block) is not None:

@@ -8,6 +8,10 @@ tensors between forward and backward. The peaks follow by playing the tape with 
   freed, and every kept tensor that no earlier operation keeps. A sum passes its gradient on unchanged. Where a
   tensor was read twice, the second gradient is added into the first, or into a new one if the first is shared.
 
+A *replay* is a run of operations whose results are dropped and computed again (terrace.runtime.replay). It keeps the
+tensors that it reads from outside, and nothing else; its own come back, all at once, when the backward of the first
+operation that keeps one of them begins, and each is freed as any kept tensor is.
+
 The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
 """
 
@@ -32,19 +36,55 @@ class Operation(NamedTuple):
     backward_adds: int = 0  # likewise for the backward
     is_sum: bool = False
     variables: tuple[str, ...] = ()  # tensors that variables of the enclosing function still hold
+    replay: str = ""  # of which it is a part, if any
 
 
 def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:
     """Bytes that each operation is the first to keep, without the block's input."""
     seen = {INPUT}
     kept: dict[str, int] = {}
-    for operation in tape:
+    for operation, keeps in zip(tape, _keeps(tape, dropped(tape)), strict=True):
         # A tensor that two operations keep is stored once.
-        new = [name for name in operation.keeps if name not in seen]
+        new = [name for name in keeps if name not in seen]
         seen.update(new)
         if new:
             kept[operation.name] = kept.get(operation.name, 0) + sum(sizes[name] for name in new)
     return kept
+
+
+def dropped(tape: Sequence[Operation]) -> dict[str, str]:
+    """The replay that computes each dropped tensor again."""
+    outside = _read_from_outside(tape)
+    return {
+        name: operation.replay
+        for operation in tape
+        if operation.replay
+        for name in (operation.writes, *operation.keeps)
+        if name not in outside[operation.replay]
+    }
+
+
+def _read_from_outside(tape: Sequence[Operation]) -> dict[str, set[str]]:
+    read: dict[str, set[str]] = {}
+    for operation in tape:
+        if operation.replay:
+            read.setdefault(operation.replay, set()).update(operation.reads)
+    for operation in tape:
+        if operation.replay:
+            read[operation.replay].discard(operation.writes)
+    return read
+
+
+def _keeps(tape: Sequence[Operation], again: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The tensors that each operation keeps from the forward to the backward."""
+    outside = _read_from_outside(tape)
+    found = []
+    for operation in tape:
+        own = operation.keeps
+        if operation.replay:
+            own = (*own, *(name for name in operation.reads if name in outside[operation.replay]))
+        found.append(tuple(dict.fromkeys(name for name in own if name not in again)))
+    return found
 
 
 def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: bool) -> int:
@@ -54,8 +94,9 @@ def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: b
     # The executor holds both ends of the block.
     alive, kept = {INPUT}, {INPUT, OUTPUT}
     peak = sizes[INPUT]
+    keeps = _keeps(tape, dropped(tape))
     for index, operation in enumerate(tape):
-        kept.update(operation.keeps if keeping else ())
+        kept.update(keeps[index] if keeping else ())
         alive.update((operation.writes, *operation.keeps))
         peak = max(peak, sum(sizes[name] for name in alive) + operation.forward_adds)
         alive = {name for name in alive if name in kept or last_read.get(name, -1) > index}
@@ -64,9 +105,15 @@ def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: b
 
 def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
     """Peak bytes alive during a backward, with kept tensors and the gradients at both ends."""
-    first_keeper = {name: index for index, operation in reversed(list(enumerate(tape))) for name in operation.keeps}
+    again = dropped(tape)
+    keeps = [
+        tuple(dict.fromkeys((*operation.keeps, *kept)))
+        for operation, kept in zip(tape, _keeps(tape, again), strict=True)
+    ]
+    first_keeper = {name: index for index, names in reversed(list(enumerate(keeps))) for name in names}
     # The backward starts with every kept tensor alive.
-    held = {INPUT, OUTPUT, *first_keeper}
+    held = {INPUT, OUTPUT, *first_keeper} - again.keys()
+    replayed: set[str] = set()
     gradients = {OUTPUT: 0}  # tensor -> the buffer that holds its gradient
     buffers = [sizes[OUTPUT]]
     outside = {0}  # the caller holds the gradient of the output to the end
@@ -74,6 +121,12 @@ def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
     for index, operation in reversed(list(enumerate(tape))):
         arriving = gradients.pop(operation.writes)
         added = operation.backward_adds
+        for replay in {again[name] for name in operation.keeps if name in again} - replayed:
+            replayed.add(replay)
+            held |= {name for name, other in again.items() if other == replay and name in first_keeper}
+            living = outside | {arriving, *gradients.values()}
+            whole = sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living)
+            peak = max(peak, whole + _replay_adds(tape, replay, held, sizes))
         for name in operation.reads:
             # The gradient of a sum is the arriving one itself, without a copy.
             if operation.is_sum:
@@ -93,5 +146,14 @@ def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
         # A set: one buffer may be the gradient of several tensors.
         living = outside | {arriving, *gradients.values()}
         peak = max(peak, sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living) + added)
-        held -= {name for name in operation.keeps if first_keeper[name] == index and name not in (INPUT, OUTPUT)}
+        held -= {name for name in keeps[index] if first_keeper[name] == index and name not in (INPUT, OUTPUT)}
     return peak
+
+
+def _replay_adds(tape: Sequence[Operation], replay: str, held: set[str], sizes: Mapping[str, int]) -> int:
+    """Bytes that live only while a replay runs."""
+    return max(
+        operation.forward_adds + (0 if operation.writes in held else sizes[operation.writes])
+        for operation in tape
+        if operation.replay == replay
+    )

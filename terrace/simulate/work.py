@@ -21,9 +21,10 @@ class Work:
     and the inner tensors of the MLP by rows, the residual stream by columns and, under sequence parallelism, by rows
     too.
 
-    `recompute` says whether a layer's backward runs its forward again. `flash` is a kernel that never writes the S x S
-    scores, and recomputes the core of attention (QK^T, softmax and the product with V) by itself. `documents`: a row
-    may hold several, each of which attends only to itself (terrace.model.attention).
+    `recompute` says whether a layer's backward runs its forward again; where it does not, it runs `operations` again
+    (terrace.plan.recompute). `flash` is a kernel that never writes the S x S scores, and recomputes the core of
+    attention (QK^T, softmax and the product with V) by itself. `documents`: a row may hold several, each of which
+    attends only to itself (terrace.model.attention).
 
     The context axis is `ulysses` x `ring` ranks (terrace.plan.context). Between attention each rank holds `tokens`,
     padding included. In attention the `ulysses` ranks of one ring place share its `attended` tokens and each has a part
@@ -47,6 +48,7 @@ class Work:
     pooled: int = 1  # data ranks; of effect with balance = "cost" alone
     sequence_parallel: bool = True  # norms and residual cut over the tensor rows; without effect at one row
     recompute: Literal["none", "full"] = "none"
+    operations: tuple[str, ...] = ()
     flash: bool = True
     causal: bool = True
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"

@@ -9,9 +9,9 @@ and, unless it is frozen, 2nT for its own gradient; a token passes k experts of 
 element of the queries forward and twice as much backward, with P the visible (query, key) pairs: B S (S + 1) / 2 for B
 causal sequences of S tokens, less under a sliding window. The embedding lookup, norms and activations count nothing.
 
-**Hardware FLOPs** are executed: the full square B S^2 of attention, as in a kernel that skips nothing, and the forward
-of every recomputed block once more (Korthikanti et al. 2205.05198, section 6). `terrace plan` predicts with the full
-square in both, as published tables do.
+**Hardware FLOPs** are executed: the full square B S^2 of attention, as in a kernel that skips nothing, and once more
+the forward of every recomputed block, or the attention of layers that recompute it alone (Korthikanti et al.
+2205.05198, section 6). `terrace plan` predicts with the full square in both, as published tables do.
 
 Every token of the batch counts, trained on or not. Documents packed into one sequence count as one.
 """
@@ -23,7 +23,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, active_numel
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
-from terrace.plan.residency import recomputed
+from terrace.plan.recompute import WHOLE, recomputed_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +65,19 @@ def causal_pairs(sequence: int, window: int = 0) -> int:
 
 def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batch: int, sequence: int) -> StepFlops:
     """FLOPs of a step of `batch` sequences; `blocks` are whole, with frozen parameters marked."""
-    tokens, again = batch * sequence, recomputed(plan, blocks)
+    tokens, again = batch * sequence, recomputed_parts(plan.recompute, blocks)
     products = rerun = 0
     for index in range(len(blocks)):
         forward, weights = _products(model, blocks, index)
         # Forward, gradient of the input, and the gradient of trained weights.
         products += 2 * tokens * (2 * forward + weights)
-        rerun += 2 * tokens * forward if index in again else 0
+        rerun += 2 * tokens * forward if again[index] == WHOLE else 0
     layers = range(1, model.num_blocks - 1)
     each = 4 * batch * model.num_heads * model.head_dim  # of one pair in every sequence, forward
     window: int = model.sliding_window
     square = each * sequence**2
     # Recomputed layers run their attention once more, too.
-    rerun += square * sum(index in again for index in layers)
+    rerun += square * sum(again[index] == WHOLE or "attention" in again[index] for index in layers)
     return StepFlops(
         products=products,
         attention=3 * len(layers) * each * causal_pairs(sequence, window),

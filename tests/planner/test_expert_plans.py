@@ -1,5 +1,7 @@
 """The search over divisions of experts: equal to trying everything, and inside the node where links are unequal."""
 
+from dataclasses import replace
+
 import pytest
 
 from terrace.base.errors import PlanError
@@ -36,6 +38,12 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
     divided = [each.candidate.mesh for each in everything if each.candidate.mesh.experts is not None]
     for axis in axes:
         assert any(mesh.total(axis) > 1 for mesh in divided), axis
+
+
+def test_the_search_does_with_attention_in_place_of_layers() -> None:
+    """On several ranks experts are priced apart, and so is what recomputes their layers."""
+    task = small_task(CLUSTERS["dgx 4x2"], batch=4, model=MIXED)
+    check_search(replace(task, operations=("attention",)), ("data", "tensor"))
 
 
 def test_divisions_of_experts() -> None:

@@ -44,6 +44,7 @@ MODELS = {
     "frozen bias": mixture(GROUPED),
 }
 SEQUENCE = 64
+OPERATIONS = [("layers.*: attention",), ("layers.* every 2: attention, mlp, norms", "layers.1")]
 NUMBERED = {"interleaved": ("", ":1", ":2", ":3"), "breadth-first": (":1", ":2"), "zeropp": (":1", ":2")}
 
 
@@ -89,7 +90,7 @@ def plans(draw: st.DrawFn, cluster: Cluster, model: ModelConfig) -> Plan:
         mapping=mapping,  # type: ignore[arg-type]
         compute=draw(st.sampled_from(["bf16", "fp32"])),
         micro_batch=draw(st.sampled_from([1, 2])),
-        recompute=draw(st.sampled_from([(), ("layers.*",), ("layers.1", "head"), ("embedding",)])),
+        recompute=draw(st.sampled_from([(), ("layers.*",), ("layers.1", "head"), ("embedding",), *OPERATIONS])),
         unit=draw(st.sampled_from([1, 1, 2, 4])),
         prefetch=draw(st.integers(0, 3)),
         balance=draw(st.sampled_from(["tokens", "tokens", "cost"])),

@@ -55,7 +55,7 @@ def test_a_step_without_updates_leaves_the_checkpoint_before_whole(
 
 def test_a_search_of_placements_takes_no_placement() -> None:
     pools = [{"ranks": 2, "roles": ["actor"]}, {"ranks": 2, "roles": ["reference"]}]
-    with pytest.raises(ConfigError, match=r"leave out \[pool\], or --place"):
+    with pytest.raises(ConfigError, match=r"leave out \[\[pool\]\] and \[plans\], or leave out --place"):
         rl_explain.placed(config_of(FOUR, {"plan": {"micro_batch": 2}, "pool": pools}))
 
 

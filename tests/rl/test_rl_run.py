@@ -150,7 +150,12 @@ def test_the_file_of_a_run_comes_back_as_it_was() -> None:
         ("sort", {"run": {"steps": 0}}, ConfigError, "run.steps = 0 must be at least 1"),
         ("sort", {"run": {"prompts_file": "x.jsonl"}}, ConfigError, "give one of them"),
         ("sort", {"run": {"critic_lr": 0.1}}, ConfigError, "run.critic_lr = 0.1 has no effect: .* no critic"),
-        ("sort", {"cost": {"function": "a:b"}}, ConfigError, "exactly safe-rlhf has a cost"),
+        (
+            "sort",
+            {"cost": {"function": "a:b"}},
+            ConfigError,
+            "safe-rlhf needs a .cost., and no other",
+        ),
         ("sort", {"reward": []}, ConfigError, "reward is missing"),
         ("sort", {"reward": [{**REWARD[0], "weight": math.nan}]}, ConfigError, "weight = nan: must be a finite number"),
         ("sort", merge(SAFE, {"cost": {"weight": 2.0}}), ConfigError, "cost.weight = 2.0 has no effect"),

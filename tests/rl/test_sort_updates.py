@@ -29,10 +29,11 @@ from terrace.rl.sort_task import END, LONGEST_RESPONSE, SortPrompts, SortTokeniz
 
 LAYERS, HEADS, WIDTH, ROWS, MINI_BATCH = 2, 2, 16, 16, 8
 LR = 0.5  # of SGD: large, so that the second update finds ratios beyond clips
+EXACT = {"compute": "fp64", "master": "fp64"}
 MODEL = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 KEYS: dict[str, Any] = {
     "cluster": {"tiers": {name: {"size": 1} for name in ("package", "node", "system")}},
-    "plan": {"mapping": {"system": {"pipeline": 1}}, "schedule": None, "micro_batch": 4},
+    "plan": {"mapping": {"system": {"pipeline": 1}}, "schedule": None, "micro_batch": 4, **EXACT},
     "model": {**MODEL, "num_key_value_heads": HEADS, "initializer_range": 0.3},
     "run": {"rows": 1, "prompts": 4, "responses": 4, "mini_batch": MINI_BATCH, "start_steps": 0, "warmup_steps": 1},
     "optimizer": {"name": "sgd", "lr": LR, "clip": 0.0},
@@ -252,4 +253,4 @@ def test_a_step_on_the_task_equals_its_formulas(name: str, tmp_path: Path) -> No
     wanted, unbounded = (stepped(name, before, texts, advantages, clips) for clips in (True, False))
     far = max(float((wanted[key] - unbounded[key]).detach().abs().max()) for key in wanted)
     assert far > 0.01, "the second update is another where nothing holds it to the policy that drew"
-    torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after, wanted, rtol=1e-6, atol=1e-6)

@@ -82,6 +82,13 @@ def test_mixtures_are_not_compiled() -> None:
         compiled.check_compiles(programs)
 
 
+def test_operations_that_are_recomputed_are_not_compiled() -> None:
+    plan = exact("ddp", cluster_of(1), recompute=("layers.*: mlp",))
+    programs = build_stages(cluster_of(1), plan, MODELS[MODEL].declared, 1, 8)
+    with pytest.raises(PlanError, match=r"names operations of layers: .*or leave train.compile out"):
+        compiled.check_compiles(programs)
+
+
 def test_a_machine_that_cannot_compile_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(function: object) -> object:
         raise RuntimeError("no compiler found\nand more")

@@ -16,12 +16,21 @@ from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_model
 from terrace.model.spec import Computes, freeze
 from terrace.plan.presets import preset
-from terrace.program.lowering import build
+from terrace.plan.recompute import OPERATIONS
+from terrace.program.lowering import build, build_stages
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, peak_flops_per_s
-from terrace.simulate.layers import block_seconds, hardware_flops, model_flops, optimizer_s, seconds_of
+from terrace.simulate.layers import (
+    block_seconds,
+    hardware_flops,
+    model_flops,
+    operation_seconds,
+    optimizer_s,
+    seconds_of,
+)
 from terrace.simulate.links import rate_bytes_per_s
+from terrace.simulate.stages import simulate_stages
 from terrace.simulate.work import Work
 from terrace.train.calibrate import _measured
 from tests.support.effort import lines_run
@@ -197,6 +206,52 @@ def test_what_is_recomputed_is_priced(model: ModelConfig) -> None:
     assert full.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
 
 
+@FAMILIES
+@pytest.mark.parametrize("flash", [True, False])
+def test_operations_that_are_recomputed_are_priced(model: ModelConfig, flash: bool) -> None:
+    """As they stand in a forward: attention as its kernel, an activation and norms as passes over memory."""
+    work = Work(model=model, sequence=512, flash=flash)
+    parts = {name: operation_seconds(A100, work, (name,)) for name in OPERATIONS}
+    core_s, _ = attention_s(
+        A100,
+        batch=1,
+        heads=model.num_heads,
+        queries=512,
+        keys=512,
+        head_dim=model.head_dim,
+        flash=flash,
+    )
+    operands = 3 if model.gated_mlp else 2
+    assert parts["attention"] == core_s
+    assert parts["mlp"] == memory_s(A100, 2 * operands * 512 * model.intermediate_size)
+    assert parts["norms"] == memory_s(A100, 2 * 4 * 512 * model.hidden_size, 2)
+    plain = block_seconds(A100, work, Computes.RESIDUAL)
+    some = block_seconds(A100, replace(work, operations=OPERATIONS), Computes.RESIDUAL)
+    assert some.again_s == pytest.approx(sum(parts.values()))
+    assert 0 < some.again_s < plain.forward_s
+    assert (some.forward_s, some.input_s, some.weight_s) == (plain.forward_s, plain.input_s, plain.weight_s)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
+def test_a_step_that_recomputes_operations_takes_their_seconds(schedule: str | None) -> None:
+    """In every layer that an entry names, once for each micro-batch; whole layers take longer."""
+    cluster = load_cluster("dgx-a100").resized(1)
+    mapping = {} if schedule is None else {"node": {"pipeline": 4, "data": 2}}
+    plan = replace(preset("ddp", cluster), compute="bf16", mapping=mapping, schedule=schedule)
+    model = replace(LLAMA, num_layers=8)
+    blocks, work = block_specs(model), Work(model=model, sequence=512)
+    compute_s = {}
+    for recompute in ("", "layers.* every 2: attention", "layers.*: attention, mlp, norms", "layers.*"):
+        programs = build_stages(cluster, replace(plan, recompute=(recompute,) if recompute else ()), blocks, 8, 512)
+        step = simulate_stages(programs, [step_costs(program, work) for program in programs])
+        compute_s[recompute] = [report.time_s["backward"] for report in step.reports]
+    kept, half, some, whole = compute_s.values()
+    layers = model.num_layers
+    assert sum(half) - sum(kept) == pytest.approx(8 * -(-layers // 2) * operation_seconds(A100, work, ("attention",)))
+    assert sum(some) - sum(kept) == pytest.approx(8 * layers * operation_seconds(A100, work, OPERATIONS))
+    assert sum(some) < sum(whole)
+
+
 def test_accumulating_reads_and_writes_the_gradient_once_more() -> None:
     work = Work(model=GPT, sequence=512)
     weights_of = {Computes.LOOK_UP: 51200 * 1024, Computes.RESIDUAL: 12 * 1024**2, Computes.LOGITS: 51200 * 1024}
@@ -276,6 +331,7 @@ def test_work_that_is_not_the_plan_s_is_refused() -> None:
         (Work(model=LLAMA, sequence=512, micro_batch=3), "3 sequences in bf16"),
         (Work(model=LLAMA, sequence=512, compute="fp32"), "1 sequences in fp32"),
         (Work(model=LLAMA, sequence=512, recompute="full"), "the plan says what is recomputed"),
+        (Work(model=LLAMA, sequence=512, operations=("mlp",)), "the plan says what is recomputed"),
     ):
         with pytest.raises(PlanError, match=message):
             step_costs(program, work)

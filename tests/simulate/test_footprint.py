@@ -55,6 +55,13 @@ PLANS: dict[str, tuple[str, dict[str, Any], int, int]] = {  # preset, changes, s
     "nothing recomputed": ("zero3", {}, 256, 2),
     "every layer recomputed": ("zero3", {"recompute": ("layers.*",)}, 256, 2),
     "all recomputed": ("ddp", {"recompute": ("*",)}, 256, 2),
+    "attention recomputed": ("zero3", {"recompute": ("layers.*: attention",)}, 256, 2),
+    "operations recomputed in some": (
+        "ddp",
+        {"recompute": ("layers.* every 2: attention, mlp, norms", "layers.1")},
+        256,
+        2,
+    ),
     "a unit": ("zero3", {"unit": 2}, 256, 2),
     "a unit, some recomputed": ("zero3", {"unit": 2, "recompute": ("layers.1", "layers.2")}, 256, 4),
     "little to compute": ("zero3", {"prefetch": 2}, 16, 1),
@@ -76,6 +83,7 @@ def measured_step(model: ModelConfig, plan: Plan, sequence: int, num_micros: int
             plan=plan,
             num_micros=num_micros,
             objective=token_loss,
+            declared=specs,
         )
     engine.step(batches, 1e-3)
     peak, _, _ = allocated(lambda: engine.step(batches, 1e-3))

@@ -105,12 +105,17 @@ def staged(sizes: tuple[int, ...], name: str, **changes: Any) -> Plan:
     return exact(name, cluster_of(*sizes), mapping={"node": {"pipeline": 2}}, **changes)
 
 
+OPERATIONS = ("block.*: attention, mlp, norms",)
 GRID: dict[tuple[int, ...], list[Case]] = {
     (1,): [Case(exact("zero3", cluster_of(1)), model="gpt2, some adapters", num_micros=2)],
     (2,): [
         Case(exact(name, cluster_of(2), **changes), model=model, num_micros=2)
         for model in ("llama, adapters", "gpt2, some adapters")
-        for name, changes in (("ddp", {}), ("zero3", {"recompute": ("*",)}), ("zero3", {"unit": 2}))
+        for name, changes in (
+            ("ddp", {}),
+            ("zero3", {"recompute": ("*",)}),
+            ("zero3", {"unit": 2, "recompute": OPERATIONS}),
+        )
     ]
     + [Case(exact("zero3", cluster_of(2), recompute=("block.1",)), model="mixture, adapters", num_micros=2)],
     (2, 2): [

@@ -1,0 +1,96 @@
+"""Blocks, and operations of a block, that a backward computes again instead of keeping their results.
+
+An entry of `plan.recompute` names blocks, and optionally operations in them:
+
+    layers.*                       whole layers
+    layers.*: attention            in every layer softmax(Q K^T) V; queries, keys and values are kept
+    layers.*: attention, mlp       and the activation, in a gated MLP times up; the results of gate and up are kept
+    layers.*: norms                the two norms on the residual stream; their inputs are kept
+    layers.* first 8               the first 8 of the blocks that match
+    layers.* every 2: attention    every second of them, beginning with the first
+
+Recomputing attention alone is selective recomputation (Korthikanti et al. 2205.05198, section 5). An operation keeps
+its inputs, and nothing that it computes; its result is dropped also where the product after it would keep it. The
+entries of a block add up. Only decoder layers (`BlockSpec.attends`) have operations.
+"""
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from terrace.base.errors import PlanError, did_you_mean
+from terrace.model.spec import BlockSpec
+
+OPERATIONS = ("attention", "mlp", "norms")
+WHOLE = ("block",)  # in place of operations: all of them, from the block's input
+
+_SELECTION = re.compile(r"(?P<pattern>.+?)(?: +(?P<which>first|every) +(?P<number>\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """One entry, read: the blocks that match `pattern`, up to `first` of them (0: all), one in `every`."""
+
+    pattern: str
+    first: int = 0
+    every: int = 1
+    operations: tuple[str, ...] = WHOLE
+
+    def selects(self, names: Sequence[str], are_layers: Sequence[bool]) -> list[int]:
+        """Indexes of its blocks; of operations decoder layers alone."""
+        named = [index for index, name in enumerate(names) if fnmatch.fnmatchcase(name, self.pattern)]
+        if self.operations != WHOLE:
+            named = [index for index in named if are_layers[index]]
+        return named[: self.first or None : self.every]
+
+
+@lru_cache(maxsize=256)
+def parse_recomputation(entry: str) -> Recomputation:
+    """Read an entry; raises `PlanError` with the rule it breaks."""
+    blocks, colon, named = entry.partition(":")
+    found = _SELECTION.fullmatch(blocks.strip())
+    if found is None:
+        raise PlanError(
+            f"recompute {entry!r}: an entry is a pattern of block names, then 'first K' or 'every K', then a colon and "
+            f"operations ({', '.join(OPERATIONS)}), such as 'layers.* every 2: attention'"
+        )
+    number = int(found["number"] or 1)
+    if number < 1:
+        raise PlanError(f"recompute {entry!r}: {found['which']} 0 names no block; give a number of 1 or more")
+    operations = tuple(each.strip() for each in named.split(",")) if colon else WHOLE
+    for operation in operations if colon else ():
+        if operation not in OPERATIONS:
+            known = f"one of {', '.join(OPERATIONS)}{did_you_mean(operation, OPERATIONS)}"
+            raise PlanError(f"recompute {entry!r}: {operation!r} is no operation of a layer; give {known}")
+    first, every = (number if found["which"] == which else default for which, default in (("first", 0), ("every", 1)))
+    return Recomputation(pattern=found["pattern"], first=first, every=every, operations=operations)
+
+
+def recomputed_parts(recompute: Sequence[str], blocks: Sequence[BlockSpec]) -> tuple[tuple[str, ...], ...]:
+    """What the backward of each block computes again: nothing, some of `OPERATIONS` in their order, or `WHOLE`.
+
+    A first block in which nothing is trained has no backward: no gradient leaves it.
+    """
+    if not recompute:
+        return ((),) * len(blocks)
+    names, are_layers = tuple(block.name for block in blocks), tuple(block.attends for block in blocks)
+    found = _parts(tuple(recompute), names, are_layers)
+    return found if blocks[0].num_trainable else ((), *found[1:])
+
+
+def operations_in(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The operations of a block that is not recomputed whole."""
+    return () if parts == WHOLE else parts
+
+
+@lru_cache(maxsize=256)
+def _parts(
+    recompute: tuple[str, ...], names: tuple[str, ...], are_layers: tuple[bool, ...]
+) -> tuple[tuple[str, ...], ...]:
+    found: list[set[str]] = [set() for _ in names]
+    for entry in map(parse_recomputation, recompute):
+        for index in entry.selects(names, are_layers):
+            found[index].update(entry.operations)
+    return tuple(WHOLE if WHOLE[0] in parts else tuple(each for each in OPERATIONS if each in parts) for parts in found)

@@ -1,0 +1,157 @@
+"""Operations whose results are dropped, and computed again when their backward needs them.
+
+y = f(x), and g reads y. Autograd would keep x, what f keeps of its inside, and y for g. Here it keeps a `_Place` for
+each of these tensors, and the replay of f keeps x alone:
+
+    forward     y = f(x), g(y)                    y is freed as soon as g has run
+    backward    the first node that asks for a place runs f once more on x: its tensors go to the places that are left
+                each is freed with the node that kept it
+
+The backward goes through the nodes of the first forward, so it has the bits of a backward of kept tensors; f draws no
+random numbers and sends no messages. Weight gradients that are held back hold the tensors that were computed again.
+Torch does not check that saved tensors behind hooks stay unchanged; nothing in a layer writes in place.
+
+Installed from outside: `install` replaces the `run` of layers (terrace.model.operation).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from terrace.base.errors import ModelError
+from terrace.model.decoder import DecoderLayer
+from terrace.model.layers import MLP
+from terrace.plan.recompute import operations_in
+from terrace.program.program import Program
+
+
+class _Place:
+    """A tensor that autograd would keep; `values` are there from the replay until the node that kept it is done."""
+
+    def __init__(self, replay: "_Replay", view: tuple[Sequence[int], Sequence[int], int] | None) -> None:
+        self.replay, self.view = replay, view  # shape, strides and offset in the result's storage; None: not of it
+        self.values: Tensor | None = None
+
+
+class _Replay:
+    def __init__(self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        self._operation = operation
+        # Detached, so that a place, which lives in the graph, does not hold the graph of the inputs.
+        self._inputs = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
+        self._inside: list[ReferenceType[_Place]] = []  # in the order in which the operation saves them
+        self._read: list[ReferenceType[_Place]] = []  # views of the result that readers save
+        self._result: StorageWeakRef | None = None
+
+    def first(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run for the first time."""
+        with saved_tensors_hooks(self._save, _values):
+            result = self._operation(*inputs)
+        self._result = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
+        return result
+
+    def _save(self, saved: Tensor) -> _Place:
+        place = _Place(self, None)
+        self._inside.append(ref(place))
+        return place
+
+    def is_of_result(self, saved: Tensor) -> bool:
+        # The address of a storage is not used again while it is referred to here, also weakly.
+        return self._result is not None and self._result.cdata == saved.untyped_storage()._cdata
+
+    def read(self, saved: Tensor) -> _Place:
+        """The place of a view of the result."""
+        place = _Place(self, (tuple(saved.shape), saved.stride(), int(saved.storage_offset())))
+        self._read.append(ref(place))
+        return place
+
+    def again(self) -> None:
+        """Run once more, and fill the places that are left."""
+        found: list[Tensor] = []
+
+        def save(saved: Tensor) -> None:
+            # Detached: its graph holds these hooks, which hold the list.
+            found.append(saved.detach())
+
+        with torch.enable_grad(), saved_tensors_hooks(save, _values):
+            result = self._operation(*self._inputs).detach()
+        assert len(found) == len(self._inside), f"{self._operation} saves other tensors than before"
+        for reference, values in zip(self._inside, found, strict=True):
+            place = reference()
+            if place is not None:
+                place.values = values
+        for reference in self._read:
+            place = reference()
+            if place is not None and place.view is not None:
+                place.values = result.as_strided(*place.view)
+
+
+def _values(kept: object) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    assert isinstance(kept, _Place), f"nothing else is kept: {kept}"
+    if kept.values is None:
+        kept.replay.again()
+    assert kept.values is not None, "a replay fills all places"
+    return kept.values
+
+
+class Replays:
+    """Runs operations of a rank's layers that are computed again."""
+
+    def __init__(self) -> None:
+        self._open: list[_Replay] = []  # whose readers run: the norm of a region, and an operation inside it
+
+    def join(self, layer: DecoderLayer, operations: Sequence[str]) -> None:
+        """Run some of `terrace.plan.recompute.OPERATIONS` of a layer here."""
+        for operation in operations:
+            match operation:
+                case "attention":
+                    layer.attention.run = self.run
+                case "norms":
+                    layer.run = self.run
+                case _:
+                    assert isinstance(layer.mlp, MLP), "validation refuses products of experts"
+                    layer.mlp.run = self.run
+
+    def run(
+        self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`reader(operation(*inputs))`, of which autograd keeps the inputs and what the reader makes itself."""
+        if not torch.is_grad_enabled():
+            return reader(operation(*inputs))
+        replay = _Replay(operation, inputs)
+        result = replay.first(inputs)
+        self._open.append(replay)
+        try:
+            with saved_tensors_hooks(self._save, _values):
+                return reader(result)
+        finally:
+            self._open.pop()
+
+    def _save(self, saved: Tensor) -> object:
+        for replay in self._open:
+            if replay.is_of_result(saved):
+                return replay.read(saved)
+        return saved
+
+
+def install(modules: Mapping[int, nn.Module], program: Program) -> None:
+    """Give the layers of a rank, by block index, the operations that the plan recomputes in them.
+
+    Raises `ModelError` for a block that is no decoder layer.
+    """
+    replays = Replays()
+    for index, module in modules.items():
+        parts = operations_in(program.recomputed[index])
+        if not parts:
+            continue
+        if not isinstance(module, DecoderLayer):
+            raise ModelError(
+                f"recompute names operations of {program.blocks[index].name!r}, a {type(module).__name__}: they are of "
+                "terrace.model.decoder.DecoderLayer; recompute the whole block"
+            )
+        replays.join(module, parts)

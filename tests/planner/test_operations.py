@@ -1,0 +1,79 @@
+"""`--recompute`: the operations that a search takes or refuses, and that it finds what trying everything finds."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import AXES
+from terrace.planner.evaluate import step_of
+from terrace.planner.operations import parse_operations
+from terrace.planner.pins import parse_axes
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Candidate, Placement, plan_of
+from terrace.simulate.step import predict_step
+from tests.support.exhaustive import check_search
+from tests.support.mixtures import GROUPED, mixture
+from tests.support.planner_cases import CLUSTERS, evaluator_of, small_task
+
+TASK = small_task(CLUSTERS["dgx 2x3"], batch=6)
+MIXED = replace(TASK, model=mixture(GROUPED))
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "is_mixture", "said"),
+    [
+        ("attn", "all", False, "names 'attn'; known are"),
+        ("mlp,layers", "data", False, "names 'layers'; known are attention, mlp, norms"),
+        ("mlp,attention", "data,context", False, "attention cannot be recomputed alone with ranks on the context axis"),
+        ("norms", "data,tensor", False, "norms cannot be recomputed alone with ranks on the tensor axis"),
+        ("mlp", "data", True, "layers.0 is a mixture of experts"),
+    ],
+)
+def test_operations_that_no_search_takes(text: str, axes: str, is_mixture: bool, said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        parse_operations(text, MIXED if is_mixture else TASK, parse_axes(axes))
+
+
+def test_operations_of_a_search() -> None:
+    assert parse_operations("norms, attention", TASK, ("data", "pipeline")) == ("attention", "norms")
+    assert parse_operations(None, TASK, AXES) == parse_operations("layers", TASK, AXES) == ()
+    assert parse_operations("attention", MIXED, ("data", "tensor")) == ("attention",)
+
+
+OPERATIONS_OF_SEARCHES: list[tuple[str, tuple[str, ...], tuple[str, ...], int]] = [
+    ("dgx 2x3", ("data", "pipeline"), ("attention", "mlp", "norms"), 6),
+    ("frontier 2x1x2", ("data", "tensor", "pipeline"), ("attention", "mlp"), 4),
+    ("ethernet 2x2", AXES, ("mlp",), 4),
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "operations", "batch"), OPERATIONS_OF_SEARCHES)
+def test_the_search_equals_trying_everything_with_operations_in_place_of_layers(
+    name: str, axes: tuple[str, ...], operations: tuple[str, ...], batch: int
+) -> None:
+    check_search(replace(small_task(CLUSTERS[name], batch=batch), operations=operations), axes)
+
+
+@pytest.mark.parametrize("mapping", [{}, {"pipeline": (1, 2)}, {"rows": (1, 2)}], ids=str)
+def test_operations_are_priced_as_their_plan_is(mapping: dict[str, tuple[int, ...]]) -> None:
+    """Seconds and memory of the predicted step of the plan that a candidate is, and less of both than whole layers."""
+    whole = small_task(CLUSTERS["ethernet 2x2"], batch=8)
+    task = replace(whole, operations=("attention", "mlp"))
+    mesh = Mesh.build(2, data=(2, 1), **mapping) if mapping else Mesh.build(2, data=(2, 2))
+    schedule = "1f1b" if "pipeline" in mapping else SERIAL
+    none, some = (Candidate(again, 1, schedule, 1, 1, Placement(-1, -1, -1), mesh) for again in (0, 1))
+    kept, again, layers = (
+        evaluator_of(each).played(candidate) for each, candidate in ((task, none), (task, some), (whole, some))
+    )
+    assert kept.step_s < again.step_s < layers.step_s
+    assert kept.needed_bytes > again.needed_bytes > layers.needed_bytes
+    plan = plan_of(task, some)
+    assert plan.recompute == ("layers.*: attention, mlp",)
+    predicted = predict_step(step_of(task, replace(plan, stages=again.stages)))
+    assert again.step_s == pytest.approx(predicted.step_s)
+    # Orders that rank the search are as close as without recomputation.
+    ranks, of_kept = (evaluator_of(task).evaluate(candidate).step_s for candidate in (some, none))
+    assert ranks / of_kept == pytest.approx(again.step_s / kept.step_s, rel=0.02)
