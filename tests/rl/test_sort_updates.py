@@ -28,7 +28,7 @@ from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, LONGEST_RESPONSE, SortPrompts, SortTokenizer
 
 LAYERS, HEADS, WIDTH, ROWS, MINI_BATCH = 2, 2, 16, 16, 8
-LR = 0.5  # of SGD: large, so that the second update finds ratios beyond clips
+LR = 0.25  # of SGD: large, so that the second update finds ratios beyond clips
 EXACT = {"compute": "fp64", "master": "fp64"}
 MODEL = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 KEYS: dict[str, Any] = {
