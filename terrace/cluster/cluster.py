@@ -21,6 +21,7 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of wh
 
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
+_TUNED_HEAD = 128  # head size of `Kernels.attention`
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 
@@ -37,12 +38,25 @@ class Kernels:
     tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
     memory: float = 1.0  # share of the memory bandwidth
     stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
-    attention: float = 1.0  # share of the peak that flash attention reaches
+    attention: float = 1.0  # share of the peak that flash attention reaches forward, long rows and heads of 128
+    attention_backward: float = 0.0  # the same backward, of the FLOPs of its five products; 0: as forward
+    attention_half_head: float = 0.0  # head size that reaches half of what endless heads would; see `attention_share`
+    attention_half_keys: float = 0.0  # number of keys that reaches half of the share
     codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
     launch_s: float = 0.0  # what a kernel takes beyond its work
     host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
     optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
     source: str = ""
+
+    def attention_share(self, head_dim: int, keys: float = math.inf, *, backward: bool = False) -> float:
+        """Share of the peak that flash attention reaches with heads of `head_dim`, over `keys` keys a row.
+
+        Kernels are tuned for heads of up to 128: longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
+        """
+        share = self.attention_backward if backward and self.attention_backward else self.attention
+        head = min(head_dim, _TUNED_HEAD)
+        share *= head / (head + self.attention_half_head) * (1 + self.attention_half_head / _TUNED_HEAD)
+        return share if math.isinf(keys) else share * keys / (keys + self.attention_half_keys)
 
 
 @hashed_once
@@ -229,14 +243,22 @@ def _unit(name: str) -> str:
 def _check_kernels(kernels: Kernels) -> None:
     for name in ("gemm", "memory", "attention", "codec"):
         _check_share(f"device.kernels.{name}", getattr(kernels, name))
-    for name in ("gemm_half_depth", "num_cores", "launch_s", "host_layer_s", "optimizer_s"):
+    for name in (
+        "gemm_half_depth",
+        "attention_half_head",
+        "attention_half_keys",
+        "num_cores",
+        "launch_s",
+        "host_layer_s",
+        "optimizer_s",
+    ):
         value = getattr(kernels, name)
         if not 0 <= value <= _LONGEST_S:
             raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
-    if not 0 <= kernels.stream <= 1:
-        raise ClusterError(
-            f"device.kernels.stream = {kernels.stream} must lie between 0 and 1: it is a share of a peak"
-        )
+    for name in ("stream", "attention_backward"):
+        value = getattr(kernels, name)
+        if not 0 <= value <= 1:
+            raise ClusterError(f"device.kernels.{name} = {value} must lie between 0 and 1: it is a share of a peak")
     for rows, columns, share in kernels.tiles:
         if rows < 1 or columns < 1:
             raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")

@@ -69,17 +69,19 @@ def attention_s(
 ) -> tuple[float, float]:
     """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
 
-    A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, at the share `attention` of the peak,
-    and 2.5 times as much backward; its traffic is neglected (Dao 2307.08691, section 2). Without it there are two
-    batched products forward and four backward over the full square, and the scores pass through memory: with bf16, 4
-    bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al. 2205.05198, section
-    4.1, lists the stored tensors).
+    A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, and 2.5 times as many backward, each at
+    its share of the peak (`Kernels.attention_share`); its traffic is neglected (Dao 2307.08691, section 2). Without it
+    there are two batched products forward and four backward over the full square, and the scores pass through memory:
+    with bf16, 4 bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al.
+    2205.05198, section 4.1, lists the stored tensors).
     """
     pairs = batch * heads
     if flash:
         flops = 4.0 * pairs * queries * keys * head_dim * (0.5 if causal else 1.0)
-        forward = flops / (peak_flops_per_s(device, dtype) * device.kernels.attention)
-        return forward + device.kernels.launch_s, _FLASH_BACKWARD * forward + device.kernels.launch_s
+        seconds = flops / peak_flops_per_s(device, dtype)
+        forward = seconds / device.kernels.attention_share(head_dim, keys)
+        backward = _FLASH_BACKWARD * seconds / device.kernels.attention_share(head_dim, keys, backward=True)
+        return forward + device.kernels.launch_s, backward + device.kernels.launch_s
     return _plain_attention_s(device, pairs, queries, keys, head_dim, dtype)
 
 
