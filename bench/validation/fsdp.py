@@ -8,11 +8,12 @@ The parameter counts show GPT blocks with biases, learned positions and tied emb
 from dataclasses import dataclass, replace
 
 from bench.validation.rows import Row, Table, gpt, read_rows
-from bench.validation.software import gather_s
+from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, num_params
-from terrace.simulate.layers import model_flops, optimizer_s, seconds_of
+from terrace.simulate.kernels import memory_s
+from terrace.simulate.layers import model_flops, seconds_of
 from terrace.simulate.work import Work
 
 VOCAB = 50368
@@ -28,9 +29,15 @@ SHAPES = {  # layers, hidden, heads: scripts/train/yamls/pretrain of mosaicml/ll
     "70b": (80, 8192, 64),
 }
 _NODE_SIZE = 8
-_NODE_PENALTY, _NIC_PENALTY = 0.15, 0.02  # Calculon's a100_80g.json (Isaev et al., SC 2023)
+# Blocks of threads that NCCL keeps resident while it sends, each on a core that products then lack (NCCL, issue 1656):
+# 24 for an all-gather inside a node (issue 1225 for an A100; NVIDIA's developer forum, thread 337991, for an H100), two
+# for each of 8 adapters across nodes (issue 1041: twice the channels that its search finds; one an adapter is assumed).
+_NODE_BLOCKS, _NIC_BLOCKS = 24, 16
 _PARAM_BYTES = 2
 _REDUCED_BYTES = {"DEFAULT": 4, "PURE": 2}
+# What Composer's DecoupledAdamW reads and writes of a shard's parameter in fp32, one kernel an operation: decay 8, two
+# moments 8 + 12 each, root, division and sum 8 each, update 16; and the norm and its scale 12 (its source, `adamw`).
+_OPTIMIZER_BYTES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,9 @@ _A100_TEXT = """
 Seconds of a training step of FULL_SHARD FSDP in bf16, from the published model FLOPs utilization. Preset `dgx-a100`
 (for 40 GB devices with their memory bandwidth). The software of the rows is described, not this project's
 (`bench/validation/fsdp.py`): flash attention in Triton, for which their script asks and which version 2 beats 1.3 to
-1.5 times forward and 2 times backward (Dao 2307.08691, section 4.1).
+1.5 times forward and 2 times backward (Dao 2307.08691, section 4.1); messages along one ring over all devices, during
+which NCCL keeps cores to itself; gradients that FSDP joins, casts and divides, 8 bytes a parameter and micro-batch, 18
+where they are reduced in fp32; and an optimizer of one kernel an operation.
 
 The largest misses are rows whose neighbours fit: one sequence of 8192 tokens of the 30b, small sequences of the 760m,
 13b on eight and 70b on 64 devices of 40 GB. In most of them memory is nearly full, and an allocator that frees and
@@ -80,8 +89,8 @@ recomputation and 512 devices are still too fast.
 def tables() -> list[Table]:
     """Return the published rows with modelled steps, by kind of device."""
     return [
-        _table("MosaicML, MPT with FSDP on A100", _A100_TEXT, "a100", mean_limit=0.09, max_limit=0.36),
-        _table("MosaicML, MPT with FSDP on H100", _H100_TEXT, "h100", mean_limit=0.11, max_limit=0.30),
+        _table("MosaicML, MPT with FSDP on A100", _A100_TEXT, "a100", mean_limit=0.08, max_limit=0.32),
+        _table("MosaicML, MPT with FSDP on H100", _H100_TEXT, "h100", mean_limit=0.08, max_limit=0.26),
     ]
 
 
@@ -139,13 +148,29 @@ def step_s(cluster: Cluster, work: Work, global_batch: int, reduced_bytes: int) 
         compute_s += count * (seconds.forward_s + seconds.backward_s)
         gathers = 1 if block == 0 else 2  # the tied matrix is gathered for the embedding, then held for the head
         params = specs[block].num_trainable
-        messages_s += count * gathers * gather_s(cluster, group, _PARAM_BYTES * params)
-        messages_s += count * gather_s(cluster, group, reduced_bytes * params)
-    first_s = gather_s(cluster, group, _PARAM_BYTES * specs[0].num_trainable)
-    penalty = _NODE_PENALTY if num_devices <= _NODE_SIZE else _NIC_PENALTY
+        messages_s += count * gathers * ring_s(cluster, group, _PARAM_BYTES * params)
+        messages_s += count * ring_s(cluster, group, reduced_bytes * params)
+    first_s = ring_s(cluster, group, _PARAM_BYTES * specs[0].num_trainable)
+    blocks = _NODE_BLOCKS if num_devices <= _NODE_SIZE else _NIC_BLOCKS
+    penalty = blocks / cluster.device.kernels.num_cores
+    compute_s += memory_s(cluster.device, gradient_bytes(reduced_bytes) * num_params(work.model))
     micro_s = overlapped_s(compute_s, messages_s, penalty, first_s)
     num_micros = global_batch / num_devices / work.micro_batch  # a fraction: the last one may be smaller
-    return num_micros * micro_s + optimizer_s(cluster.device, num_params(work.model) / num_devices)
+    shard = num_params(work.model) / num_devices
+    return (
+        num_micros * micro_s + memory_s(cluster.device, _OPTIMIZER_BYTES * shard) + cluster.device.kernels.optimizer_s
+    )
+
+
+def gradient_bytes(reduced_bytes: int) -> int:
+    """Return the bytes that FSDP moves for the gradient of a parameter before its message.
+
+    The gradients of a block's parameters are joined to the flat one, cast where the reduction has another dtype, and
+    divided before the reduction (torch/distributed/fsdp/_runtime_utils.py, `_post_backward_hook` and `_reduce_grad`).
+    """
+    joined, divided = 2 * _PARAM_BYTES, 2 * reduced_bytes
+    cast = _PARAM_BYTES + reduced_bytes if reduced_bytes != _PARAM_BYTES else 0
+    return joined + cast + divided
 
 
 def work_of(line: dict[str, str]) -> Work:
