@@ -23,6 +23,7 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of wh
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 _TUNED_HEAD = 128  # head size of `Kernels.attention`
+_MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 
@@ -118,6 +119,7 @@ def expected_most(number: int) -> float:
 
     Within 2 % by Blom's formula (Statistical Estimates and Transformed Beta-Variables, 1958).
     """
+    number = min(number, _MOST_DEVICES)
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 

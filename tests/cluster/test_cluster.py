@@ -323,6 +323,7 @@ def test_the_slowest_device_sets_the_pace() -> None:
         mean = fmean(max(draw.gauss() for _ in range(number)) for _ in range(draws))
         assert expected_most(number) == pytest.approx(mean, rel=0.02)
     assert expected_most(1) == 0.0
+    assert expected_most(10**30) == expected_most(10**12) > expected_most(10**6)
     cluster = load_cluster("dgx-h100")
     assert cluster.resized(64).device.pace == pytest.approx(1 / (1 + 0.015 * expected_most(512)))
     assert cluster.resized(64).resized(2) == cluster == parse_cluster(dump(cluster))
