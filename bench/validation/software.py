@@ -26,7 +26,7 @@ from terrace.simulate.cost import Costs
 from terrace.simulate.inside import NO_ROUNDS, Rooms, Rounds
 from terrace.simulate.kernels import memory_s
 from terrace.simulate.layers import BlockSeconds
-from terrace.simulate.links import hop_s
+from terrace.simulate.links import hop_s, rate_bytes_per_s
 from terrace.simulate.masks import core_keys
 from terrace.simulate.work import Work
 
@@ -161,3 +161,25 @@ def gather_s(cluster: Cluster, group: tuple[int, ...], num_bytes: float) -> floa
             # Each member of this tier brings 1 / degree of the bytes, gathered over the outer tiers.
             num_bytes /= degree
     return total_s + cluster.device.kernels.launch_s if total_s else 0.0
+
+
+def ring_s(cluster: Cluster, group: tuple[int, ...], num_bytes: float) -> float:
+    """Seconds of `gather_s` along one ring over all ranks of the group, at the rate of its slowest tier.
+
+    A ring crosses a tier of `degree` members once for every member; all adapters of a node carry rings at once. The
+    parts cross the tiers together, and a step's latency is that of the tier that it crosses.
+    """
+    num_ranks = math.prod(group)
+    if num_ranks == 1 or not num_bytes:
+        return 0.0
+    seconds, latency_s, outer = 0.0, 0.0, 1
+    for tier, degree in reversed(list(enumerate(group))):
+        if degree == 1:
+            continue
+        here, inner = cluster.tiers[tier], math.prod(group[:tier])
+        # Members leave by as many links as they have ranks, each with an equal part of the bytes.
+        rate = inner * rate_bytes_per_s(cluster, tier, num_bytes / inner, degree=degree)
+        seconds = max(seconds, num_bytes * (num_ranks - 1) / num_ranks / rate)
+        latency_s += outer * (degree - 1) * here.latency_s
+        outer *= degree
+    return seconds + latency_s + cluster.device.kernels.launch_s

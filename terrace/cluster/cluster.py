@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from statistics import NormalDist
 from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
@@ -21,6 +22,8 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of wh
 
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
+_TUNED_HEAD = 128  # head size of `Kernels.attention`
+_MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 
@@ -37,12 +40,25 @@ class Kernels:
     tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
     memory: float = 1.0  # share of the memory bandwidth
     stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
-    attention: float = 1.0  # share of the peak that flash attention reaches
+    attention: float = 1.0  # share of the peak that flash attention reaches forward, long rows and heads of 128
+    attention_backward: float = 0.0  # the same backward, of the FLOPs of its five products; 0: as forward
+    attention_half_head: float = 0.0  # head size that reaches half of what endless heads would; see `attention_share`
+    attention_half_keys: float = 0.0  # number of keys that reaches half of the share
     codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
     launch_s: float = 0.0  # what a kernel takes beyond its work
     host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
     optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
     source: str = ""
+
+    def attention_share(self, head_dim: int, keys: float = math.inf, *, backward: bool = False) -> float:
+        """Share of the peak that flash attention reaches with heads of `head_dim`, over `keys` keys a row.
+
+        Kernels are tuned for heads of up to 128: longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
+        """
+        share = self.attention_backward if backward and self.attention_backward else self.attention
+        head = min(head_dim, _TUNED_HEAD)
+        share *= head / (head + self.attention_half_head) * (1 + self.attention_half_head / _TUNED_HEAD)
+        return share if math.isinf(keys) else share * keys / (keys + self.attention_half_keys)
 
 
 @hashed_once
@@ -60,9 +76,13 @@ class Device:
     peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
     backend: Literal["cuda", "cpu"] = "cuda"  # whose kernels run (ROCm's count as cuda): they decide what is kept
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
+    spread: float = 0.0  # standard deviation of the clocks of such devices, over their mean
     kernels: Kernels = Kernels()
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
+    pace: float = field(
+        default=1.0, init=False
+    )  # clock of the slowest device of a cluster, over the mean; it sets this
 
     @property
     def bf16_slowdown(self) -> float:
@@ -95,6 +115,15 @@ class Tier:
     source: str = ""
 
 
+def expected_most(number: int) -> float:
+    """The expected largest of `number` normal values, in standard deviations above their mean.
+
+    Within 2 % by Blom's formula (Statistical Estimates and Transformed Beta-Variables, 1958).
+    """
+    number = min(number, _MOST_DEVICES)
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
+
+
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -106,6 +135,8 @@ class Cluster:
     name: str
     device: Device
     tiers: tuple[Tier, ...] = field(default=())
+    # Devices of the cluster that this one is a part of: they wait for each other. 0: it is no part.
+    around: int = field(default=0, metadata={"key": False})
 
     def __post_init__(self) -> None:
         _check_device(self.device)
@@ -118,6 +149,11 @@ class Cluster:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
+        # Ranks wait for each other in every step, so the slowest device sets the pace of all.
+        number = max(self.world_size, self.around)
+        device = replace(self.device)
+        object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
+        object.__setattr__(self, "device", device)
 
     @property
     def is_measured(self) -> bool:
@@ -221,10 +257,11 @@ def _check_device(device: Device) -> None:
                 f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
                 f"give the vendor's figure in {_unit(name)}"
             )
-    if not 0 <= device.overlap_penalty <= 1:
-        raise ClusterError(f"device.overlap_penalty = {device.overlap_penalty} must lie between 0 and 1")
+    for name in ("overlap_penalty", "spread"):
+        if not 0 <= getattr(device, name) <= 1:
+            raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")
     _check_kernels(device.kernels)
-    known = {each.name for each in fields(Device)} | {f"kernels.{each.name}" for each in fields(Kernels)}
+    known = {each.name for each in fields(Device) if each.init} | {f"kernels.{each.name}" for each in fields(Kernels)}
     known |= {f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s}
     _check_marks("device", device.marks, known)
 
@@ -238,14 +275,22 @@ def _unit(name: str) -> str:
 def _check_kernels(kernels: Kernels) -> None:
     for name in ("gemm", "memory", "attention", "codec"):
         _check_share(f"device.kernels.{name}", getattr(kernels, name))
-    for name in ("gemm_half_depth", "num_cores", "launch_s", "host_layer_s", "optimizer_s"):
+    for name in (
+        "gemm_half_depth",
+        "attention_half_head",
+        "attention_half_keys",
+        "num_cores",
+        "launch_s",
+        "host_layer_s",
+        "optimizer_s",
+    ):
         value = getattr(kernels, name)
         if not 0 <= value <= _LONGEST_S:
             raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
-    if not 0 <= kernels.stream <= 1:
-        raise ClusterError(
-            f"device.kernels.stream = {kernels.stream} must lie between 0 and 1: it is a share of a peak"
-        )
+    for name in ("stream", "attention_backward"):
+        value = getattr(kernels, name)
+        if not 0 <= value <= 1:
+            raise ClusterError(f"device.kernels.{name} = {value} must lie between 0 and 1: it is a share of a peak")
     for rows, columns, share in kernels.tiles:
         if rows < 1 or columns < 1:
             raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")

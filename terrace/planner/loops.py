@@ -59,7 +59,9 @@ def island_task(task: Task, bounds: OuterBounds, rows: Sequence[Row]) -> Task:
         )
     fed_back = [row for row in rows if any(name.endswith("+feedback") for _, name in row)]
     islands = Islands(cluster=task.cluster, outer=bounds.outer, formats=dict((fed_back or rows)[0]))
-    return replace(task, cluster=task.cluster.resized(1), batch=task.batch // tier.size, islands=islands)
+    # Islands wait for each other, so each keeps the pace of all.
+    island = replace(task.cluster.resized(1), around=task.cluster.world_size)
+    return replace(task, cluster=island, batch=task.batch // tier.size, islands=islands)
 
 
 def island_pins(task: Task, pins: Pins) -> Pins:
@@ -195,8 +197,9 @@ class _Loops:
         return any(self._is_near(pair, every, delay) for delay in self._delays(every))
 
     def _is_near(self, pair: Pair, every: int, delay: int) -> bool:
-        # The link carries every exchange of a cycle, whatever hides it.
-        if _SLACK * self._busy_s.get(pair, 0.0) / every > self.limit_s:
+        # The link carries every exchange of a cycle, whatever hides it; of a loop that was played more is known.
+        played = (self.bounds.loop(every, delay, pair[1]), pair[0]) in self._played
+        if not played and _SLACK * self._busy_s.get(pair, 0.0) / every > self.limit_s:
             return False
         return self._step_s(pair, every, delay) <= self.limit_s
 

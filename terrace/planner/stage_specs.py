@@ -45,4 +45,4 @@ def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
         # Fewer members reach less of a tier that is wired in pairs.
         reach = rate_bytes_per_s(cluster, index, 0, degree=here) / rate_bytes_per_s(cluster, index, 0)
         tiers.append(replace(tier, size=here, bandwidth_bytes_per_s=reach * tier.bandwidth_bytes_per_s))
-    return replace(cluster, tiers=tuple(tiers))
+    return replace(cluster, tiers=tuple(tiers), around=max(cluster.around, cluster.world_size))

@@ -89,8 +89,11 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
 
     on_cpu = samples.device == "cpu"
     tiles, num_cores = ((), 0) if on_cpu else (before.tiles, samples.num_cores)
-    # Codecs are not measured, so their constants stay.
+    # Codecs are not measured, so their constants stay, and so do those of a GPU's attention by head and row.
     blank = Kernels(tiles=tiles, num_cores=num_cores, source=_SOURCE, launch_s=samples.launch_s, codec=before.codec)
+    if not on_cpu:
+        shape = {name: getattr(before, name) for name in ("attention_half_head", "attention_half_keys")}
+        blank = replace(blank, **shape)
     device = replace(device, kernels=blank, backend="cpu" if on_cpu else "cuda")
     memory, _ = fit_memory(device, [*samples.norms, *(() if on_cpu else samples.copies)])
     device = replace(device, kernels=replace(blank, memory=memory))
@@ -99,8 +102,8 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
         learn(error, "fitted", stream=stream)
     share, half_depth, error = fit_gemm(device, samples.gemms)
     learn(error, "fitted", gemm=share, gemm_half_depth=half_depth)
-    share, error = fit_attention(device, samples.attention)
-    learn(error, "fitted", attention=share)
+    share, backward, error = fit_attention(device, samples.attention)
+    learn(error, "fitted", attention=share, attention_backward=backward)
     learn(None, "measured", host_layer_s=samples.host_layer_s)
     # Last, because whole layers correct two constants that single kernels gave: memory and launch.
     memory, launch_s, error = fit_layers(device, samples.layers)

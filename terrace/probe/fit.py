@@ -145,20 +145,30 @@ def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, fl
     return _fit_share(device, "memory", price, measured, "passes over memory")
 
 
-def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float]:
-    """(share of the peak that attention reaches, mean relative error), forward and backward counted."""
-    measured = [seconds for sample in samples for seconds in (sample.forward_s, sample.backward_s)]
+def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float, float]:
+    """(share of the peak that attention reaches forward, the same backward, mean relative error).
 
-    def price(tried: Device) -> list[float]:
-        found: list[float] = []
-        for each in samples:
-            batch, heads, size, length = each.batch, each.heads, each.head_dim, each.sequence
-            found += attention_s(
-                tried, batch=batch, heads=heads, queries=length, keys=length, head_dim=size, dtype=each.dtype
-            )
-        return found
+    How shares fall with small heads and short rows is taken from the device.
+    """
 
-    return _fit_share(device, "attention", price, measured, "attention")
+    def price(tried: Device, way: int) -> list[float]:
+        return [
+            attention_s(
+                tried,
+                batch=each.batch,
+                heads=each.heads,
+                queries=each.sequence,
+                keys=each.sequence,
+                head_dim=each.head_dim,
+                dtype=each.dtype,
+            )[way]
+            for each in samples
+        ]
+
+    forward_s, backward_s = [each.forward_s for each in samples], [each.backward_s for each in samples]
+    forward, error = _fit_share(device, "attention", lambda tried: price(tried, 0), forward_s, "attention")
+    backward, worse = _fit_share(device, "attention_backward", lambda tried: price(tried, 1), backward_s, "attention")
+    return forward, backward, (error + worse) / 2
 
 
 def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, float, float]:

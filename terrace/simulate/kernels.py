@@ -2,13 +2,14 @@
 
 A product of (m, k) and (k, n) is a roofline with the shape in it:
 
-    seconds = max( 2 m k n / (peak * eps), bytes / (bandwidth * stream) ) + launch
+    seconds = max( 2 m k n / (peak * eps * pace), bytes / (bandwidth * stream) ) + launch
     eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
 
 `tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last wave of tiles that has
 work, and the depth term is the cost of filling a tile's pipeline and writing it back, relative to its k steps. The
-constants are `Kernels` of the device; with their defaults this is the plain roofline. Not modelled: clocks that fall
-under load, caches, split of the inner dimension among cores.
+constants are `Kernels` of the device; with their defaults this is the plain roofline. `pace` is the clock of the
+cluster's slowest device over the mean: products and attention follow the clock, passes over memory do not. Not
+modelled: caches, split of the inner dimension among cores.
 """
 
 import math
@@ -35,7 +36,7 @@ def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = 
     item = FORMATS[dtype].element_bytes
     flops = 2.0 * m * k * n * batch
     share = gemm_share(device, m, k, n, batch)
-    compute_s = flops / (peak_flops_per_s(device, dtype) * share) if flops else 0.0
+    compute_s = flops / (peak_flops_per_s(device, dtype) * share * device.pace) if flops else 0.0
     return max(compute_s, stream_s(device, item * batch * (m * k + k * n + m * n), 0)) + device.kernels.launch_s
 
 
@@ -69,17 +70,19 @@ def attention_s(
 ) -> tuple[float, float]:
     """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
 
-    A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, at the share `attention` of the peak,
-    and 2.5 times as much backward; its traffic is neglected (Dao 2307.08691, section 2). Without it there are two
-    batched products forward and four backward over the full square, and the scores pass through memory: with bf16, 4
-    bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al. 2205.05198, section
-    4.1, lists the stored tensors).
+    A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, and 2.5 times as many backward, each at
+    its share of the peak (`Kernels.attention_share`); its traffic is neglected (Dao 2307.08691, section 2). Without it
+    there are two batched products forward and four backward over the full square, and the scores pass through memory:
+    with bf16, 4 bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al.
+    2205.05198, section 4.1, lists the stored tensors).
     """
     pairs = batch * heads
     if flash:
         flops = 4.0 * pairs * queries * keys * head_dim * (0.5 if causal else 1.0)
-        forward = flops / (peak_flops_per_s(device, dtype) * device.kernels.attention)
-        return forward + device.kernels.launch_s, _FLASH_BACKWARD * forward + device.kernels.launch_s
+        seconds = flops / (peak_flops_per_s(device, dtype) * device.pace)
+        forward = seconds / device.kernels.attention_share(head_dim, keys)
+        backward = _FLASH_BACKWARD * seconds / device.kernels.attention_share(head_dim, keys, backward=True)
+        return forward + device.kernels.launch_s, backward + device.kernels.launch_s
     return _plain_attention_s(device, pairs, queries, keys, head_dim, dtype)
 
 

@@ -57,7 +57,7 @@ def ratios(cluster: Cluster, num_micros: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("bandwidths", "num_micros", "predicted"),
-    [((), 8, (1.26, 1.26)), (MEASURED, 8, (1.63, 1.61)), (MEASURED, 1, (1.61, 1.42))],
+    [((), 8, (1.21, 1.21)), (MEASURED, 8, (1.57, 1.55)), (MEASURED, 1, (1.57, 1.39))],
 )
 def test_gains_over_zero3_are_those_of_the_page(
     bandwidths: tuple[float, ...], num_micros: int, predicted: tuple[float, float]
@@ -69,7 +69,7 @@ def test_gains_over_zero3_are_those_of_the_page(
     assert max(found) < 2.398
 
 
-@pytest.mark.parametrize(("num_micros", "kept"), [(8, 0.995), (1, 0.965)])
+@pytest.mark.parametrize(("num_micros", "kept"), [(8, 0.987), (1, 0.960)])
 def test_throughput_kept_up_to_384_gcds(num_micros: int, kept: float) -> None:
     cluster = frontier(*MEASURED)
     plan = replace(preset("three-level", cluster), compute="bf16", recompute=("layers.*",))
@@ -81,8 +81,8 @@ def test_throughput_kept_up_to_384_gcds(num_micros: int, kept: float) -> None:
 def test_steps_of_megatron_are_near_the_published() -> None:
     """Every row of Table 1 by the planner's own evaluation; `docs/planning.md` has these figures."""
     errors = [abs(row.error) for row in megatron.table().rows]
-    assert sum(errors) / len(errors) == pytest.approx(0.034, abs=0.001)
-    assert max(errors) == pytest.approx(0.065, abs=0.001)
+    assert sum(errors) / len(errors) == pytest.approx(0.027, abs=0.001)
+    assert max(errors) == pytest.approx(0.049, abs=0.001)
 
 
 class _Asynchronous(MegatronEstimator):

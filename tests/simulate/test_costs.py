@@ -110,6 +110,58 @@ def test_flash_attention_by_hand() -> None:
     assert shaped(half, causal=False)[0] == pytest.approx(2 * full)
 
 
+@pytest.mark.parametrize(
+    ("preset", "shape", "measured", "below"),
+    [
+        (
+            "dgx-a100",
+            (8192, 8192, 8192),
+            257,
+            (0.95, 1.0),
+        ),  # random data, which draws the power of training (thonking.ai)
+        (
+            "dgx-a100",
+            (1024, 5120, 10240),
+            271.2,
+            (0.87, 0.91),
+        ),  # the best shapes of a search (ML Engineering, MAMF table)
+        ("dgx-h100", (2048, 13312, 2048), 794.5, (0.84, 0.88)),
+    ],
+)
+def test_large_products_against_published_ones(
+    preset: str, shape: tuple[int, int, int], measured: float, below: tuple[float, float]
+) -> None:
+    """TFLOP/s of one device: below the best of a search, on an A100 and an H100 alike, and near what is sustained."""
+    device = replace(load_cluster(preset).device, spread=0.0)
+    found = 2 * math.prod(shape) / gemm_s(device, *shape) / 1e12
+    assert below[0] * measured <= found <= below[1] * measured
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "forward", "backward"),
+    [(128, 16384, 539, 0.906 * 516), (64, 16384, 388, 0.906 * 433), (128, 1024, 410, 0.906 * 408)],
+)
+def test_attention_of_an_h100_is_what_was_published(head_dim: int, keys: int, forward: float, backward: float) -> None:
+    """cuDNN, causal (Shah et al. 2407.08608, figures 5 and 6; backward scaled by the forward's loss under a mask)."""
+    kernels = load_cluster("dgx-h100").device.kernels
+    assert kernels.attention_share(head_dim, keys) * 989.4 == pytest.approx(forward, rel=0.13)
+    assert kernels.attention_share(head_dim, keys, backward=True) * 989.4 == pytest.approx(backward, rel=0.13)
+
+
+def test_shares_of_attention_by_hand() -> None:
+    shaped = Kernels(attention=0.6, attention_backward=0.3, attention_half_head=64.0, attention_half_keys=100.0)
+    assert shaped.attention_share(128) == pytest.approx(0.6)
+    assert shaped.attention_share(256) == pytest.approx(0.6), "nothing is gained beyond 128"
+    assert shaped.attention_share(64) == pytest.approx(0.6 * 0.5 * 1.5)
+    assert shaped.attention_share(128, 100) == pytest.approx(0.3)
+    assert shaped.attention_share(128, backward=True) == pytest.approx(0.3)
+    device = replace(IDEAL, kernels=shaped)
+    forward, backward = attention_s(device, batch=2, heads=3, queries=100, keys=100, head_dim=128)
+    flops = 4 * 2 * 3 * 100 * 100 * 128 / 2
+    assert forward == pytest.approx(flops / (312e12 * 0.3))
+    assert backward == pytest.approx(2.5 * flops / (312e12 * 0.15))
+
+
 def test_unfused_attention_moves_the_scores() -> None:
     """4 bytes a score forward and 6 backward; the products take and leave the scores."""
     scores = 2 * 3 * 512 * 512
@@ -362,6 +414,8 @@ def test_kernels_that_cannot_be_are_refused() -> None:
         (Kernels(gemm=1.5), r"kernels\.gemm = 1\.5 must lie between 1e-06 and 1"),
         (Kernels(memory=0.0), r"kernels\.memory = 0\.0"),
         (Kernels(attention=math.nan), r"kernels\.attention = nan"),
+        (Kernels(attention_backward=1.5), r"kernels\.attention_backward = 1\.5"),
+        (Kernels(attention_half_keys=-1.0), r"kernels\.attention_half_keys = -1\.0"),
         (Kernels(launch_s=-1.0), r"kernels\.launch_s = -1\.0"),
         (Kernels(tiles=((0, 128, 1.0),)), "a tile of 0 x 128"),
         (Kernels(tiles=((128, 128, 2.0),)), "share of a tile"),

@@ -207,7 +207,7 @@ class Replica:
         device, model = self.cluster.device, self.model
         seen = min(tokens, model.sliding_window or tokens)
         flops = 4 * running * seen * model.num_heads // self.rows * model.head_dim
-        flops_s = flops / (peak_flops_per_s(device, self.compute) * device.kernels.attention)
+        flops_s = flops / (peak_flops_per_s(device, self.compute) * device.kernels.attention_share(model.head_dim))
         return max(memory_s(device, running * seen * self._layer_token_bytes), flops_s)
 
     def _head_s(self, running: int) -> float:
