@@ -1,0 +1,137 @@
+"""The price of kernels: closed answers on an ideal device, and published rates of products and attention."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import ClusterError
+from terrace.cluster.cluster import Kernels
+from terrace.cluster.presets import load_cluster
+from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, peak_flops_per_s
+
+A100 = load_cluster("dgx-a100").device
+IDEAL = replace(A100, kernels=Kernels())
+COMPUTE_ONLY = replace(IDEAL, memory_bandwidth_bytes_per_s=1e30)
+MEMORY_ONLY = replace(IDEAL, peak_flops_per_s={"bf16": 1e30})
+
+sizes = st.integers(1, 5000)
+
+
+@settings(deadline=None)
+@given(m=sizes, k=sizes, n=sizes, batch=st.integers(1, 64))
+def test_an_ideal_product_is_the_plain_roofline(m: int, k: int, n: int, batch: int) -> None:
+    compute_s = 2 * m * k * n * batch / 312e12
+    memory = 2 * batch * (m * k + k * n + m * n) / 2.039e12
+    assert gemm_s(IDEAL, m, k, n, batch) == pytest.approx(max(compute_s, memory))
+
+
+@settings(deadline=None)
+@given(m=sizes, k=sizes, n=sizes)
+def test_a_product_reaches_less_than_a_large_one(m: int, k: int, n: int) -> None:
+    share = gemm_share(A100, m, k, n)
+    assert 0 < share <= A100.kernels.gemm * k / (k + A100.kernels.gemm_half_depth)
+    assert gemm_s(A100, m, k, n) > gemm_s(IDEAL, m, k, n)
+    assert gemm_s(A100, 2 * m, k, n) >= gemm_s(A100, m, k, n) * (1 - 1e-12)
+    assert gemm_share(A100, m, k + 1, n) > share
+
+
+def test_tiles_and_waves_by_hand() -> None:
+    """108 cores: 108 tiles are one full wave, 109 fill 109 of 216 places; a narrow result fills half of a tile."""
+    device = replace(A100, kernels=Kernels(num_cores=108, tiles=((128, 128, 1.0),)))
+    assert gemm_share(device, 128 * 108, 4096, 128) == pytest.approx(1.0)
+    assert gemm_share(device, 128 * 109, 4096, 128) == pytest.approx(109 / 216)
+    assert gemm_share(device, 128 * 108, 4096, 64) == pytest.approx(0.5)
+    deep = replace(A100, kernels=Kernels(gemm=0.8, gemm_half_depth=250.0))
+    assert gemm_share(deep, 4096, 250, 4096) == pytest.approx(0.4)
+    two = replace(A100, kernels=Kernels(num_cores=108, tiles=((256, 128, 1.0), (128, 128, 0.9))))
+    assert gemm_share(two, 128, 4096, 128 * 108) == pytest.approx(0.9), "the better tile is taken"
+
+
+def test_flash_attention_by_hand() -> None:
+    shaped = partial(attention_s, batch=2, heads=3, queries=512, keys=512, head_dim=64, flash=True)
+    full = 4 * 2 * 3 * 512 * 512 * 64 / 312e12
+    forward, backward = shaped(IDEAL, causal=False)
+    assert forward == pytest.approx(full)
+    assert backward == pytest.approx(2.5 * full)
+    assert shaped(IDEAL, causal=True)[0] == pytest.approx(full / 2)
+    half = replace(IDEAL, kernels=Kernels(attention=0.5))
+    assert shaped(half, causal=False)[0] == pytest.approx(2 * full)
+
+
+@pytest.mark.parametrize(
+    ("preset", "shape", "measured", "below"),
+    [
+        (
+            "dgx-a100",
+            (8192, 8192, 8192),
+            257,
+            (0.95, 1.0),
+        ),  # random data, which draws the power of training (thonking.ai)
+        (
+            "dgx-a100",
+            (1024, 5120, 10240),
+            271.2,
+            (0.87, 0.91),
+        ),  # the best shapes of a search (ML Engineering, MAMF table)
+        ("dgx-h100", (2048, 13312, 2048), 794.5, (0.84, 0.88)),
+    ],
+)
+def test_large_products_against_published_ones(
+    preset: str, shape: tuple[int, int, int], measured: float, below: tuple[float, float]
+) -> None:
+    """TFLOP/s of one device: below the best of a search, on an A100 and an H100 alike, and near what is sustained."""
+    device = replace(load_cluster(preset).device, spread=0.0)
+    found = 2 * math.prod(shape) / gemm_s(device, *shape) / 1e12
+    assert below[0] * measured <= found <= below[1] * measured
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "forward", "backward"),
+    [(128, 16384, 539, 0.906 * 516), (64, 16384, 388, 0.906 * 433), (128, 1024, 410, 0.906 * 408)],
+)
+def test_attention_of_an_h100_is_what_was_published(head_dim: int, keys: int, forward: float, backward: float) -> None:
+    """cuDNN, causal (Shah et al. 2407.08608, figures 5 and 6; backward scaled by the forward's loss under a mask)."""
+    kernels = load_cluster("dgx-h100").device.kernels
+    assert kernels.attention_share(head_dim, keys) * 989.4 == pytest.approx(forward, rel=0.13)
+    assert kernels.attention_share(head_dim, keys, backward=True) * 989.4 == pytest.approx(backward, rel=0.13)
+
+
+def test_shares_of_attention_by_hand() -> None:
+    shaped = Kernels(attention=0.6, attention_backward=0.3, attention_half_head=64.0, attention_half_keys=100.0)
+    assert shaped.attention_share(128) == pytest.approx(0.6)
+    assert shaped.attention_share(256) == pytest.approx(0.6), "nothing is gained beyond 128"
+    assert shaped.attention_share(64) == pytest.approx(0.6 * 0.5 * 1.5)
+    assert shaped.attention_share(128, 100) == pytest.approx(0.3)
+    assert shaped.attention_share(128, backward=True) == pytest.approx(0.3)
+    device = replace(IDEAL, kernels=shaped)
+    forward, backward = attention_s(device, batch=2, heads=3, queries=100, keys=100, head_dim=128)
+    flops = 4 * 2 * 3 * 100 * 100 * 128 / 2
+    assert forward == pytest.approx(flops / (312e12 * 0.3))
+    assert backward == pytest.approx(2.5 * flops / (312e12 * 0.15))
+
+
+def test_unfused_attention_moves_the_scores() -> None:
+    """4 bytes a score forward and 6 backward; the products take and leave the scores."""
+    scores = 2 * 3 * 512 * 512
+    operands = 2 * 3 * 512 * 64 * 2
+    forward, backward = attention_s(MEMORY_ONLY, batch=2, heads=3, queries=512, keys=512, head_dim=64, flash=False)
+    assert forward * 2.039e12 == pytest.approx(4 * scores + 2 * (2 * scores + 2 * operands))
+    assert backward * 2.039e12 == pytest.approx(6 * scores + 4 * (2 * scores + 2 * operands))
+
+
+def test_every_kernel_costs_its_launch() -> None:
+    device = replace(A100, kernels=Kernels(launch_s=1.0))
+    assert memory_s(device, 0, 3) == 3.0
+    assert gemm_s(device, 1, 1, 1) == pytest.approx(1.0)
+
+
+def test_a_dtype_without_a_peak_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"has no peak_flops_per_s\.fp8"):
+        peak_flops_per_s(A100, "fp8")
+
+
+# Blocks
