@@ -106,6 +106,7 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
         "rows": run.rows,
         "seed": run.seed,
         "apart": apart,
+        "timeout_s": run.timeout_s,
     }
     found: dict[str, _Worker] = {ACTOR: (Actor, {**draws, "algorithm": config.algorithm})}
     if apart is not None:

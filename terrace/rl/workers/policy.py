@@ -6,6 +6,7 @@ parameters during training.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,16 @@ class Actor:
         rows: int = 1,
         seed: int = 0,
         apart: Apart | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         """Responses have at most `num_tokens` tokens, and end with one of `stops`. Raises as the engine does."""
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
         self._aggregation, self._sums = algorithm.aggregate(num_tokens), Sums(float)
         objective = objective_of(policy_loss(algorithm, self._sums))
         self.engine = engine_of(world, settings, objective, device_of(settings))
-        self._apart = apart
+        self._apart, self._limit = apart, timedelta(seconds=timeout_s)
         self._sends: HandOverApart | None = None
-        self._hand_over = HandOver(self.engine, rows) if apart is None else None
+        self._hand_over = HandOver(self.engine, rows, self._limit) if apart is None else None
         self._rows, self._version = rows, 0
         self._blocks: Sequence[nn.Module] | None = None  # of the replica, from a hand-over to the next update
 
@@ -101,7 +103,9 @@ class Actor:
         store = open_store(address, port, MEET_S)
         ranks = self._settings.cluster.world_size
         engine = self.engine
-        self._sends = HandOverApart(transition, self._apart, ranks, engine.rank, store, engine.comm.device, engine)
+        self._sends = HandOverApart(
+            transition, self._apart, ranks, engine.rank, store, engine.comm.device, engine, self._limit
+        )
 
     @call()
     def give(self) -> dict[str, float]:

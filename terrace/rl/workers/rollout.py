@@ -26,8 +26,6 @@ from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, tran
 from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.reshard_apart import HandOverApart, local_replica
 
-_LIMIT = timedelta(minutes=10)  # of a message inside a replica
-
 
 class Rollout:
     """Draws responses for an actor with `settings`, whose pool is `apart`, on replicas of `rows` tensor ranks."""
@@ -42,18 +40,21 @@ class Rollout:
         stops: frozenset[int],
         rows: int = 1,
         seed: int = 0,
+        timeout_s: float = 600.0,
     ) -> None:
         """Responses have at most `num_tokens` tokens, and end with one of `stops`. Raises as `transition_of`."""
         self._world, self._settings, self._apart, self._rows = world, settings, apart, rows
         self._drawing: dict[str, Any] = {"num_tokens": num_tokens, "stops": stops, "seed": seed, "tensor_rows": rows}
-        self._version = 0
+        self._version, self._limit = 0, timedelta(seconds=timeout_s)
         self._takes: HandOverApart | None = None
         self._blocks: Sequence[nn.Module] | None = None
         self._transition = transition_of(settings, rows, apart)
         self._group: dist.ProcessGroup | None = None
         if rows > 1:
             ranks = local_replica(self._transition, apart, self._rank)
-            self._group = dist.new_group(list(ranks), timeout=_LIMIT, use_local_synchronization=True, sort_ranks=False)
+            self._group = dist.new_group(
+                list(ranks), timeout=self._limit, use_local_synchronization=True, sort_ranks=False
+            )
 
     @property
     def _rank(self) -> int:
@@ -74,7 +75,9 @@ class Rollout:
         store = open_store(address, port, MEET_S)
         ranks = self._settings.cluster.world_size
         device = device_of(self._settings)
-        self._takes = HandOverApart(self._transition, self._apart, ranks, self._rank, store, device)
+        self._takes = HandOverApart(
+            self._transition, self._apart, ranks, self._rank, store, device, timeout=self._limit
+        )
 
     @call()
     def take(self, version: int) -> dict[str, float]:
