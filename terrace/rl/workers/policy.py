@@ -63,7 +63,10 @@ class Actor:
         apart: Apart | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Responses have at most `num_tokens` tokens, and end with one of `stops`. Raises as the engine does."""
+        """Responses have at most `num_tokens` tokens, and end with one of `stops`.
+
+        A message of a hand-over may take `timeout_s`. Raises as the engine does.
+        """
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
         self._aggregation, self._sums = algorithm.aggregate(num_tokens), Sums(float)
         objective = objective_of(policy_loss(algorithm, self._sums))

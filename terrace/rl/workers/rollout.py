@@ -42,7 +42,10 @@ class Rollout:
         seed: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
-        """Responses have at most `num_tokens` tokens, and end with one of `stops`. Raises as `transition_of`."""
+        """Responses have at most `num_tokens` tokens, and end with one of `stops`.
+
+        A message may take `timeout_s`. Raises as `transition_of`.
+        """
         self._world, self._settings, self._apart, self._rows = world, settings, apart, rows
         self._drawing: dict[str, Any] = {"num_tokens": num_tokens, "stops": stops, "seed": seed, "tensor_rows": rows}
         self._version, self._limit = 0, timedelta(seconds=timeout_s)
