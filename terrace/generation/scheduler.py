@@ -221,10 +221,10 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             num_members += len(text.members)
-            growing += self._may_grow(text)
             if twin is not None:
                 # It passes in this turn, and draws for all.
                 twin.members = sorted([*twin.members, *text.members], key=lambda each: each.number)
+                growing += len(text.members)
                 continue
             if sibling is not None:
                 self._share(sibling, text, shared)
@@ -234,6 +234,8 @@ class Scheduler:
             assert has_places, "a text was admitted without pages"
             parts.append(self._part(text, num_tokens))
             left -= num_tokens
+            # Counted with the pages that it has now.
+            growing += self._may_grow(text)
             readers.setdefault((text.prompt, text.begin), []).append(text)
         for each in skipped:
             heapq.heappush(self._waiting, each)

@@ -19,15 +19,20 @@ def check_batches(batches: Sequence[Batch], modules: Iterable[nn.Module], object
 
 
 def _check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:
-    """Raise `ModelError` when positions are not of the inputs' shape, or a block of `modules` takes none."""
-    given = [(batch.inputs, batch.positions) for batch in batches if batch.positions is not None]
+    """Raise `ModelError` when positions are not one a token, or a block of `modules` takes none."""
+    # Inputs may be features; labels are one a token, unless `reads` says which tokens have some.
+    given = [
+        (batch.labels if batch.reads is None else batch.inputs, batch.positions)
+        for batch in batches
+        if batch.positions is not None
+    ]
     if not given:
         return
-    for inputs, positions in given:
-        if positions.shape != inputs.shape or positions.is_floating_point():
+    for tokens, positions in given:
+        if positions.shape != tokens.shape or positions.is_floating_point():
             raise ModelError(
-                f"positions {tuple(positions.shape)} of {positions.dtype} must be integers of the inputs' shape "
-                f"{tuple(inputs.shape)}"
+                f"positions {tuple(positions.shape)} of {positions.dtype} must be integers of the labels' shape "
+                f"{tuple(tokens.shape)}"
             )
     for module in modules:
         reason = getattr(module, "refuses_positions", "")

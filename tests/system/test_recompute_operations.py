@@ -124,6 +124,10 @@ SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_atten
 LLAMA = parse_model(SIZES | {"model_type": "llama", "intermediate_size": 160, "num_key_value_heads": 4})
 
 
+# The profiler does not always see what the thread of messages allocates and frees; a wrong formula is wrong each time.
+TRIES = 3
+
+
 @pytest.mark.parametrize("splits", [False, True], ids=["sequences whole", "sequence parallelism"])
 def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, splits: bool) -> None:
     """After a forward of the engine, on every rank; a dropped operation is 4 % and more of a layer."""
@@ -131,11 +135,14 @@ def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, spli
     for recompute in ((), ("layers.*: attention",), ("layers.*: mlp",), ("layers.*: attention, mlp",)):
         plan = exact("ddp", cluster, mapping={"package": {"tensor": 2}}, sequence_parallel=splits, micro_batch=2)
         plan = replace(plan, compute="fp32", master="fp32", recompute=recompute)
-        kept = pool.run(2, kept_by_a_layer, cluster, plan, LLAMA, sequence, timeout_s=60.0)
         blocks = block_specs(LLAMA)
         work = recomputing(work_of(cluster, plan, LLAMA, sequence), recomputed_parts(recompute, blocks)[1])
-        # What the thread of messages frees is not seen.
-        assert kept == pytest.approx([activations_of(work, blocks[1], "cpu").kept_bytes] * 2, rel=0.03), recompute
+        wanted = pytest.approx([activations_of(work, blocks[1], "cpu").kept_bytes] * 2, rel=0.03)
+        for _ in range(TRIES):
+            kept = pool.run(2, kept_by_a_layer, cluster, plan, LLAMA, sequence, timeout_s=60.0)
+            if kept == wanted:
+                break
+        assert kept == wanted, recompute
 
 
 def test_blocks_of_ones_own_have_no_operations() -> None:

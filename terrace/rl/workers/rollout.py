@@ -8,6 +8,7 @@ from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -92,11 +93,10 @@ class Rollout:
         before = reshard_bytes(self._takes.ledger)
         self._blocks = sliced_blocks(self._settings.model, self._takes.run(), self._group)
         own = [sum(self._takes.sent_bytes.values()), reshard_bytes(self._takes.ledger) - before]
-        found = [own]
+        total = torch.tensor(own, dtype=torch.int64, device=device_of(self._settings))
         if self._world is not None:
-            found = [own] * self._world.world_size
-            dist.all_gather_object(found, own)
-        return bytes_of_all(found)
+            dist.all_reduce(total)
+        return bytes_of_all([total.tolist()])
 
     @call(split="replica", take="replica", reads=READS, keeps_groups=True)
     def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
