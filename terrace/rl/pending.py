@@ -55,10 +55,12 @@ def seconds_left(busy: Iterable[Pending], timeout_s: float) -> float:
 def overdue(busy: Iterable[Pending], timeout_s: float) -> tuple[list[Pending], str]:
     """The ranks of one pool that have not answered in time, if any, and the same in words."""
     limit_s = time.monotonic() - timeout_s
-    late = [each for each in busy if each.calls and each.since_s <= limit_s]
-    late = [each for each in late if each.pool == late[0].pool]
-    if not late:
-        return late, ""
+    at_work = [each for each in busy if each.calls]
+    first = next((each for each in at_work if each.since_s <= limit_s), None)
+    if first is None:
+        return [], ""
+    # A call reaches ranks one after the other, so that of its other ranks is late in a moment.
+    late = [each for each in at_work if each.pool == first.pool and each.calls[0] is first.calls[0]]
     who = in_words(each.rank for each in late)
     return late, f"{late[0].calls[0].name}: {who} did not answer within {timeout_s:g} s"
 
