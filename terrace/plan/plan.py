@@ -44,6 +44,7 @@ class Plan:
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
+    products: str | None = None  # of layers in 8 bits: "fp8", "fp8:row" (terrace.plan.products); None: compute
     master: Literal["fp32", "fp64"] = "fp32"  # dtype of optimizer state and of accumulated gradients
     micro_batch: int = 1  # sequences per rank and micro-batch
     # Blocks, or operations of them, that a backward computes again: "layers.*", "layers.* every 2: attention"

@@ -14,6 +14,7 @@ from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
 from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
+from terrace.plan.products import check_products
 from terrace.plan.recompute_rules import check_recompute
 from terrace.plan.wire import (
     FORMATS,
@@ -320,3 +321,4 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"
         )
     check_recompute(Mesh.of(cluster, plan), plan, blocks)
+    check_products(cluster.device, Mesh.of(cluster, plan), plan, blocks)

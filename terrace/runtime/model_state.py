@@ -20,6 +20,8 @@ from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.pages import Pages
+from terrace.runtime.scaled_linear import scale_matrices
+from terrace.runtime.scaled_products import Scaling
 from terrace.runtime.settings import OptimizerConfig
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
@@ -54,6 +56,7 @@ class ModelState:
         values = values or [dict(block.named_parameters()) for block in blocks]
         self.modules = {index: blocks[index] for index in held}
         self.lent: Callable[[], None] | None = None  # brings back working copies that a hand-over has lent
+        scaling = Scaling.of(program.plan, torch.device(device))
         pages = Pages(program.state_bytes["gathered"] + program.state_bytes["grads_full"])
         self.flats: dict[int, tuple[FlatParam, ...]] = {}
         replacements: dict[int, nn.Parameter] = {}
@@ -84,6 +87,8 @@ class ModelState:
 
             for flat in self.flats[index]:
                 flat.initialise(value, settings)
+                if scaling is not None:
+                    scale_matrices(zip(flat.spec.params, flat.parameters, strict=True), program.blocks, index, scaling)
                 # Replaced by identity and all at once, so that tied parameters stay tied.
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
