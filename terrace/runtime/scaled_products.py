@@ -2,7 +2,7 @@
 
 An operand A (M, K) becomes codes and a scale, for all of it or for each of its M rows:
 
-    r = largest / max |A|,  codes = fp8(A r),  scale = 1 / r        in fp32, rounded half to even
+    r = largest (1 / max |A|),  codes = fp8(A r),  scale = 1 / r        in fp32, rounded half to even
 
 where `largest` is 448 in e4m3 and 57344 in e5m2. No scale is taken from an earlier step. With B (N, K) the product is
 
@@ -79,7 +79,7 @@ def scaled_product(left: Tensor, right: Tensor, of_left: torch.dtype, of_right: 
 def quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """Codes (M, K) of x in an 8-bit dtype, laid out as x is, and their scales in fp32, (M, 1) or (1, 1)."""
     largest = x.abs().amax(1 if by_row else (0, 1), keepdim=True)
-    factor = torch.finfo(dtype).max / largest.float().clamp(min=_LEAST)
+    factor = largest.float().clamp(min=_LEAST).reciprocal() * torch.finfo(dtype).max
     # A factor with dims: a number without any would leave the product in the dtype of x, which rounds before fp8 does.
     return (x * factor).to(dtype), factor.reciprocal()
 
