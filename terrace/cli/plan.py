@@ -28,12 +28,13 @@ from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
 from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
-from terrace.planner.formats import Allowed, Searched, find_allowed, parse_allowed
+from terrace.planner.formats import Allowed, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
+from terrace.planner.products import ProductsFound, find_with, take_products
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.search import Found
@@ -43,7 +44,7 @@ from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
-from terrace.report.loops import formats_words, loop_words
+from terrace.report.loops import formats_words, loop_words, products_words
 from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
 from terrace.report.training_cost import parse_tokens, throughput_words, training_words
@@ -75,8 +76,8 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="CLASS=FORMAT",
-        help="let messages of a class travel in a format where that shortens the step: sync=int8, "
-        "outer.system=int4+feedback",
+        help="let messages of a class travel in a format, or products be in 8 bits, where that shortens the step: "
+        "sync=int8, outer.system=int4+feedback, products=fp8:row",
     )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
@@ -117,17 +118,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
-    allowed = parse_allowed(options.allow, task, islands=bounds is not None)
+    products, formats = take_products(options.allow, task)
+    allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
-    searched = find_allowed(space, allowed, options.best, options.limit)
-    waiting = None if bounds is None or searched.found.best else bounds.waiting()
+    found = find_with(products, space, allowed, options.best, options.limit)
+    waiting = None if bounds is None or found.searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        searched = find_allowed(space, allowed, options.best, options.limit)
+        found = find_with(products, space, allowed, options.best, options.limit)
+    searched = found.searched
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
     best, task = searched.found.best[0], searched.space.task
@@ -135,7 +138,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
     answers = Answers(tokens, options.price, own)
-    _show(options, searched, allowed, plan, loop, answers)
+    _show(options, found, allowed, plan, loop, answers)
     return 0
 
 
@@ -159,13 +162,14 @@ class Answers(NamedTuple):
 
 def _show(
     options: argparse.Namespace,
-    searched: Searched,
+    products: ProductsFound,
     allowed: Allowed,
     plan: Plan,
     loop: Loop | None,
     answers: Answers,
 ) -> None:
     # The search sees one island; the file and the figures are of all.
+    searched = products.searched
     space, best, console = searched.space, searched.found.best[0], Terminal()
     task = whole = space.task
     shown = best
@@ -181,6 +185,8 @@ def _show(
     console.print(plan_table(whole.cluster, plan))
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
+    if products.allowed is not None:
+        print(f"{products_words(products)}\n")
     if loop is not None:
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))

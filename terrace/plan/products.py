@@ -83,8 +83,9 @@ def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[Bloc
 
 
 def _check_matrices(asked: str, mesh: Mesh, blocks: Sequence[BlockSpec]) -> None:
-    chosen = 0
+    chosen, layers = 0, False
     for index, block in enumerate(slice_blocks(blocks, mesh)):
+        layers |= is_layer(blocks, index)
         for param in block.params:
             if not is_scaled(blocks, index, param):
                 continue
@@ -105,5 +106,5 @@ def _check_matrices(asked: str, mesh: Mesh, blocks: Sequence[BlockSpec]) -> None
                     f"{asked}: {mesh.total('rows')} tensor rows are more than the {param.dims[0][1]} key-value heads "
                     f"of {name}, and a rank multiplies with a part of a matrix; use fewer rows"
                 )
-    if not chosen:
+    if layers and not chosen:
         raise PlanError(f"{asked} has no effect: no layer has a matrix; leave it out")

@@ -96,6 +96,7 @@ class Estimator:
                 operations=self.task.operations if recompute else (),
                 flash=self._flash,
                 compute=self.task.compute,
+                products=self.task.products,
                 expert=mesh.expert_degrees[0],
                 expert_rows=mesh.expert_degrees[1],
                 load=1.0 if mesh.experts is None else LOAD_FACTOR,

@@ -42,7 +42,8 @@ def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
 
 
 def _preset_verdict(name: str, task: Task, pins: Pins) -> Verdict:
-    plan = replace(preset(name, task.cluster), compute=task.compute, messages=task.messages, master=task.master)
+    dtypes = {"compute": task.compute, "messages": task.messages, "products": task.products, "master": task.master}
+    plan = replace(preset(name, task.cluster), **dtypes)
     try:
         layout = validate(task.cluster, plan, task.blocks)
         num_micro_batches(plan, layout, task.batch)

@@ -61,6 +61,7 @@ class Task:
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     master: Literal["fp32", "fp64"] = "fp32"
     messages: Literal["bf16", "fp32"] | None = None  # as in a plan
+    products: str | None = None  # as in a plan
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
     islands: Islands | None = None
@@ -208,6 +209,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         wire=task.wire,
         compute=task.compute,
         messages=task.messages,
+        products=task.products,
         master=task.master,
         micro_batch=candidate.micro_batch,
         recompute=task.recompute if candidate.recompute else (),

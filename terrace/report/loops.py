@@ -8,6 +8,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
+from terrace.planner.products import ProductsFound
 from terrace.report.learned import formats_learned
 from terrace.report.plans import percent
 from terrace.report.tables import outer_words, seconds
@@ -28,6 +29,14 @@ def loop_words(loop: Loop) -> str:
             "none of them hides the link: allow more steps, a longer delay, more fragments or a narrower format"
         )
     return "\n".join(lines)
+
+
+def products_words(found: ProductsFound) -> str:
+    """Whether a plan multiplies in the 8 bits that were allowed, with the best step of either kind."""
+    own, plain = ("no plan" if each is None else f"step {seconds(each)}" for each in (found.scaled_s, found.plain_s))
+    if not found.used:
+        return f"allowed and not used: products in {found.allowed}: {own}, without {plain}"
+    return f"allowed and used: products in {found.allowed}: {own}, without {plain}\n8 bits change what is learned"
 
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:
