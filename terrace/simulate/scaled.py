@@ -5,7 +5,7 @@ has confirmed; it reads a byte an element and writes e bytes, those of the compu
 takes, in bytes,
 
     GPU    e for the largest magnitude; e + 1 for the codes; 2 more where it is transposed
-    CPU    3e and 2e + 8 + 5 for the same, operator by operator; 5 for the codes in fp32; 2 where it is transposed
+    CPU    3e and e + 9 for the same, operator by operator; 5 for the codes in fp32; 2 more where it is transposed
 
 and a weight gradient is copied into its place, 2e an element, where nothing is added there. Query, key and value
 quantise their input each by itself, and so do gate and up. On a CPU the product itself is one in fp32.
@@ -63,6 +63,6 @@ def _product_s(device: Device, m: int, k: int, n: int, compute: str) -> float:
 def _quantised_s(device: Device, left: int, right: int, number: int, compute: str, num_transposed: int) -> float:
     """Seconds to quantise both operands, of `left` and `right` elements; the last of them are transposed."""
     item = FORMATS[compute].element_bytes
-    each = 2 * item + 1 if device.backend != "cpu" else 5 * item + 18
+    each = 2 * item + 1 if device.backend != "cpu" else 4 * item + 14
     turned = 2 * ((right if num_transposed else 0) + (left if num_transposed == 2 else 0))
     return memory_s(device, each * (left + right) + turned, number * (2 * _KERNELS + num_transposed))
