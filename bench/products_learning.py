@@ -70,8 +70,8 @@ def claims_of(runs: Sequence[Mapping[str, Found]]) -> list[Claim]:
         changes = [found[variant].loss / found[BASE].loss - 1 for found in runs if {BASE, variant} <= found.keys()]
         if changes:
             name = f"rise of the loss by products in {variant}, mean over {len(changes)} seeds"
-            bounds = {"low": min(changes), "high": max(changes)}
-            claims.append(Claim(name=name, found=statistics.mean(changes), **bounds, goal=TARGET, rival=BASE))
+            mean, low, high = statistics.mean(changes), min(changes), max(changes)
+            claims.append(Claim(name=name, found=mean, low=low, high=high, goal=TARGET, rival=BASE))
     return claims
 
 

@@ -42,8 +42,13 @@ def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
 
 
 def _preset_verdict(name: str, task: Task, pins: Pins) -> Verdict:
-    dtypes = {"compute": task.compute, "messages": task.messages, "products": task.products, "master": task.master}
-    plan = replace(preset(name, task.cluster), **dtypes)
+    plan = replace(
+        preset(name, task.cluster),
+        compute=task.compute,
+        messages=task.messages,
+        products=task.products,
+        master=task.master,
+    )
     try:
         layout = validate(task.cluster, plan, task.blocks)
         num_micro_batches(plan, layout, task.batch)

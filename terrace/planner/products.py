@@ -1,4 +1,4 @@
-"""Products in 8-bit floats that a user allows (`--allow products=fp8`), taken where they make the predicted step shorter.
+"""Products in 8-bit floats that a user allows (`--allow products=fp8`), taken where the predicted step is shorter.
 
 As with wire formats (terrace.planner.formats), a search never rounds by itself: with products allowed it runs twice,
 without and with them, and the plan in 8 bits must be faster than what counts as equally fast.

@@ -37,8 +37,8 @@ def check_compiles(programs: Sequence[Program]) -> None:
         )
     if program.plan.products is not None:
         raise PlanError(
-            f"train.compile = true with products = {program.plan.products!r}: a compiled block computes its products by "
-            "itself, in the compute dtype; leave one of them out"
+            f"train.compile = true with products = {program.plan.products!r}: a compiled block computes its products "
+            "by itself, in the compute dtype; leave one of them out"
         )
     mixture = next((block.name for block in program.blocks if any(map(is_router, block.params))), None)
     if mixture is not None:

@@ -98,8 +98,8 @@ class _ScaledLinear(torch.autograd.Function):
         if needs_input:
             product = scaling.input_gradient(rows, weight.detach())  # (N, I)
             input_gradient = product.view(*output_gradient.shape[:-1], product.shape[-1])
-        records_weight, records_bias = needs_weight and queue is not None, needs_bias and queue is not None
-        records_bias = records_bias and ctx.bias in queue
+        records_weight = needs_weight and queue is not None
+        records_bias = needs_bias and queue is not None and ctx.bias in queue
         if queue is not None and (records_weight or records_bias):
             own, bias = ctx.weight if records_weight else None, ctx.bias if records_bias else None
             queue.add(ScaledProduct(rows, x, own, bias))

@@ -8,14 +8,14 @@ width K each, t tensor rows and e bytes an element, the passes are
     backward   2 norms 5eHT, 2 residual sums 3eHT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
 
 and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention is
-not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT this is
-(20 + 28/t)TH forward and (32 + 44/t)TH backward in bf16. A layer with a mixture of experts has the shared expert for
-its MLP, or none, and the mixture on top (`terrace.simulate.mixture`). Sequence parallelism cuts everything outside the
+not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT this is (20 +
+28/t)TH forward and (32 + 44/t)TH backward in bf16. A layer with a mixture of experts has the shared expert for its MLP,
+or none, and the mixture on top (`terrace.simulate.mixture`). Sequence parallelism cuts everything outside the
 tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
-repeat the rest. With `work.products` the products of a layer are those of terrace.simulate.scaled. Query, key and value count as one product, and so do gate and up. Attention is summed over the rounds
-of a ring and covers the heads of a Ulysses rank. A block that declares its parameters alone is priced as a chain of
-matrix products: all its matrices, in order, each shared evenly by tensor ranks. Messages are priced in
-`terrace.simulate.inside`.
+repeat the rest. With `work.products` the products of a layer are those of terrace.simulate.scaled. Query, key and value
+count as one product, and so do gate and up. Attention is summed over the rounds of a ring and covers the heads of a
+Ulysses rank. A block that declares its parameters alone is priced as a chain of matrix products: all its matrices, in
+order, each shared evenly by tensor ranks. Messages are priced in `terrace.simulate.inside`.
 """
 
 import math

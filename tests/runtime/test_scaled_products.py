@@ -1,6 +1,8 @@
 """Products of 8-bit floats: against their definition in numpy, torch's operator and the compiled quantisation."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,12 +27,10 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def test_the_reference_has_every_number_of_a_format(dtype: torch.dtype) -> None:
     """All finite codes, and the halves between neighbours, to the even one."""
     values = torch.arange(256, dtype=torch.uint8).view(dtype).double()
-    values = values[values.isfinite()].unique()
+    values = values[values.isfinite()].unique()  # type: ignore[no-untyped-call]
     assert np.array_equal(rounded(values.numpy(), FORMATS[NAMES[dtype]]), values.numpy())
     between = (values[1:] + values[:-1]) / 2
-    assert np.array_equal(
-        rounded(between.numpy(), FORMATS[NAMES[dtype]]), between.float().to(dtype).double().numpy()
-    )
+    assert np.array_equal(rounded(between.numpy(), FORMATS[NAMES[dtype]]), between.float().to(dtype).double().numpy())
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -60,7 +60,9 @@ def test_a_product(by_row: bool, shape: tuple[int, int, int], of_left: torch.dty
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
     (codes, scale), (others, other) = quantise(left, of_left, by_row), quantise(right, E4M3, by_row)
     parts = codes.contiguous(), others.contiguous(), scale, other
-    torch.testing.assert_close(on_device(*parts, torch.float32), wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
+    torch.testing.assert_close(
+        on_device(*parts, torch.float32), wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max())
+    )
     # bf16 once, from the sum in fp32.
     assert torch.equal(emulated(*parts, torch.bfloat16), emulated(*parts, torch.float32).bfloat16())
     torch.testing.assert_close(on_device(*parts, torch.bfloat16), wanted.bfloat16(), rtol=2**-7, atol=1e-6)
@@ -88,6 +90,11 @@ def test_no_rows() -> None:
     scaling = Scaling(by_row=True)
     assert scaling.outputs(torch.empty(0, 16), normal(32, 16)).shape == (0, 32)
     assert torch.equal(scaling.weight_gradient(torch.empty(0, 32), torch.empty(0, 16)), torch.zeros(32, 16))
+
+
+def squares(module: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = module(x).square().sum()
+    return found
 
 
 def scaled(module: nn.Module, scaling: Scaling) -> Adopted:
@@ -120,7 +127,8 @@ def test_a_linear_layer(hold: bool, by_row: bool, gradients: str) -> None:
         assert torch.equal(adopted.module(x), without)
         torch.testing.assert_close(without, y, rtol=1e-6, atol=1e-5)
         torch.autograd.backward(y.square().sum())
-    passes, by_reference = [lambda module, x=x: module(x).square().sum() for x in inputs], [x.grad for x in inputs]
+    passes: list[Callable[[nn.Module], Tensor]] = [partial(squares, x=x) for x in inputs]
+    by_reference = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
     found = adopted.gradients(passes, hold)
@@ -144,5 +152,3 @@ def test_outside_of_an_engine_gradients_are_autograds() -> None:
     for name in ("weight", "bias"):
         found, wanted = (getattr(each, name).grad for each in (layer, plain))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-
-

@@ -49,7 +49,9 @@ def test_bytes_by_hand(accumulate: bool) -> None:
 
 def test_kernels_are_launched_for_every_operand() -> None:
     device = replace(IDEAL, kernels=Kernels(launch_s=1.0), peak_flops_per_s={"fp8": 1e30})
-    found = scaled_seconds(replace(device, memory_bandwidth_bytes_per_s=1e30), [Matrices(16, 16, 16, 3)], "bf16", accumulate=True)
+    found = scaled_seconds(
+        replace(device, memory_bandwidth_bytes_per_s=1e30), [Matrices(16, 16, 16, 3)], "bf16", accumulate=True
+    )
     assert found == pytest.approx((1 + 3 * 4, 1 + 3 * 5, 1 + 3 * 6))
     assert launches([Matrices(1, 1, 1, 3), Matrices(1, 1, 1, 1)], 8) == 1 + 4 * 4 / 8
 
@@ -64,7 +66,9 @@ def test_large_layers_gain_and_small_ones_lose() -> None:
     again = block_seconds(H100, replace(wide, products="fp8", recompute="full"), Computes.RESIDUAL)
     assert again.again_s == again.forward_s
     # The head keeps its dtype.
-    assert block_seconds(H100, replace(wide, products="fp8"), Computes.LOGITS) == block_seconds(H100, wide, Computes.LOGITS)
+    assert block_seconds(H100, replace(wide, products="fp8"), Computes.LOGITS) == block_seconds(
+        H100, wide, Computes.LOGITS
+    )
 
 
 def test_a_cpu_multiplies_in_fp32() -> None:
@@ -84,6 +88,11 @@ def test_a_plan_and_its_work_say_the_same() -> None:
     program, work = build(cluster, plan, blocks, 2, 512), work_of(cluster, plan, MODEL, 512)
     assert work.products == "fp8"
     scaled = step_costs(program, work)
-    assert scaled.forward_s[1] != step_costs(build(cluster, replace(plan, products=None), blocks, 2, 512), replace(work, products=None)).forward_s[1]
+    assert (
+        scaled.forward_s[1]
+        != step_costs(
+            build(cluster, replace(plan, products=None), blocks, 2, 512), replace(work, products=None)
+        ).forward_s[1]
+    )
     with pytest.raises(PlanError, match="the work has products = None, the plan 'fp8'"):
         step_costs(program, replace(work, products=None))

@@ -40,7 +40,7 @@ def rounded(x: Values, form: tuple[int, int, float]) -> Values:
     mantissa, least, largest = form
     exponent = np.maximum(np.frexp(x)[1] - 1, least)
     unit = np.ldexp(1.0, exponent - mantissa)
-    return np.clip(np.rint(x / unit) * unit, -largest, largest)
+    return np.asarray(np.clip(np.rint(x / unit) * unit, -largest, largest), np.float64)
 
 
 def dequantised(x: Tensor, form: tuple[int, int, float], by_row: bool) -> Values:
@@ -94,7 +94,7 @@ class ScaledLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        found: Tensor = _Product.apply(x, weight, self.scaled)
+        found: Tensor = _Product.apply(x, weight, self.scaled)  # type: ignore[no-untyped-call]
         return found
 
 

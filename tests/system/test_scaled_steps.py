@@ -40,7 +40,9 @@ WORLD: Any = SimpleNamespace(rank=0, world_size=1)
 def case(name: str, sizes: tuple[int, ...], products: str | None, micros: int, **more: Any) -> Case:
     model = more.pop("model", "llama of sixteens")
     plan = exact(name, cluster_of(*sizes), products=products, **more)
-    return Case(replace(plan, compute="fp32", master="fp32"), micros, model, rows=ROWS, optimizer=SGD, num_steps=NUM_STEPS)
+    return Case(
+        replace(plan, compute="fp32", master="fp32"), micros, model, rows=ROWS, optimizer=SGD, num_steps=NUM_STEPS
+    )
 
 
 def alone(case: Case) -> Outcome:
@@ -88,7 +90,9 @@ GRIDS: dict[tuple[int, ...], list[Case]] = {
             mapping={"node": {"pipeline": 2}},
             schedule="zb-h1",
         ),
-        case("ddp", (2, 2), "fp8", 4, model="deep llama of sixteens", mapping={"node": {"pipeline": 2}}, schedule="zbv"),
+        case(
+            "ddp", (2, 2), "fp8", 4, model="deep llama of sixteens", mapping={"node": {"pipeline": 2}}, schedule="zbv"
+        ),
     ],
 }
 
@@ -133,8 +137,7 @@ def test_tensor_ranks_scale_their_parts(pool: LocalPool) -> None:
 def test_what_is_recomputed_has_the_same_bits(recompute: tuple[str, ...], compute: Any) -> None:
     base = case("ddp", (1,), "fp8", 2)
     kept, again = (
-        alone(replace(base, plan=replace(base.plan, compute=compute, recompute=each)))
-        for each in ((), recompute)
+        alone(replace(base, plan=replace(base.plan, compute=compute, recompute=each))) for each in ((), recompute)
     )
     assert (kept.losses, kept.norms) == (again.losses, again.norms)
     assert torch.equal(kept.parameters, again.parameters)
@@ -221,5 +224,3 @@ def test_frozen_matrices_are_refused() -> None:
     frozen = replace(first, params=tuple(replace(param, trainable=False) for param in first.params))
     with pytest.raises(PlanError, match=r"query\.weight is frozen, as under adapters"):
         validate(cluster_of(4), plan, (config.declared[0], frozen, *config.declared[2:]))
-
-
