@@ -9,6 +9,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.dims import is_layer
+from terrace.plan.fp16_rules import check_fp16
 from terrace.plan.gaps import num_gaps
 from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
 from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
@@ -41,6 +42,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_depth(cluster, plan, layout)
     if plan.outer is not None:
         check_outer(cluster, plan, plan.outer, blocks)
+    check_fp16(plan, blocks)
     check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)

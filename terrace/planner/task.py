@@ -58,7 +58,7 @@ class Task:
     cluster: Cluster
     batch: int
     sequence: int
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     master: Literal["fp32", "fp64"] = "fp32"
     messages: Literal["bf16", "fp32"] | None = None  # as in a plan
     products: str | None = None  # as in a plan

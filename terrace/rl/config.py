@@ -239,6 +239,8 @@ def to_toml_table(config: RlConfig) -> dict[str, Any]:
 
 
 def _check(config: RlConfig) -> None:
+    if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
+        raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
     algorithm, run = config.algorithm, config.run
     if algorithm.kl_coefficient and not run.reference:
         raise ConfigError(

@@ -21,6 +21,7 @@ Shape legend: N tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,22 +30,27 @@ from terrace.model import decoder
 from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
 from terrace.runtime.linear import record_product, record_sum
 
-LossBackward = Callable[[Tensor, Tensor], Tensor]  # (input of the block, labels) -> sum of the losses
+
+class LossBackward(Protocol):
+    """(Input of the block, labels, scale) -> sum of the losses."""
+
+    def __call__(self, inputs: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor: ...
 
 
 def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
     """A function that runs a last block, its loss and both backwards in chunks; None for blocks without this form.
 
     `terrace.model.decoder.Head` with `token_loss` has it. The function takes the block's input (B, S, H), sets its
-    `grad`, and takes labels (B, S); gradients of parameters go to the same place as in any backward. Its result, a
-    scalar, has no graph.
+    `grad`, and takes labels (B, S); gradients of parameters go to the same place as in any backward, all times a
+    scale. Its result, a scalar, is not scaled and has no graph.
     """
     if objective is not decoder.token_loss or type(module) is not decoder.Head:
         return None
 
-    def run(inputs: Tensor, labels: Tensor) -> Tensor:
+    def run(inputs: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
         hidden: Tensor = module.norm(inputs)  # (B, S, H)
-        loss, gradient, rest = loss_and_gradients(hidden.detach().flatten(0, 1), module.weight, labels.flatten())
+        flat, flat_labels = hidden.detach().flatten(0, 1), labels.flatten()
+        loss, gradient, rest = loss_and_gradients(flat, module.weight, flat_labels, scale)
         # A weight gradient without a queue goes through autograd together with the hidden states' gradient.
         of_weight = () if rest is None else ((module.weight, rest),)
         roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
@@ -67,8 +73,10 @@ def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
+def loss_and_gradients(
+    hidden: Tensor, weight: nn.Parameter, labels: Tensor, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sum of the cross entropies of hidden states (N, H) against labels (N), and `scale` times its gradient (N, H).
 
     The gradient of `weight` (V, H), if it trains, is recorded; without a queue, as with compiled blocks, it is
     returned. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,
@@ -86,7 +94,7 @@ def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> 
     def chunk_gradient(rows: slice) -> Tensor:
         x = logits[: len(hidden[rows])]
         torch.mm(hidden[rows], matrix.t(), out=x)
-        loss.add_(_to_gradient(x, labels[rows]))
+        loss.add_(_to_gradient(x, labels[rows], scale))
         torch.mm(x, matrix, out=gradient[rows])
         return x
 
@@ -148,8 +156,8 @@ def gradients_through_logits(
     return gradient, add_weight_gradient(weight, products, len(chunks), of_weight)
 
 
-def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    # In place: logits (n, V) become the gradient of their loss against labels (n), which is returned.
+def _to_gradient(logits: Tensor, labels: Tensor, scale: float) -> Tensor:
+    # In place: logits (n, V) become the scaled gradient of their loss against labels (n), which is returned.
     wide = torch.promote_types(logits.dtype, torch.float32)
     step = max(1, CACHED_NUMEL // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     counted = labels != decoder.IGNORE_INDEX
@@ -161,7 +169,7 @@ def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
         losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
         x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
         # Ignored labels get no gradient.
-        logits[rows] = x.mul_(counted[rows].unsqueeze(-1))
+        logits[rows] = x.mul_(counted[rows].unsqueeze(-1) * scale)
     return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
 
 

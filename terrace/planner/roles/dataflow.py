@@ -69,7 +69,7 @@ class Dataflow:
     samples: int = 1
     updates: int = 1
     epochs: int = 1
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     ahead: bool = False  # a role that only generates draws for the next iteration while the others learn
 
     def __post_init__(self) -> None:
