@@ -87,7 +87,7 @@ def reference(model_name: str, num_steps: int) -> tuple[list[float], list[float]
     optimizer, losses, norms = make_adamw(masters), list[float](), list[float]()
     for step in range(num_steps):
         total, count = 0.0, 0
-        for tokens, labels in zip(*(each.split(1) for each in make_batch(step, 2)), strict=True):
+        for tokens, labels in zip(*(each.unsqueeze(1) for each in make_batch(step, 2)), strict=True):
             loss = model.objective(run_blocks(blocks, tokens), labels)
             torch.autograd.backward(loss * 2.0**10)
             total, count = total + float(loss.detach()), count + int(count_tokens(labels))
@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_is_an_error() -> None:
     each = case("ddp", (1,))
     engine = engine_of(WORLD, cluster_of(1), each)
     engine.state.modules[1].register_forward_hook(lambda _, __, output: output * float("nan"))
-    with pytest.raises(NonFiniteError, match="the output of block 'block.1' is not finite"):
+    with pytest.raises(NonFiniteError, match=r"the output of block 'block\.1' is not finite"):
         engine.step(each.batches(engine, each, 0), ADAMW.lr)
     assert scale_of(engine) == LossScale()
     engine.close()
