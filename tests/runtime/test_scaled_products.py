@@ -1,14 +1,19 @@
 """Products of 8-bit floats: against their definition in numpy, torch's operator and the compiled quantisation."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from terrace.base.errors import PlanError
+from terrace.plan.plan import Plan
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.scaled_linear import ScaledMatrix
 from terrace.runtime.scaled_products import Scaling, _compiled, emulated, on_device, quantise, scaled_product
@@ -152,3 +157,47 @@ def test_outside_of_an_engine_gradients_are_autograds() -> None:
     for name in ("weight", "bias"):
         found, wanted = (getattr(each, name).grad for each in (layer, plain))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def gpu(major: int, minor: int, architecture: str = "") -> SimpleNamespace:
+    return SimpleNamespace(name="card", major=major, minor=minor, gcnArchName=architecture)
+
+
+CUDA = [
+    ("fp8", "bf16", gpu(8, 0), "has compute capability 8.0, and products of 8-bit floats need 8.9"),
+    ("fp8", "fp32", gpu(8, 9), ""),
+    ("fp8:row", "bf16", gpu(8, 9), "8.9, and products of 8-bit floats, with scales of rows need 9.0"),
+    ("fp8:row", "bf16", gpu(9, 0), ""),
+    ("fp8:row", "fp32", gpu(10, 0), "products with scales of rows give bf16; use that"),
+]
+
+
+@pytest.mark.parametrize(("products", "compute", "properties", "words"), CUDA)
+def test_gpus(
+    products: str, compute: Any, properties: SimpleNamespace, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    plan = Plan(params="device", grads="device", optimizer="device", products=products, compute=compute)
+    if words:
+        with pytest.raises(PlanError, match=re.escape(words)):
+            Scaling.of(plan, torch.device("cuda"))
+    else:
+        assert Scaling.of(plan, torch.device("cuda")) == Scaling(products == "fp8:row")
+
+
+def test_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300 has formats of its own, which the definition takes as they are; those after it have the others."""
+    plan = Plan(params="device", grads="device", optimizer="device", products="fp8", compute="bf16")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = []
+    for architecture in ("gfx942:sramecc+", "gfx950"):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, name=architecture: gpu(9, 4, name))
+        found.append(Scaling.of(plan, torch.device("cuda")))
+    assert found == [Scaling(False, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), Scaling(False)]
+    x = normal(16, 32)
+    codes, scale = quantise(x, torch.float8_e4m3fnuz, False)
+    assert float((codes.float() * scale - x).abs().max()) <= float(x.abs().max()) / 16
+    assert float(codes.float().abs().max()) == 240.0
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu(9, 0, "gfx90a"))
+    with pytest.raises(PlanError, match=r"card \(gfx90a\) has no 8-bit floats"):
+        Scaling.of(plan, torch.device("cuda"))

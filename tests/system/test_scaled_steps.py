@@ -6,8 +6,10 @@ tightly. Where an fp32 sum in another order moves a value over the edge between 
 values that differ by 1e-7 the reference itself differs by 1e-4 in the first norm and by 1e-3 in the second loss.
 """
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from terrace.runtime.describe import describe
 from terrace.runtime.scaled_linear import ScaledMatrix
 from tests.support.parity import Case, Outcome, engine_of, exact, run, run_case
 from tests.support.scaled_reference import NUM_STEPS, SGD, Scaled, trained
+from tests.support.tiny_runs import MODEL, terrace, write_run
 from tests.support.toys import MODELS, Rows, cluster_of, make_batch
 
 pytestmark = pytest.mark.timeout(240)
@@ -224,3 +227,17 @@ def test_frozen_matrices_are_refused() -> None:
     frozen = replace(first, params=tuple(replace(param, trainable=False) for param in first.params))
     with pytest.raises(PlanError, match=r"query\.weight is frozen, as under adapters"):
         validate(cluster_of(4), plan, (config.declared[0], frozen, *config.declared[2:]))
+
+
+def test_a_run_says_that_it_emulates(tmp_path: Path) -> None:
+    """And refuses, in a line and before any rank starts, a model whose dims 16 does not divide."""
+    run = write_run(tmp_path, 2, plan="zero3", steps=2)
+    words = ("train", "--config", run, "--plan.products", "fp8:row")
+    refused = terrace(*words, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "layers.0.attention.key.weight is 8 x 16, and dims must be multiples of 16" in refused.stderr
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"hidden_size": 32}))
+    done = terrace(*words, "--folder", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "warning: plan.products = 'fp8:row' is emulated on a CPU" in done.stdout
+    assert "products of layers in fp8:row" in done.stdout
