@@ -26,7 +26,7 @@ from terrace.plan.validate import validate
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe
 from terrace.runtime.scaled_linear import ScaledMatrix
-from tests.support.parity import Case, Outcome, engine_of, exact, run, run_case
+from tests.support.parity import ADAMW, Case, Outcome, engine_of, exact, run, run_case
 from tests.support.scaled_reference import NUM_STEPS, SGD, Scaled, trained
 from tests.support.tiny_runs import MODEL, terrace, write_run
 from tests.support.toys import MODELS, Rows, cluster_of, make_batch
@@ -170,6 +170,21 @@ def test_layers_alone_and_evaluations_too() -> None:
     assert plain.evaluate([batch]).loss != loss
     for each in (engine, plain):
         each.close()
+
+
+def test_what_is_learned_stays() -> None:
+    """Four batches by heart in 8 bits and without; over seeds and 1,000 steps see bench/products_learning.py."""
+    found = {}
+    for products in (None, *FORMS):
+        each = replace(case("ddp", (1,), products, 2), optimizer=ADAMW)
+        engine = engine_of(WORLD, cluster_of(1), each)
+        batches = [each.batches(engine, each, step) for step in range(4)]
+        losses = [engine.step(batches[step % 4], ADAMW.lr).loss for step in range(100)]
+        found[products] = sum(losses[:40]) / 40
+        assert sum(losses[-8:]) / 8 < 0.2 < 3.0 < losses[0], products
+        engine.close()
+    for products, loss in found.items():
+        assert loss == pytest.approx(found[None], rel=0.15), (products, found)
 
 
 def gpus(*, fp8: bool) -> Cluster:
