@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from terrace.model import attention
-from terrace.model.attention import AttentionPlans, MaskPieces
+from terrace.model.attention import MaskPieces
+from terrace.model.attention_plans import AttentionPlans
 from terrace.model.config import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
