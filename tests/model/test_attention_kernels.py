@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -49,7 +50,8 @@ def varlen_stand_in(
     enable_gqa: bool = False,
 ) -> Tensor:
     """What `torch.nn.attention.varlen.varlen_attn` documents, document by document."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[0] == 0
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert cu_seq_q[0] == 0
     assert enable_gqa or query.shape[1] == key.shape[1], "grouped heads must be told"
     assert cu_seq_q[-1] == len(query) == len(key) == len(value)
     out = []
@@ -62,7 +64,8 @@ def varlen_stand_in(
             sees &= places >= places.unsqueeze(1) - window_size[0]
         if window_size[1] >= 0:
             sees &= places <= places.unsqueeze(1) + window_size[1]
-        out.append(explicit(*(part[begin:end].transpose(0, 1) for part in (query, key, value)), sees).transpose(0, 1))
+        own = [part[begin:end].transpose(0, 1) for part in (query, key, value)]
+        out.append(explicit(own[0], own[1], own[2], sees).transpose(0, 1))
     return torch.cat(out)
 
 
@@ -152,9 +155,8 @@ def test_flex_takes_what_a_cpu_gives_it_in_fp32() -> None:
     parts = [part.detach().float() for part in inputs(2, 4, 2, 260, 16)]
     begins = begins_of([[100, 1, 59], []], 260)
     pieces = attend(parts[0], parts[1], parts[2], make_plan("pieces", begins, 30, CPU, torch.float32))
-    with (
-        pytest.warns(UserWarning, match="unfused") if not flex_attention._WARNINGS_SHOWN else warnings.catch_warnings()
-    ):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         found = attend(parts[0], parts[1], parts[2], make_plan("flex", begins, 30, CPU, torch.float32))
     torch.testing.assert_close(found, pieces, atol=1e-5, rtol=0)
 
@@ -183,8 +185,9 @@ def test_no_kernel_without_masks_allocates_the_square_of_a_row() -> None:
     begins = begins_of([[5000, 1, 2000]], sequence)
     masked, _, _ = allocated(lambda: make_plan("sdpa", begins, 1000, CPU, torch.float32))
     assert masked >= 4 * sequence**2
-    for kernel in ("varlen", "flex"):
-        peak, _, _ = allocated(lambda kernel=kernel: make_plan(kernel, begins, 1000, CPU, torch.float32))
+    lean: tuple[AttentionKernel, ...] = ("varlen", "flex")
+    for kernel in lean:
+        peak, _, _ = allocated(partial(make_plan, kernel, begins, 1000, CPU, torch.float32))
         assert peak < 64 * sequence
 
 
@@ -212,7 +215,8 @@ def test_attention_that_is_computed_again_has_the_same_bits(kernel: AttentionKer
     with kernels_here():
         plan = make_plan(kernel, begins, 25, CPU, torch.float64)
         kept = results(parts, plan)
-        output = Replays().run(lambda *each: attend(*each, plan), tuple(parts), lambda mixed: mixed * 1.0)
+        core = partial(attend, plan=plan)
+        output = Replays().run(core, tuple(parts), lambda mixed: mixed * 1.0)
         again = [output, *torch.autograd.grad(output, parts, normal(*output.shape, seed=9))]
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
 
@@ -267,11 +271,11 @@ def test_a_kernel_that_cannot_serve_is_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tries kernels where CUDA is missing")
 def test_a_kernel_that_fails_its_trial_is_left_out_loud() -> None:
     device = torch.device("cuda")
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="attention goes without") as warned:
         assert kernel_for(device, torch.bfloat16, 64, False, True) == "sdpa"
     said = [str(each.message) for each in warned if "attention goes without" in str(each.message)]
     assert ["varlen" in said[0], "FlexAttention" in said[1]] == [True, True]
-    with pytest.raises(ConfigError, match="'varlen' cannot serve: .*; leave train.attention out"):
+    with pytest.raises(ConfigError, match=r"'varlen' cannot serve: .*; leave train.attention out"):
         kernel_for(device, torch.bfloat16, 64, False, True, "varlen")
 
 
@@ -310,7 +314,8 @@ def test_positions_that_were_moved_are_read_on_the_host() -> None:
     assert on_host(on_meta) is positions
     assert on_host(positions) is positions
     moved = Batch(positions, positions, positions).to(torch.device("meta")).positions
-    assert moved is not None and on_host(moved) is positions
+    assert moved is not None
+    assert on_host(moved) is positions
 
 
 def test_a_choice_reaches_all_layers_and_is_named() -> None:
