@@ -24,16 +24,15 @@ keeps it.
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, W window, L queries of a piece.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # On a CPU, bf16, forward and backward, 10 heads of 32 (torch 2.13, one AVX-512 core): the flash kernel takes 2.8
@@ -117,12 +116,6 @@ class MaskPieces:
 
     joined: bool
     pieces: tuple[MaskPiece, ...]
-
-    def to(self, device: torch.device) -> "MaskPieces":
-        """The same with masks on a device; pieces that share a mask still do."""
-        masks = {id(piece.mask): piece.mask for piece in self.pieces}
-        moved = {key: None if mask is None else mask.to(device) for key, mask in masks.items()}
-        return replace(self, pieces=tuple(replace(piece, mask=moved[id(piece.mask)]) for piece in self.pieces))
 
 
 class Declared(Protocol):
@@ -260,15 +253,41 @@ def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: MaskPieces
 
 
 def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    if suits_plain_products(query):
+        return plain_products(query, key, value, mask)
     if mask is not None and mask.dim() == 2:
         mask = mask.expand(query.shape[0], 1, *mask.shape)
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1 and not _takes_groups_under_a_mask(query):
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    with sdpa_kernel(SDPBackend.MATH) if suits_plain_products(query) else nullcontext():
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
+    )
+
+
+def plain_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """As `attend`, by two products and a softmax, in fp32 (fp64 for fp64), under a `mask` or causal.
+
+    Query heads that share keys are rows of one product, so no keys are repeated, as torch's own form repeats them. In
+    bf16, forward and backward of 128 tokens, it takes 0.79 of that one's time with 8 heads on 2, 0.93 with 8 on 8.
+    """
+    batch, heads, length, size = query.shape
+    kv_heads, num_keys, groups = key.shape[1], key.shape[2], heads // key.shape[1]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if mask is None:
+        mask = torch.full((length, num_keys), -torch.inf, dtype=dtype).triu_(1)
+    if mask.dim() == 2:
+        masks = mask.to(dtype).repeat(groups, 1)  # (G L, M), with query heads that share keys one after the other
+    else:
+        masks = (
+            mask.to(dtype).unsqueeze(1).expand(batch, kv_heads, groups, length, num_keys).flatten(2, 3).flatten(0, 1)
         )
+    queries = query.to(dtype).reshape(batch * kv_heads, groups * length, size)
+    keys, values = (part.to(dtype).reshape(batch * kv_heads, num_keys, size) for part in (key, value))
+    # As a factor of the product the scale is no tensor that is kept.
+    weights = torch.baddbmm(masks, queries, keys.transpose(1, 2), alpha=1.0 / math.sqrt(size)).softmax(-1)
+    mixed = weights @ values
+    return mixed.view(batch, heads, length, size).to(query.dtype)
 
 
 def _takes_groups_under_a_mask(query: Tensor) -> bool:

@@ -35,6 +35,8 @@ class AttentionCase:
 
 def refusal(kernel: AttentionKernel, case: AttentionCase) -> str:
     """The reason why a kernel cannot serve, with the values in it; empty where it can."""
+    if kernel == "pieces" and case.backend != "cpu":
+        return f"pieces are cut on the host, for a CPU, and this is a device of type {case.backend!r}"
     if kernel in ("varlen", "flex") and case.backend != "cuda":
         missing = "kernels for CUDA alone" if kernel == "varlen" else "no backward on a CPU"
         return f"torch has {missing} there, and this is a device of type {case.backend!r}"

@@ -116,8 +116,7 @@ def make_plan(
             return BlockMasked.of(first_keys(begins.to(device), window))
         case "pieces":
             # Through the module, so that a test can count the calls.
-            pieces = attention.cut(begins, window, dtype)
-            return pieces if pieces is None or device.type == "cpu" else pieces.to(device)
+            return attention.cut(begins, window, dtype)
         case "sdpa":
             if begins.device.type == "cpu" and not (0 < window < begins.shape[1] or bool(begins[:, 1:].any())):
                 return None
@@ -152,7 +151,9 @@ def kernel_for(
 
 
 def _case(device: torch.device, dtype: torch.dtype, head_dim: int, is_grouped: bool, is_cut: bool) -> AttentionCase:
-    return AttentionCase(device.type, _NAMES.get(dtype, str(dtype)), head_dim, is_grouped, is_cut)
+    # A compiled block passes here.
+    name = _NAMES[dtype] if dtype in _NAMES else str(dtype)
+    return AttentionCase(device.type, name, head_dim, is_grouped, is_cut)
 
 
 @cache

@@ -187,7 +187,14 @@ class RunConfig:
             blocks=self.blocks(),
             num_micros=self.num_micros(),
             sequence=self.train.sequence,
-            work=work_of(self.cluster, self.plan, self.model, self.train.sequence, documents=self.has_documents),
+            work=work_of(
+                self.cluster,
+                self.plan,
+                self.model,
+                self.train.sequence,
+                documents=self.has_documents,
+                attention=self.train.attention,
+            ),
         )
 
 
