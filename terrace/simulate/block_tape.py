@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from terrace.plan.wire import FORMATS
-from terrace.simulate.masks import kernel_of
 from terrace.simulate.tape import Operation
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class BlockTape:
         self.hidden = -(-model.hidden_size // work.columns)
         self.residual = work.tokens * self.hidden // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
-        self.in_pieces = work.is_masked and kernel_of(work, self.backend) == "pieces"
+        self.in_pieces = work.is_masked and work.kernel_on(self.backend) == "pieces"
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
         # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.

@@ -28,7 +28,7 @@ from terrace.model.loss_chunks import chunk_rows
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
-from terrace.simulate.masks import core_keys, kernel_of, work_in
+from terrace.simulate.masks import core_keys, work_in
 from terrace.simulate.mixture import launches, mixture_seconds
 from terrace.simulate.work import Work
 
@@ -211,7 +211,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     """
     keys, causal = core_keys(work, device.backend)
     # Ranks that attend together call flash attention 2, which gives them the log-sums.
-    kernel = "varlen" if work.is_spread else kernel_of(work, device.backend)
+    kernel = "varlen" if work.is_spread else work.kernel_on(device.backend)
     # Tokens of one row on this rank.
     queries = math.ceil(work.attended / work.micro_batch)
     windowed = 0 < work.model.sliding_window < work.sequence

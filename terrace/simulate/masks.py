@@ -9,7 +9,7 @@ them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain
 
 from dataclasses import replace
 
-from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
+from terrace.model.attention_kernel import AttentionCase, AttentionChoice, expected
 from terrace.model.config import DecoderBlock, ModelConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
@@ -20,15 +20,6 @@ CPU_PLAIN_SEQUENCE = 128
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise
-
-
-def kernel_of(work: Work, backend: str) -> AttentionKernel:
-    """The kernel that serves where torch has all of them."""
-    return expected(_case(work.model, work.compute, backend, work.is_masked), work.attention)
-
-
-def _case(model: ModelConfig, compute: str, backend: str, is_cut: bool) -> AttentionCase:
-    return AttentionCase(backend, compute, model.head_dim, model.num_kv_heads != model.num_heads, is_cut)
 
 
 def piece_tokens(window: int, sequence: int) -> int:
@@ -46,7 +37,7 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
     # A window of the whole sequence or more masks nothing.
     if not 0 < window < sequence:
         return sequence, work.causal
-    kernel = kernel_of(work, backend)
+    kernel = work.kernel_on(backend)
     if kernel in ("varlen", "flex") and not work.is_spread:
         seen = window - window * (window - 1) // (2 * sequence)
         return min(sequence, 2 * seen + FLEX_BLOCK), True
@@ -74,7 +65,8 @@ def has_flash_attention(
     rows, or pieces of rows, in bf16; with documents, pieces may be short, so plain products are assumed.
     """
     masked = documents or 0 < model.sliding_window < sequence
-    kernel = expected(_case(model, compute, backend, masked), attention)
+    is_grouped = model.num_kv_heads != model.num_heads
+    kernel = expected(AttentionCase(backend, compute, model.head_dim, is_grouped, masked), attention)
     if kernel in ("varlen", "flex"):
         return True
     if backend == "cpu":
@@ -100,7 +92,7 @@ def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> 
 
     In pieces with a window, every piece but the first copies its own keys and the keys of the piece before.
     """
-    kernel = kernel_of(work, backend)
+    kernel = work.kernel_on(backend)
     if not work.is_masked or kernel in ("varlen", "flex"):
         return 0
     if kernel == "sdpa":
@@ -117,7 +109,7 @@ def mask_bytes(work: Work, backend: str) -> int:
 
     Without documents the masks of one row serve all micro-batches.
     """
-    kernel, sequence = kernel_of(work, backend), work.sequence
+    kernel, sequence = work.kernel_on(backend), work.sequence
     if kernel == "varlen":
         return 4 * (1 + (work.tokens if work.documents else work.micro_batch))  # where documents begin
     if kernel == "flex":

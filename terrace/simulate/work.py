@@ -7,7 +7,7 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.base.hashing import hashed_once
-from terrace.model.attention_kernel import AttentionChoice
+from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.config import ModelConfig
 from terrace.plan.context import Heads, count_local_tokens
 from terrace.sequence.capacity import most_attended
@@ -71,6 +71,14 @@ class Work:
     def is_masked(self) -> bool:
         """Whether a token may not see all earlier tokens of its row."""
         return self.documents or 0 < self.model.sliding_window < self.sequence
+
+    def kernel_on(self, backend: str) -> AttentionKernel:
+        """The kernel that serves where torch has all of them."""
+        model = self.model
+        is_grouped = model.num_kv_heads != model.num_heads
+        return expected(
+            AttentionCase(backend, self.compute, model.head_dim, is_grouped, self.is_masked), self.attention
+        )
 
     @property
     def is_spread(self) -> bool:
