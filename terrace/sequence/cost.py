@@ -82,14 +82,14 @@ class WorkCost:
         part = Heads(heads, kv_heads, head_dim).per_ulysses_rank(ulysses)
         flops = 4.0 * part.queries * head_dim
         item, kernels = FORMATS[compute].element_bytes, cluster.device.kernels
-        share = kernels.attention_share(head_dim, flash2=True)
+        share = kernels.attention_share(head_dim)
         return WorkCost(
             links=tuple(Link.of(tier) for tier in cluster.tiers),
             pair_s=flops / (peaks[compute] * share),
             key_bytes=2.0 * item * head_dim * part.keys,
             query_bytes=float(item * head_dim * part.queries),
             token_s=token_s,
-            backward=FLASH_BACKWARD * share / kernels.attention_share(head_dim, backward=True, flash2=True),
+            backward=FLASH_BACKWARD * share / kernels.attention_share(head_dim, backward=True),
             window=window,
             forwards=forwards,
         )
