@@ -161,6 +161,19 @@ def test_flex_takes_what_a_cpu_gives_it_in_fp32() -> None:
     torch.testing.assert_close(found, pieces, atol=1e-5, rtol=0)
 
 
+def test_the_varlen_kernel_of_torch_takes_what_it_is_given() -> None:
+    """Without values, forward and backward: its arguments, grouped heads, shapes and the order of heads in memory."""
+    parts = [part.detach().bfloat16().to("meta").requires_grad_() for part in inputs(2, 8, 2, 30, 64)]
+    for window in (0, 7):
+        plan = Documents.of(begins_of([[3], [9, 1]], 30), window, torch.device("meta"))
+        assert (plan.longest, plan.window, plan.starts.shape) == (27, window, (6,))
+        output = attend(parts[0], parts[1], parts[2], plan)
+        gradients = torch.autograd.grad(output, parts, torch.empty_like(output))
+        assert [each.shape for each in gradients] == [part.shape for part in parts]
+        assert output.shape == parts[0].shape
+        assert output.transpose(1, 2).is_contiguous(), "heads merge without a copy"
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(ROW, min_size=1, max_size=3), st.integers(1, 700), st.sampled_from([0, 1, 129, 300]))
 def test_blocks_are_those_that_torch_finds_point_by_point(rows: list[list[int]], sequence: int, window: int) -> None:
