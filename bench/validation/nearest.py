@@ -1,0 +1,105 @@
+"""The validated rows by what they ran on: the file from which predicted figures get their bands.
+
+Rows of whole steps: published ones, and those of the pages of predictions on probed CPUs. Forms of a layer, which are
+plans of one machine and model, serve to compare plans alone (`terrace.simulate.bands`).
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.validation.rows import Row, Table
+from terrace.simulate.bands import CPU, STEP, Validated, csv_text, generation_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("docs/benchmarks/slow-predictions.md", "docs/probing.md")
+_RANKS = 8  # of every row of `PAGES`
+_FORMS = "Korthikanti, recomputation in a layer"
+
+Cells = Mapping[str, str]
+
+
+class _Setting(NamedTuple):
+    device: str  # its name has the name of a generation
+    devices: int
+    axes: tuple[str, ...] = ()  # beside data
+    task: str = ""  # rows of one machine, model and sequence
+
+
+def _megatron(cells: Cells) -> _Setting:
+    axes = tuple(axis for axis in ("tensor", "pipeline") if int(cells[axis]) > 1)
+    return _Setting("A100", int(cells["GPUs"]), axes, f"megatron {cells['model']}")
+
+
+def _mosaicml(cells: Cells) -> _Setting:
+    task = f"{cells['device']} {cells['model']} {cells['sequence']}"
+    return _Setting(cells["device"].upper(), int(cells["GPUs"]), (), task)
+
+
+def _mixture(cells: Cells) -> _Setting:
+    device = {"64": "H100", "256": "GB200"}[cells["GPUs"]]
+    return _Setting(device, int(cells["GPUs"]), ("experts", "pipeline"), cells["model"])
+
+
+def _co2(cells: Cells) -> _Setting:
+    # A growth is the rate on 128 devices, counted in that on 16.
+    return _Setting("A100", 128, ("outer",), cells["setting"])
+
+
+# Tables of whole steps. A table that is not here is of parts of a step, of bandwidths, or of another machine's gains.
+STEPS: Mapping[str, Callable[[Cells], _Setting]] = {
+    "Megatron-LM, Table 1": _megatron,
+    "MosaicML, MPT with FSDP on A100": _mosaicml,
+    "MosaicML, MPT with FSDP on H100": _mosaicml,
+    "Megatron, mixtures of experts": _mixture,
+    "CO2, local steps over TCP": _co2,
+}
+
+
+def nearest_text(tables: Sequence[Table]) -> str:
+    """The text of `terrace/simulate/validated.csv`, from the tables of the page and from `PAGES`."""
+    by_title = {table.title: table for table in tables}
+    rows = [row for title, setting in STEPS.items() for row in _steps(by_title[title], setting)]
+    return csv_text([*rows, *_forms(by_title[_FORMS]), *_probed()])
+
+
+def _steps(table: Table, setting: Callable[[Cells], _Setting]) -> Iterator[Validated]:
+    for row in table.rows:
+        device, devices, axes, task = setting(dict(zip(table.heads, row.cells, strict=True)))
+        # Of a rate, the step's error is that of its inverse.
+        ratio = row.modelled / row.published if table.unit == "s" else row.published / row.modelled
+        yield Validated(STEP, generation_of(device), frozenset(axes), devices, task, round(ratio - 1, 4))
+
+
+def _forms(table: Table) -> Iterator[Validated]:
+    """A row for each form of the layer: forward and backward together, on eight tensor ranks."""
+    forms: dict[str, list[Row]] = defaultdict(list)
+    for row in table.rows:
+        forms[row.cells[0]].append(row)
+    for passes in forms.values():
+        ratio = sum(row.modelled for row in passes) / sum(row.published for row in passes)
+        yield Validated("layer", generation_of("A100"), frozenset(("tensor",)), 8, "22B layer", round(ratio - 1, 4))
+
+
+def _probed() -> Iterator[Validated]:
+    for name in PAGES:
+        for cells in _table_of((ROOT / name).read_text(encoding="utf-8")):
+            ratio = float(cells["predicted s"]) / float(cells["measured s"])
+            plan = cells["plan"]
+            axes = [axis for axis, sign in (("outer", "every"), ("pipeline", "stages")) if sign in plan]
+            yield Validated(STEP, CPU, frozenset(axes), _RANKS, cells.get("place", "slow link"), round(ratio - 1, 4))
+
+
+def _table_of(text: str) -> Iterator[Cells]:
+    """The rows of the table of a page that has predicted and measured seconds."""
+    heads: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")] if line.startswith("|") else []
+        if "predicted s" in cells:
+            heads = cells
+        elif not cells:
+            heads = []
+        elif heads and not re.fullmatch(r"[-: ]+", cells[0]):
+            yield dict(zip(heads, cells, strict=True))
