@@ -32,6 +32,7 @@ from terrace.planner.task import Task, plan_of
 from terrace.planner.verdicts import lack
 from terrace.report.plans import missing_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
+from terrace.report.uncertainty import scaling_bands_words
 from terrace.train.config import section
 from terrace.train.planned import Planned, read_planned
 
@@ -85,9 +86,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         write_file("--output", options.output, scaling_svg(named, title))
     print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
     for scaling, title in titles.items():
-        console.print(scaling_table(curves[scaling], title, outer.name, options.price))
-        missing = missing_words(curves[scaling], outer.name)
-        print(f"{missing}\n\n" if missing else "", end="")
+        points, full = curves[scaling], options.full_attention_flops
+        console.print(scaling_table(points, title, outer.name, options.price, full=full))
+        about = scaling_bands_words(points, plan, outer.name), missing_words(points, outer.name)
+        print("\n".join(filter(None, about)) + "\n")
     if options.output is not None:
         print(f"wrote {options.output}")
     return 0

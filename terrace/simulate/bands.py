@@ -142,24 +142,22 @@ def band_of(cluster: Cluster, plan: Plan) -> Band:
 def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
     steps = [row for row in validated() if row.kind == STEP]
     alike = [row for row in steps if generation and row.generation == generation]
-    near = [
-        row for row in alike if row.axes == axes and max(row.devices, devices) <= NEAR * min(row.devices, devices)
-    ]
+    near = [row for row in alike if row.axes == axes and max(row.devices, devices) <= NEAR * min(row.devices, devices)]
     if len(near) >= FEWEST:
         widths = sorted({row.devices for row in near})
         span = counted(widths[0], "device") if len(widths) == 1 else f"{widths[0]} to {widths[-1]} devices"
         words = f"{percent(OF_NEAR)} of {len(near)} validated steps like it miss by less ({generation}, "
         return Band(share=quantile([row.miss for row in near], OF_NEAR), words=f"{words}{axes_words(axes)}, {span})")
-    here = f"no validated step is near ({generation or 'this device'}, {axes_words(axes)}, {counted(devices, 'device')})"
+    here = f"{generation or 'this device'}, {axes_words(axes)}, {counted(devices, 'device')}"
+    words = f"no validated step is near ({here})"
     if len(alike) >= FEWEST:
         share = quantile([row.miss for row in alike], OF_FAR)
-        return Band(share=share, words=f"{here}; {percent(OF_FAR)} of all {len(alike)} on {generation} miss by less")
+        return Band(share=share, words=f"{words}; {percent(OF_FAR)} of all {len(alike)} on {generation} miss by less")
     misses: dict[str, list[float]] = {}
     for row in steps:
         misses.setdefault(row.generation, []).append(row.miss)
     share = max(quantile(each, OF_FAR) for each in misses.values())
-    words = f"band taken from all {len(steps)} rows, as wide as that of the kind of device missed most"
-    return Band(share=share, words=f"{here}: {words}")
+    return Band(share=share, words=f"{words}: band taken from all {len(steps)} rows, of the devices missed most")
 
 
 def axes_words(axes: Iterable[str]) -> str:
