@@ -37,7 +37,7 @@ from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
-from terrace.planner.ties import Ties, settle
+from terrace.planner.ties import FINALISTS, Ties, settle
 from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
@@ -90,7 +90,9 @@ def add_parser(commands: Any) -> None:
         help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
         "joined by commas (default: layers)",
     )
-    parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
+    parser.add_argument(
+        "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
+    )
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
     parser.add_argument(
         "--output",
@@ -230,10 +232,11 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     # The planner also prices plans that the runtime cannot train yet.
     refused = refusal(task.cluster, plan, task.blocks)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
+    step = f"{seconds(shown.step_s)} {band_of(task.cluster, plan)}"
     head = (
         f"# Found by terrace plan for {counted(task.batch, 'sequence')} of {counted(task.sequence, 'token')} a step on "
         f"cluster {name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
-        f"predicted step {seconds(shown.step_s)}. [task] below says what it was made for.\n"
+        f"predicted step {step}. [task] below says what it was made for.\n"
     )
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)

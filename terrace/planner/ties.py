@@ -23,6 +23,7 @@ from terrace.simulate.bands import tie_share
 from terrace.simulate.links import rate_bytes_per_s
 
 AS_FEW = 0.05
+FINALISTS = 5  # of a search whose ties are settled, where the user names no number
 # What a plan chooses, but for its axes, and for numbers that every plan has.
 _KEYS = ("params", "grads", "optimizer", "params_backward", "experts", "recompute", "unit", "schedule")
 

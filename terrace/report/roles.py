@@ -104,7 +104,7 @@ def measured_words(report: IterationReport, measured: Mapping[str, float]) -> st
     lines.append(f"    {'step':14s} {seconds(report.seconds):>10s} {seconds(whole_s):>10s}")
     error = (report.seconds - whole_s) / whole_s
     verdict = "within" if abs(error) <= STEP_BAND else "OUTSIDE"
-    lines.append(f"predicted step time {100 * error:+.0f} %, {verdict} its band of {100 * STEP_BAND:.0f} %")
+    lines.append(f"predicted step time {100 * error:+.0f} %, {verdict} its limit of {100 * STEP_BAND:.0f} %")
     return "\n".join(lines)
 
 

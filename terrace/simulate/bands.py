@@ -163,7 +163,9 @@ def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
 def axes_words(axes: Iterable[str]) -> str:
     """The axes of a plan beside data, in words."""
     named = sorted(axes, key=_AXES.index)
-    return f"{' and '.join(named)} ax{'is' if len(named) == 1 else 'es'}" if named else "data axis"
+    if len(named) < 2:
+        return f"{named[0] if named else 'data'} axis"
+    return f"{', '.join(named[:-1])} and {named[-1]} axes"
 
 
 @cache

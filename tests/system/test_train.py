@@ -278,7 +278,7 @@ def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) ->
     predicted = json.loads((tmp_path / "run" / "report.json").read_text())["predicted"]["time_s"]
     assert predicted["forward"] + predicted["backward"] > 300
     assert "predicted step time +" in done.stdout
-    assert "OUTSIDE its band of 20 %" in done.stdout
+    assert "OUTSIDE its limit of 20 %" in done.stdout
     assert re.search(r"most is missed of '(for|back)ward': .* probe again; terrace report run draws", done.stdout)
 
 
