@@ -9,8 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from terrace.rl.metrics import Metrics
-
 _MOST = 1 << 16  # spans kept until they are taken; the oldest are dropped, for a controller that never takes them
 PHASES = {
     "hand_over": "reshard",
@@ -75,7 +73,7 @@ class Calls:
         return ended, under_way
 
 
-def seconds_by_phase(spans: Iterable[Span]) -> Metrics:
+def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
     """`time/PHASE`: seconds of the calls of each phase; those of several pools add up."""
     found = defaultdict[str, float](float)
     for span in spans:
@@ -84,7 +82,7 @@ def seconds_by_phase(spans: Iterable[Span]) -> Metrics:
     return dict(found)
 
 
-def idle_share(spans: Sequence[Span], ranks: Sequence[int], begin_s: float, end_s: float) -> Metrics:
+def idle_share(spans: Sequence[Span], ranks: Sequence[int], begin_s: float, end_s: float) -> dict[str, float]:
     """`sync/bubble`: the share of the ranks' time from `begin_s` to `end_s` in which they had no call; also by pool.
 
     `ranks` are those of each pool. Calls of a pool follow one another.

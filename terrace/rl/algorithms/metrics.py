@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from terrace.rl.advantages import is_degenerate
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.algorithms.advantages import is_degenerate
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 Metrics = dict[str, float]
 ROLLOUT = ("rollout/logprob_diff_max", "rollout/logprob_diff_mean", "rollout/k3", "rollout/ess")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.rl.ragged import Ragged, check_rows, check_shapes
+from terrace.rl.values.ragged import Ragged, check_rows, check_shapes
 
 # Added to a deviation, as verl does: small against rewards of order 1.
 _EPS = 1e-6
@@ -86,7 +86,7 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """R_i less the mean of the others of the group, G / (G - 1) (R_i - mean) (Ahmadian et al., 2402.14740).
 
-    Shapes as for `grpo`. The penalty for KL belongs into the rewards before (`terrace.rl.kl.penalised`). A group of one
+    Shapes as for `grpo`. The penalty for KL belongs into the rewards before (`kl.penalised`). A group of one
     has no others: its advantage is 0.
     """
     centred, index, sizes = _centred(rewards, groups)
@@ -96,7 +96,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 def reinforce_pp(rewards: Ragged, *, gamma: float) -> Ragged:
     """Discounted token rewards to go, whitened over the batch (REINFORCE++, Hu et al., 2501.03262).
 
-    Token rewards have the penalty for KL in them (`terrace.rl.kl.token_rewards`).
+    Token rewards have the penalty for KL in them (`terrace.rl.algorithms.kl.token_rewards`).
     """
     return whiten(rewards_to_go(rewards, gamma))
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import write_atomic
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import BEGUN
 
 _OFFSETS = "offsets"

@@ -24,13 +24,13 @@ from terrace.launch.rendezvous import host_store, open_store
 from terrace.launch.seal import Seal
 from terrace.launch.workers import Report, failure
 from terrace.launch.world import World
-from terrace.rl.host import Answer, Host, Part, Task
-from terrace.rl.packing import Packing
-from terrace.rl.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
-from terrace.rl.processes import GRACE_S
-from terrace.rl.rows import Rows
-from terrace.rl.runtime import Handle, Pool, Runtime
-from terrace.rl.serve import named
+from terrace.rl.calls.host import Answer, Host, Part, Task
+from terrace.rl.calls.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
+from terrace.rl.calls.processes import GRACE_S
+from terrace.rl.calls.runtime import Handle, Pool, Runtime
+from terrace.rl.calls.serve import named
+from terrace.rl.values.packing import Packing
+from terrace.rl.values.rows import Rows
 
 try:
     import ray

@@ -19,13 +19,13 @@ from terrace.launch.fork_server import start_fork_server
 from terrace.launch.process_pool import LOST_PEER
 from terrace.launch.rendezvous import host_store
 from terrace.launch.workers import LOOPBACK
-from terrace.rl.host import Answer, Part, Task
-from terrace.rl.memory import Segment, SharedMemory
-from terrace.rl.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
-from terrace.rl.processes import GRACE_S, STACKS_S, Processes
-from terrace.rl.rows import Rows
-from terrace.rl.runtime import Handle, Pool, Runtime
-from terrace.rl.serve import PROTOCOL
+from terrace.rl.calls.host import Answer, Part, Task
+from terrace.rl.calls.pending import Pending, Sent, checked, in_progress, overdue, seconds_left
+from terrace.rl.calls.processes import GRACE_S, STACKS_S, Processes
+from terrace.rl.calls.runtime import Handle, Pool, Runtime
+from terrace.rl.calls.serve import PROTOCOL
+from terrace.rl.values.memory import Segment, SharedMemory
+from terrace.rl.values.rows import Rows
 
 _CLOSE_S = 1.0  # for idle ranks to end
 _VERDICT_OF_PEER_S = 3 * GRACE_S

@@ -1,7 +1,7 @@
-"""Losses of a policy and of a critic, as SUMS over tokens: the step divides once (`terrace.rl.aggregation`).
+"""Losses of a policy and of a critic, as SUMS over tokens: the step divides once (`terrace.rl.algorithms.aggregation`).
 
 A loss takes flat columns (N) of the valid tokens of some whole responses, and is differentiable in the first of them.
-`weights` (N) are those of the aggregation, times those of `terrace.rl.importance` where rollout and training differ.
+`weights` (N) are those of the aggregation, times those of `importance.py` where rollout and training differ.
 Sums over any parts of a step add up to the sum over the step.
 
 Shape legend: N tokens, R responses. rho = exp(logprobs - old_logprobs): what the policy does now, over what it did
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError
-from terrace.rl.kl import LARGEST_LOG_RATIO, Estimator, estimates
-from terrace.rl.ragged import check_shapes, row_of_each, row_sums
+from terrace.rl.algorithms.kl import LARGEST_LOG_RATIO, Estimator, estimates
+from terrace.rl.values.ragged import check_shapes, row_of_each, row_sums
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def value_loss(
 
 
 def kl_loss(logprobs: Tensor, reference: Tensor, weights: Tensor, estimator: Estimator) -> Tensor:
-    """Sum of an estimate of KL(policy || reference) by token (`terrace.rl.kl.estimates`), to be added to a loss.
+    """Sum of an estimate of KL(policy || reference) by token (`kl.estimates`), to be added to a loss.
 
     The gradient of k2 is that of the KL, for the policy's own samples. That of k3, which GRPO has (2402.03300, eq. 4),
     is not; that of k1 is 0 on average, and is refused.

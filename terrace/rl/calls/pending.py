@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from terrace.base.errors import ConfigError
 from terrace.launch.postmortem import in_words
-from terrace.rl.host import Answer
-from terrace.rl.runtime import Handle
+from terrace.rl.calls.host import Answer
+from terrace.rl.calls.runtime import Handle
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Column, Rows
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Column, Rows
 
 _ALIGNMENT = 64  # bytes: a cache line, and no less than any dtype needs
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ConfigError
-from terrace.rl.ragged import Ragged, check_rows
+from terrace.rl.values.ragged import Ragged, check_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ConfigError, HangError
-from terrace.rl.packing import Packing
-from terrace.rl.rows import Rows
+from terrace.rl.values.packing import Packing
+from terrace.rl.values.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrace.rl.metrics import Metrics
-from terrace.rl.prompts import PromptSource, rows_of
-from terrace.rl.ragged import Ragged, offsets_of
-from terrace.rl.rows import Rows, cat
-from terrace.rl.runtime import Handle
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.runtime import Handle
+from terrace.rl.values.prompts import PromptSource, rows_of
+from terrace.rl.values.ragged import Ragged, offsets_of
+from terrace.rl.values.rows import Rows, cat
 from terrace.rl.workers.drawing import BEGUN, FINISHES, READS
 
 _SPARE = 2  # a step's groups, divided by the most that may be under way beyond them; a guess

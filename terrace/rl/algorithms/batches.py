@@ -17,10 +17,10 @@ from torch import Tensor
 
 from terrace.base.errors import DataError, PlanError
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.ragged import Ragged, check_rows, offsets_of, row_of_each
-from terrace.rl.rows import Rows
-from terrace.rl.shared_prefixes import places_of
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.shared_prefixes import places_of
+from terrace.rl.values.ragged import Ragged, check_rows, offsets_of, row_of_each
+from terrace.rl.values.rows import Rows
 from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective
 from terrace.runtime.token_numbers import TokenNumbers
@@ -38,7 +38,7 @@ def batch_of(
 ) -> Batch:
     """One micro-batch of all `rows`, labels (R, `sequence`): responses at the places that predict them.
 
-    If `is_joined`, the rows stand in one as `terrace.rl.shared_prefixes` says, without padding; labels (1, N) are the
+    If `is_joined`, the rows stand in one as `shared_prefixes.py` says, without padding; labels (1, N) are the
     valid tokens in the order of `rows`, and one that does not count where there are none.
 
     Its columns are those named, of valid tokens, and `WEIGHTS`; its `weights` what tokens add to the divisor. No router

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from terrace.base.errors import HangError
 from terrace.launch.postmortem import in_words
 from terrace.launch.process_pool import ProcessPool
-from terrace.rl.serve import serve
+from terrace.rl.calls.serve import serve
 
 GRACE_S = 0.3  # for the other ranks of a failed call to report, so that the first failure is told from its consequences
 STACKS_S = 0.3  # for a process to write its stacks

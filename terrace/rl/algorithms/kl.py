@@ -1,6 +1,6 @@
 """Divergence from the reference policy: estimators by token, in the reward, and a coefficient that adapts.
 
-As a loss, see `terrace.rl.losses.kl_loss`. Shape legend: N tokens, R responses.
+As a loss, see `terrace.rl.algorithms.losses.kl_loss`. Shape legend: N tokens, R responses.
 """
 
 from typing import Literal
@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.rl.ragged import Ragged, check_shapes
+from terrace.rl.values.ragged import Ragged, check_shapes
 
 # exp(20) = 5e8 is far beyond any clip. A ratio that overflows would make the gradient of the side that is not taken
 # 0 * inf, and k3 infinite. verl has the same bound.

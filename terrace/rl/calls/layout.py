@@ -15,7 +15,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.program.stages import num_virtual, plan_orders
-from terrace.rl.calls import Call
+from terrace.rl.calls.call import Call
 
 _NO_SHARE = -1
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from terrace.base.errors import ConfigError
 from terrace.launch.world import World
-from terrace.rl.calls import Call
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows, cat
-from terrace.rl.spans import now_s
+from terrace.rl.calls.call import Call
+from terrace.rl.calls.spans import now_s
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows, cat
 
 MAKE = "__init__"  # the method of the task that makes a worker
-_TOKENS = ("prompts", "responses")  # the columns that blocks run on (terrace.rl.batches)
+_TOKENS = ("prompts", "responses")  # the columns that blocks run on (terrace.rl.algorithms.batches)
 
 
 @dataclass(frozen=True)

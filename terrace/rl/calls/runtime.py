@@ -7,8 +7,8 @@ A handle says where rows are; they travel when a role that needs them is called,
 those that need them, or when the controller asks for them (`Handle.get`). To share rows evenly the controller must know
 how many tokens they have, so a call waits until the handles it is given have been answered.
 
-Runtimes: `InlineRuntime` here (one process, for a debugger), `LocalRuntime` (terrace.rl.runtime_local: processes of
-this machine), `RayRuntime` (terrace.rl.runtime_ray: several machines).
+Runtimes: `InlineRuntime` (`inline.py`: one process, for a debugger), `LocalRuntime` (`local.py`: processes of this
+machine), `RayRuntime` (`on_ray.py`: several machines).
 """
 
 import weakref
@@ -18,11 +18,11 @@ from typing import Any, Self
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
-from terrace.rl.calls import Call, call_of
-from terrace.rl.host import MAKE, Answer, Host, Part, Piece, Store, Task, joined, kept
-from terrace.rl.layout import RoleLayout
-from terrace.rl.rows import Rows
-from terrace.rl.spans import Calls, Span
+from terrace.rl.calls.call import Call, call_of
+from terrace.rl.calls.host import MAKE, Answer, Part, Piece, Store, Task, joined, kept
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.calls.spans import Calls, Span
+from terrace.rl.values.rows import Rows, columns_read
 
 _MAKING = Call(MAKE, None, "all")
 
@@ -143,7 +143,7 @@ class Caller:
         if self._call.split is not None and not rows:
             raise ConfigError(f"{name} splits rows over {self._call.split!r}, and was given none")
         reads = self._call.reads
-        given = [each if isinstance(each, Handle) else runtime.given(_only(each, reads)) for each in rows]
+        given = [each if isinstance(each, Handle) else runtime.given(columns_read(each, reads)) for each in rows]
         lengths = [len(each) for each in given]
         if len(set(lengths)) > 1:
             raise ConfigError(f"{name} was given {' and '.join(map(str, lengths))} rows: must be equally many")
@@ -275,67 +275,6 @@ class Runtime(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all ranks; harmless when repeated."""
-
-
-class InlineRuntime(Runtime):
-    """Roles in this process, each on a pool of one rank; a call runs when it is made, so that a debugger can follow.
-
-    Rows are handed on as they are. What a worker raises is raised as it is, with a note of role and method.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_Here())
-        self._hosts: dict[int, Host] = {}
-
-    def _open(self, pool: Pool) -> None:
-        if pool.num_ranks > 1:
-            raise ConfigError(f"a pool of {pool.num_ranks} ranks inline: one process is one rank, so use LocalRuntime")
-        self._hosts[pool.index] = Host(None, self._store)
-
-    def send(self, pool: Pool, tasks: Sequence[Task], handle: Handle, given: Sequence[Handle]) -> None:
-        """Run the task now."""
-        for rank, task in enumerate(tasks):
-            try:
-                handle.take_answer(rank, self._hosts[pool.index].run(task))
-            except Exception as error:
-                error.add_note(f"in {task.name}")
-                raise
-
-    def meeting(self) -> tuple[str, int]:
-        """Raises `ConfigError`: calls of this process run one after the other, and meeting takes two at once."""
-        raise ConfigError("a rollout with ranks of its own needs processes of its own: use LocalRuntime")
-
-    def collect(self, timeout_s: float | None) -> None:
-        """Nothing is ever under way."""
-
-    def forget(self, part: Part) -> None:
-        """Python forgets them."""
-
-    def close(self) -> None:
-        """Forget the workers."""
-        self._hosts.clear()
-
-
-class _Here:
-    """Rows are their own place."""
-
-    def keep(self, rows: Rows) -> Rows:
-        return rows
-
-    def fetch(self, place: Any) -> Rows:
-        assert isinstance(place, Rows), "places of this store are rows"
-        return place
-
-    def drop(self, place: Any) -> None:
-        pass
-
-    def part(self, place: Any, start: int, stop: int, columns: Sequence[str] = ()) -> Rows:
-        return _only(self.fetch(place), columns)
-
-
-def _only(rows: Rows, columns: Sequence[str]) -> Rows:
-    kept = {name: column for name, column in rows.columns.items() if name in columns}
-    return Rows(kept) if kept and len(kept) < len(rows.columns) else rows
 
 
 def _mean(numbers: Sequence[Mapping[str, float]], weights: Sequence[int]) -> dict[str, float]:

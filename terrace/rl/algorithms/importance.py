@@ -9,7 +9,7 @@ Shape legend: N tokens, R responses.
 import torch
 
 from terrace.base.errors import ConfigError
-from terrace.rl.ragged import Ragged, check_rows
+from terrace.rl.values.ragged import Ragged, check_rows
 
 
 @torch.no_grad()

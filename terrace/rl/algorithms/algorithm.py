@@ -1,6 +1,6 @@
 """The numbers of an algorithm, with those of its paper as defaults, and the policy's loss that they give.
 
-The rest of an algorithm is its controller (`terrace.rl.controllers`).
+The rest of an algorithm is its controller (`terrace.rl.controllers.controllers`).
 """
 
 import math
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import load
-from terrace.rl.aggregation import Aggregation, Form
-from terrace.rl.batches import WEIGHTS, TokenLoss
-from terrace.rl.kl import Estimator
-from terrace.rl.losses import (
+from terrace.rl.algorithms.aggregation import Aggregation, Form
+from terrace.rl.algorithms.batches import WEIGHTS, TokenLoss
+from terrace.rl.algorithms.kl import Estimator
+from terrace.rl.algorithms.losses import (
     cispo,
     clipped_surrogate,
     entropy_loss,
@@ -25,8 +25,8 @@ from terrace.rl.losses import (
     response_log_ratios,
     rloo,
 )
-from terrace.rl.metrics import rollout_sums
-from terrace.rl.ragged import Ragged
+from terrace.rl.algorithms.metrics import rollout_sums
+from terrace.rl.values.ragged import Ragged
 
 Name = Literal[
     "ppo",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from terrace.base.errors import DataError
 from terrace.base.words import counted
-from terrace.rl.ragged import Ragged, joined
+from terrace.rl.values.ragged import Ragged, joined
 
 Column = Tensor | Ragged | tuple[object, ...]
 
@@ -170,3 +170,9 @@ def _joined(name: str, columns: Sequence[Column]) -> Column:
     if ragged:
         return joined(ragged)
     return tuple(each for column in columns if isinstance(column, tuple) for each in column)
+
+
+def columns_read(rows: Rows, columns: Sequence[str]) -> Rows:
+    """`rows` with those of `columns` that they have; all of them if that is none: such a call reads all."""
+    kept = {name: column for name, column in rows.columns.items() if name in columns}
+    return Rows(kept) if kept and len(kept) < len(rows.columns) else rows

@@ -12,7 +12,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.words import counted
 from terrace.data.tokenizer import Tokenizer
-from terrace.rl.prompts import Prompt
+from terrace.rl.values.prompts import Prompt
 
 _KEPT_ORDERS = 2  # a step may lie across two passes
 

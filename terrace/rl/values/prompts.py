@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from terrace.base.errors import TerraceError
 from terrace.launch.world import World, is_communication_error
-from terrace.rl.host import Host, Task
-from terrace.rl.memory import SharedMemory
+from terrace.rl.calls.host import Host, Task
+from terrace.rl.values.memory import SharedMemory
 
 PROTOCOL = 5  # of pickle
 
