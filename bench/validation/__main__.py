@@ -57,8 +57,9 @@ def tables() -> list[Table]:
 def page(every: Sequence[Table]) -> str:
     """Return the text of `docs/validation.md`, of the tables `every`."""
     heads = ("source", "rows", "mean error", "largest", "bias", "limits")
+    bands_section = nearest.section(nearest.nearest_rows(every))
     return _HEAD + "\n".join(
-        [markdown_table(heads, [table.summary() for table in every]), *(t.markdown() for t in every)]
+        [markdown_table(heads, [table.summary() for table in every]), bands_section, *(t.markdown() for t in every)]
     )
 
 
@@ -69,7 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     every = tables()
     PAGE.write_text(page(every), encoding="utf-8")
-    NEAREST.write_text(nearest.nearest_text(every), encoding="utf-8")
+    NEAREST.write_text(bands.csv_text(nearest.nearest_rows(every)), encoding="utf-8")
     missed = False
     for table in every:
         print(": ".join((table.summary()[0], ", ".join(table.summary()[1:]))))

@@ -10,8 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.validation.rows import Row, Table
-from terrace.simulate.bands import CPU, STEP, Validated, csv_text, generation_of
+from bench.validation.rows import Row, Table, markdown_table
+from terrace.simulate.bands import (
+    CPU,
+    FEWEST,
+    MOST_TIE,
+    OF_FAR,
+    OF_NEAR,
+    STEP,
+    TIE,
+    Validated,
+    axes_words,
+    generation_of,
+    quantile,
+    relative_errors,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/benchmarks/slow-predictions.md", "docs/probing.md")
@@ -19,6 +32,25 @@ _RANKS = 8  # of every row of `PAGES`
 _FORMS = "Korthikanti, recomputation in a layer"
 
 Cells = Mapping[str, str]
+
+_TEXT = """## Bands of predicted figures
+
+Commands show a predicted step with a band, `1.23 s +-8 %`. It is taken from the rows of this page that are of whole
+steps, with those of [predictions on a slow link](benchmarks/slow-predictions.md) and on [probed
+machines](probing.md#errors-of-predictions): of rows with the same generation of device, the same axes and at most four
+times more or fewer devices, 80 % miss by less. A row misses by the larger of both figures over the smaller, less one.
+With fewer than five rows so near, the band is that of 95 % of the generation's rows; with fewer than five of these,
+that of the generation that is missed most ([planning.md](planning.md#how-sure-a-prediction-is)).
+
+Published steps are priced with the software of their time, so on GPUs a band is the model's, and not that of this
+project's runs, of which no row is yet. Memory has no band: nobody published it beside these steps.
+"""
+
+_TIES = """Plans of one search share most of their errors. Their relative error is taken from {pairs} pairs of rows of
+one machine, model and sequence, with at most twice as many devices, and of the five forms of a layer below: 80 % of
+them are off each other by less than {tie:.1%}. Plans whose predicted steps are closer tie. Few pairs are plans on
+equally many devices, so this is a guess from the nearest that was published.
+"""
 
 
 class _Setting(NamedTuple):
@@ -45,7 +77,7 @@ def _mixture(cells: Cells) -> _Setting:
 
 def _co2(cells: Cells) -> _Setting:
     # A growth is the rate on 128 devices, counted in that on 16.
-    return _Setting("A100", 128, ("outer",), cells["setting"])
+    return _Setting("A100", 128, ("outer",), f"{cells['setting']}, {cells['figure']}")
 
 
 # Tables of whole steps. A table that is not here is of parts of a step, of bandwidths, or of another machine's gains.
@@ -58,11 +90,32 @@ STEPS: Mapping[str, Callable[[Cells], _Setting]] = {
 }
 
 
-def nearest_text(tables: Sequence[Table]) -> str:
-    """The text of `terrace/simulate/validated.csv`, from the tables of the page and from `PAGES`."""
+def nearest_rows(tables: Sequence[Table]) -> list[Validated]:
+    """The rows of `terrace/simulate/validated.csv`, from the tables of the page and from `PAGES`."""
     by_title = {table.title: table for table in tables}
     rows = [row for title, setting in STEPS.items() for row in _steps(by_title[title], setting)]
-    return csv_text([*rows, *_forms(by_title[_FORMS]), *_probed()])
+    return [*rows, *_forms(by_title[_FORMS]), *_probed()]
+
+
+def section(rows: Sequence[Validated]) -> str:
+    """The section of the page on the bands that these rows give."""
+    kinds: dict[tuple[str, frozenset[str]], list[Validated]] = defaultdict(list)
+    misses: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.kind == STEP:
+            kinds[row.generation, row.axes].append(row)
+            misses[row.generation].append(row.miss)
+    lines = []
+    for (generation, axes), alike in kinds.items():
+        widths = sorted({row.devices for row in alike})
+        span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
+        near = f"{quantile([row.miss for row in alike], OF_NEAR):.1%}" if len(alike) >= FEWEST else "too few rows"
+        far = f"{quantile(misses[generation], OF_FAR):.1%}"
+        lines.append((generation, axes_words(axes), span, str(len(alike)), near, far))
+    pairs = relative_errors(rows)
+    tie = min(MOST_TIE, quantile(pairs, TIE))
+    heads = ("generation", "axes", "devices", "rows", "band of all these rows", "band where none is near")
+    return f"{_TEXT}\n{markdown_table(heads, lines)}\n{_TIES.format(pairs=len(pairs), tie=tie)}"
 
 
 def _steps(table: Table, setting: Callable[[Cells], _Setting]) -> Iterator[Validated]:

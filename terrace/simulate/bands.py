@@ -171,17 +171,21 @@ def axes_words(axes: Iterable[str]) -> str:
 @cache
 def tie_share() -> float:
     """By which part the predicted steps of two plans of one search may differ and still tie."""
+    return min(MOST_TIE, quantile(relative_errors(validated()), TIE))
+
+
+def relative_errors(rows: Iterable[Validated]) -> list[float]:
+    """The relative error of each pair of rows of one task with about as many devices."""
     by_task: dict[str, list[Validated]] = {}
-    for row in validated():
+    for row in rows:
         if row.generation != CPU:  # whose rows differ by the load of a machine at the time, too
             by_task.setdefault(row.task, []).append(row)
-    found = [
+    return [
         math.expm1(abs(math.log1p(one.error) - math.log1p(other.error)))
-        for rows in by_task.values()
-        for one, other in combinations(rows, 2)
+        for alike in by_task.values()
+        for one, other in combinations(alike, 2)
         if max(one.devices, other.devices) <= PAIR * min(one.devices, other.devices)
     ]
-    return min(MOST_TIE, quantile(found, TIE))
 
 
 def quantile(misses: Sequence[float], share: float) -> float:

@@ -15,7 +15,7 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import ring_s
 from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import num_params
-from terrace.simulate.bands import CPU, validated
+from terrace.simulate.bands import CPU, csv_text, validated
 from terrace.simulate.work import Work
 from tests.support.one_bus import on_one_bus_s
 
@@ -66,7 +66,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_the_rows_that_bands_are_taken_from_are_those_of_the_page() -> None:
     """`python -m bench.validation` writes them, too."""
-    assert NEAREST.read_text(encoding="utf-8") == nearest.nearest_text(list(_tables().values()))
+    assert NEAREST.read_text(encoding="utf-8") == csv_text(nearest.nearest_rows(list(_tables().values())))
     assert NEAREST.stat().st_size < 30_000
 
 
