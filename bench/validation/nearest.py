@@ -80,7 +80,7 @@ def _co2(cells: Cells) -> _Setting:
     return _Setting("A100", 128, ("outer",), f"{cells['setting']}, {cells['figure']}")
 
 
-# Tables of whole steps. A table that is not here is of parts of a step, of bandwidths, or of another machine's gains.
+# Tables of whole steps.
 STEPS: Mapping[str, Callable[[Cells], _Setting]] = {
     "Megatron-LM, Table 1": _megatron,
     "MosaicML, MPT with FSDP on A100": _mosaicml,
@@ -88,6 +88,16 @@ STEPS: Mapping[str, Callable[[Cells], _Setting]] = {
     "Megatron, mixtures of experts": _mixture,
     "CO2, local steps over TCP": _co2,
 }
+# Tables of parts of a step, of bandwidths, of gains: they have no part in bands of steps.
+PARTS = (
+    "Zero bubble, passes of a stage",
+    _FORMS,
+    "AxoNN, nested groups on Perlmutter",
+    "AxoNN, nested groups on Frontier",
+    "Zeppelin, gain of balancing by cost",
+    "FSMoE, parts of a layer",
+    "FSMoE, gains over PipeMoE",
+)
 
 
 def nearest_rows(tables: Sequence[Table]) -> list[Validated]:

@@ -149,15 +149,22 @@ def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
         words = f"{percent(OF_NEAR)} of {len(near)} validated steps like it miss by less ({generation}, "
         return Band(share=quantile([row.miss for row in near], OF_NEAR), words=f"{words}{axes_words(axes)}, {span})")
     here = f"{generation or 'this device'}, {axes_words(axes)}, {counted(devices, 'device')}"
-    words = f"no validated step is near ({here})"
-    if len(alike) >= FEWEST:
-        share = quantile([row.miss for row in alike], OF_FAR)
-        return Band(share=share, words=f"{words}; {percent(OF_FAR)} of all {len(alike)} on {generation} miss by less")
+    if len(alike) < FEWEST:
+        return widest_band(here)
+    share = quantile([row.miss for row in alike], OF_FAR)
+    words = f"no validated step is near ({here}); {percent(OF_FAR)} of all {len(alike)} on {generation} miss by less"
+    return Band(share=share, words=words)
+
+
+def widest_band(what: str) -> Band:
+    """The band of `what`, of which too little was validated: that of the generation that is missed most."""
     misses: dict[str, list[float]] = {}
-    for row in steps:
-        misses.setdefault(row.generation, []).append(row.miss)
+    for row in validated():
+        if row.kind == STEP:
+            misses.setdefault(row.generation, []).append(row.miss)
     share = max(quantile(each, OF_FAR) for each in misses.values())
-    return Band(share=share, words=f"{words}: band taken from all {len(steps)} rows, of the devices missed most")
+    taken = f"band taken from all {sum(map(len, misses.values()))} rows, of the devices missed most"
+    return Band(share=share, words=f"no validated step is near ({what}): {taken}")
 
 
 def axes_words(axes: Iterable[str]) -> str:

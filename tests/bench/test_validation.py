@@ -15,7 +15,8 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import ring_s
 from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import num_params
-from terrace.simulate.bands import CPU, csv_text, validated
+from terrace.plan.presets import preset
+from terrace.simulate.bands import CPU, band_of, csv_text, tie_share, validated
 from terrace.simulate.work import Work
 from tests.support.one_bus import on_one_bus_s
 
@@ -68,6 +69,21 @@ def test_the_rows_that_bands_are_taken_from_are_those_of_the_page() -> None:
     """`python -m bench.validation` writes them, too."""
     assert NEAREST.read_text(encoding="utf-8") == csv_text(nearest.nearest_rows(list(_tables().values())))
     assert NEAREST.stat().st_size < 30_000
+
+
+def test_every_table_is_of_whole_steps_or_is_said_to_be_of_parts() -> None:
+    """So that no published step is left out of the bands unseen."""
+    assert sorted([*nearest.STEPS, *nearest.PARTS]) == sorted(TITLES)
+
+
+def test_the_page_has_the_bands_that_commands_show() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    cluster = load_cluster("dgx-h100").resized(1)
+    one = replace(cluster, tiers=tuple(replace(tier, size=1) for tier in cluster.tiers))
+    band = band_of(one, preset("ddp", one))
+    assert "no validated step is near" in band.words
+    assert re.search(rf"^\| Hopper \| data axis \| .* \| {100 * band.share:.1f}% \|$", text, re.M)
+    assert f"off each other by less than {tie_share():.1%}." in " ".join(text.split())
 
 
 def test_a_rate_that_is_too_low_is_a_step_that_is_too_long() -> None:
