@@ -22,6 +22,7 @@ ENVIRONMENT = (
     "terrace/launch/flight.py",
     "terrace/launch/fork_server.py",
     "terrace/launch/start.py",
+    "terrace/launch/device.py",
     "terrace/probe/environment.py",
     "terrace/rehearse/launch.py",
 )

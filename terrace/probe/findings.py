@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from terrace.base.errors import ConfigError
 from terrace.base.words import counted
+from terrace.launch.launchers import place
 from terrace.probe.machine import NEEDED, PACKAGES, Machine
 
 Level = Literal["fine", "absent", "note", "blocks"]
@@ -126,26 +128,15 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _launcher(machine: Machine) -> Iterator[Finding]:
-    # Under srun and mpirun a size of 1 is an ordinary shell inside an allocation, not a launched job.
-    known = {
-        "torchrun": ("RANK", "WORLD_SIZE"),
-        "srun": ("SLURM_PROCID", "SLURM_NTASKS"),
-        "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    }
-    for launcher, (rank, size) in known.items():
-        given = machine.variables
-        if rank not in given or size not in given or (launcher != "torchrun" and given[size] == "1"):
-            continue
-        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not given.get(name)]
-        words = f"{launcher}: this is rank {given[rank]} of {given[size]}"
-        if absent:
-            fix = f"set {' and '.join(absent)} to where rank 0 is, or unset {size}"
-            yield Finding(
-                level="blocks", about="launcher", words=f"{words}, but the rendezvous address is missing", fix=fix
-            )
-        else:
-            meeting = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
-            yield Finding(level="fine", about="launcher", words=f"{words}, which meet at {meeting}")
+    try:
+        own = place(machine.variables)
+    except ConfigError as error:
+        words, _, fix = str(error).rpartition("; ")
+        yield Finding(level="blocks", about="launcher", words=words, fix=fix)
+        return
+    if own is not None:
+        words = f"{own.launcher}: this is rank {own.rank} of {own.world_size}, which meet at {own.address}:{own.port}"
+        yield Finding(level="fine", about="launcher", words=words)
         return
     yield Finding(level="fine", about="launcher", words="none: ranks are processes of this machine")
 

@@ -70,7 +70,7 @@ def _of(found: list[Finding], about: str) -> Finding:
         ({"open_files": 256}, "open files", "note", "256", "ulimit -n"),
         ({"fabrics": ("mlx5_0",), "locked_bytes": 65536}, "locked memory", "note", "mlx5_0", "ulimit -l"),
         ({"interfaces": ("lo",)}, "network", "note", "only the loopback", ""),
-        ({"variables": {"RANK": "0", "WORLD_SIZE": "2"}}, "launcher", "blocks", "rank 0 of 2", "MASTER_ADDR"),
+        ({"variables": {"RANK": "0", "WORLD_SIZE": "2"}}, "launcher", "blocks", "WORLD_SIZE=2", "MASTER_ADDR"),
         ({"variables": {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}}, "launcher", "fine", "none", ""),
     ],
 )
