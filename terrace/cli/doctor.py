@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError, TerraceError
+from terrace.base.extras import install
 from terrace.base.words import counted
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
 from terrace.cli.terminal import Terminal
@@ -128,7 +129,7 @@ def _links(
     # None on all ranks of a launcher but the first; blocking findings are appended to `found`.
     if not _has_torch(machine):
         words = "measuring needs torch, which is not there or does not work"
-        found.append(Finding(level="blocks", about="links", words=words, fix="pip install 'terrace[train]'"))
+        found.append(Finding(level="blocks", about="links", words=words, fix=install("torch")))
         return []
     # Imported here: probing needs torch, and the doctor must work without it.
     from terrace.cli import probing

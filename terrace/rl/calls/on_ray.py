@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import ConfigError, HangError
+from terrace.base.extras import needs
 from terrace.base.words import counted
 from terrace.launch.process_pool import one_error
 from terrace.launch.rendezvous import host_store, open_store
@@ -38,7 +39,7 @@ try:
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise ConfigError(f"RayRuntime needs the package {error.name!r}: pip install 'terrace[ray]'") from error
+    raise ConfigError(f"RayRuntime {needs(str(error.name))}") from error
 
 _ray: Any = ray  # whose functions are not all typed
 _REACH_S = 5.0  # for the head of a cluster to accept a connection

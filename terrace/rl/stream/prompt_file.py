@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, DataError
+from terrace.base.extras import needs
 from terrace.base.words import counted
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.values.prompts import Prompt
@@ -78,7 +79,7 @@ def _lines(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         try:
             table = import_module("pyarrow.parquet").read_table(file)
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{file} needs the package pyarrow: pip install 'terrace[data]'") from error
+            raise ConfigError(f"{file} {needs('pyarrow')}") from error
         except Exception as error:  # whatever the package raises for a damaged file
             raise DataError(f"cannot read {file}: {' '.join(str(error).split())}") from error
         yield from enumerate(table.to_pylist(), start=1)
