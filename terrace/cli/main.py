@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
-from terrace.base.extras import EXTRAS, needs
 from terrace.base.sealed import ChangedFile
 from terrace.cli.aliases import translated
 from terrace.cli.output import Terminated, drop_stdout, printable_output
@@ -90,6 +89,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         # Scripts can tell a failed run from bad input, which would fail again.
         return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
     except ModuleNotFoundError as error:
+        from terrace.base.extras import EXTRAS, needs  # here alone: most commands end well
+
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
