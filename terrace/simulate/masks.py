@@ -45,8 +45,7 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
         return sequence, work.causal
     kernel = work.kernel_on(backend)
     if kernel in ("varlen", "flex") and not work.is_spread:
-        seen = window - window * (window - 1) // (2 * sequence)
-        return min(sequence, 2 * seen + FLEX_BLOCK), True
+        return min(sequence, 2 * causal_pairs(sequence, window) // sequence + FLEX_BLOCK), True
     length = piece_tokens(window, sequence)
     # Under a mask the kernel computes the whole square and cannot skip the causal half.
     if backend != "cpu" or kernel == "sdpa" or length == sequence:
