@@ -89,7 +89,7 @@ def model_state_bytes(
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
     total["buffers"] += _peak_directions(flats, stage.held) * compute
     tied = chain(*(flats[index] for index, _ in stage.ties))  # one flat buffer after the other
-    total["buffers"] += max((tie_bytes([flat], plan.master) for flat in tied), default=0)
+    total["buffers"] += max((tie_bytes([flat], plan.sums) for flat in tied), default=0)
     return {category: total[category] for category in CATEGORIES}
 
 

@@ -128,6 +128,7 @@ class Engine:
             initial=initial,
             device=self.device,
             meter=self.comm.meter,
+            seed=seed,
         )
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()
