@@ -49,7 +49,7 @@ class Plan:
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
-    # Dtype of the parameters that the optimizer updates; in bf16 updates are rounded stochastically (terrace.runtime.noise)
+    # Dtype of the parameters that the optimizer updates; bf16 is rounded stochastically (terrace.runtime.noise)
     master: Literal["bf16", "fp32", "fp64"] = "fp32"
     optimizer_states: Literal["bf16", "int8"] | None = None  # how moments are stored; None: as `sums`
     micro_batch: int = 1  # sequences per rank and micro-batch

@@ -10,8 +10,9 @@ they are the middles of equal parts of [0.1, 1], 2^i parts where states have sig
 Both grids end in exactly 1 on either side, where the paper's has -0.993. So the largest magnitude is kept, and decoded
 values have the same codes and scale again: a state that is decoded for a checkpoint and coded again has the same bits.
 
-Unsigned states are second moments, which divide. Zero is stored for zero alone, a smaller value than the smallest point
-is rounded up to it: a moment that vanished would turn a small first moment into a step of any size.
+Unsigned states are second moments, which divide. Zero is stored for what fp32 cannot tell from zero beside the largest
+of the block, and a value below the smallest point is rounded up to it: a moment that vanished would turn a small first
+moment into a step of any size.
 """
 
 from functools import lru_cache
@@ -61,7 +62,7 @@ def encode(values: Tensor, lead: int, signed: bool, codes: Tensor, scales: Tenso
     scratch memory afterwards; elements outside of the range must be zero.
     """
     found = grid(signed, values.device)
-    blocks = values.view(-1, STATE_BLOCK)
+    blocks = values.view(len(scales), STATE_BLOCK)
     largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
     tiny = torch.finfo(torch.float32).tiny
     # Below it quotients and products would not be exact enough to find the same point again: such a block is zero.
@@ -80,7 +81,7 @@ def encode(values: Tensor, lead: int, signed: bool, codes: Tensor, scales: Tenso
 
 
 def decode(codes: Tensor, scales: Tensor, lead: int, signed: bool, out: Tensor) -> None:
-    """Write the elements of `codes` into `out` (n), fp32, a multiple of a block, from `lead` on; the others are zero."""
+    """Write the elements of `codes` into `out` (n), fp32, from `lead` on; the others are zero. n is as for `encode`."""
     points = grid(signed, out.device).points
     out[:lead].zero_()
     out[lead + codes.numel() :].zero_()
@@ -90,4 +91,4 @@ def decode(codes: Tensor, scales: Tensor, lead: int, signed: bool, out: Tensor) 
         torch.mul(points[numbers.abs()], numbers.sign(), out=part)
     else:
         part.copy_(points[codes.to(torch.int32)])
-    out.view(-1, STATE_BLOCK).mul_(scales[:, None])
+    out.view(len(scales), STATE_BLOCK).mul_(scales[:, None])

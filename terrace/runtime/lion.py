@@ -59,12 +59,13 @@ class ShardedLion:
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
         for part in chunks(self.states, self.master.numel(), self._start, self.master.device):
             values = [state.read(part) for state in self.states]
-            self._step(*values, self._gradient[part], self._num_decayed - part.start, lr)
+            self._step(values, self._gradient[part], self._num_decayed - part.start, lr)
             for state, each in zip(self.states, values, strict=True):
                 state.write(part, each, self.num_steps + 1)
         self.num_steps += 1
 
-    def _step(self, master: Tensor, momentum: Tensor, gradient: Tensor, num_decayed: int, lr: float) -> None:
+    def _step(self, values: list[Tensor], gradient: Tensor, num_decayed: int, lr: float) -> None:
+        master, momentum = values
         config, step = self._config, _CHUNK_NUMEL.get(master.device.type, _LARGE_CHUNK_NUMEL)
         if config.weight_decay and num_decayed > 0:
             master[:num_decayed].mul_(1 - lr * config.weight_decay)

@@ -1,9 +1,9 @@
 """Random bits for stochastic rounding to bf16, the same under every plan.
 
-A value x between two neighbours a < b of its dtype becomes b with probability (x - a) / (b - a), so that its expectation
-is x: a parameter in bf16 follows updates far smaller than its own rounding step, where rounding to the nearest would
-drop each of them (Gupta et al., arXiv 1502.02551; of Transformers Zamirai et al., arXiv 2010.06192). fp32 to bf16 drops
-16 bits, so 16 random bits are added below the bits that stay, and the sum is cut off.
+A value x between two neighbours a < b of its dtype becomes b with probability (x - a) / (b - a), so that its
+expectation is x: a parameter in bf16 follows updates far smaller than its own rounding step, where rounding to the
+nearest would drop each of them (Gupta et al., arXiv 1502.02551; of bf16 Zamirai et al., arXiv 2010.06192). fp32 to bf16
+drops 16 bits, so 16 random bits are added below the bits that stay, and the sum is cut off.
 
 The bits are a counter's hash: of the seed, the parameter's name, the state, the number of the step, and the element's
 place in the whole parameter. So they depend neither on the ranks nor on the order of work, and a resumed run draws the

@@ -152,6 +152,8 @@ class Blocks:
     def _place(self, part: slice) -> tuple[slice, int, int]:
         """Blocks of a part, elements of the first before it, and elements of all."""
         first, last = self._lead + part.start, self._lead + part.stop
+        if first == last:  # a rank may have no element of a state
+            return slice(0, 0), 0, 0
         begin, end = first // STATE_BLOCK, -(-last // STATE_BLOCK)
         return slice(begin, end), first - begin * STATE_BLOCK, (end - begin) * STATE_BLOCK
 

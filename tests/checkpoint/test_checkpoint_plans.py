@@ -39,7 +39,9 @@ def check_stored(checkpoint: Checkpoint, blocks: Blocks, truth: Truth) -> None:
     num_bytes = sum(
         tensor.nbytes for name in checkpoint.files for tensor in load_file(checkpoint.folder / name).values()
     )
-    assert num_bytes == checkpoint_bytes(blocks, OptimizerConfig(), Plan(params="device", grads="device", optimizer="device"))
+    assert num_bytes == checkpoint_bytes(
+        blocks, OptimizerConfig(), Plan(params="device", grads="device", optimizer="device")
+    )
     for block in blocks:
         found = checkpoint.read(block.name)
         wanted = truth.values[block.name]

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -60,10 +61,10 @@ def coded(values: Values, signed: bool) -> Values:
     scale = np.abs(x).max() if len(x) else np.float32(0)
     if scale < np.finfo(np.float32).tiny:
         return np.zeros(len(x))
-    grid, relative = points(signed), np.abs(x).astype(np.float64) / scale
+    grid, relative = points(signed), (np.abs(x) / scale).astype(np.float64)
     place = np.abs(relative[:, None] - grid[None]).argmin(1)
     if not signed:
-        place = np.where((place == 0) & (x > 0), 1, place)
+        place = np.where((place == 0) & (relative > 0), 1, place)
     return np.asarray(np.sign(x) * (grid[place].astype(np.float32) * scale), dtype=np.float64)
 
 
@@ -72,7 +73,7 @@ def coded_buffer(values: Values, signed: bool, num_slices: int, start: int, tota
     stop, size = start + len(values), -(-total // num_slices)
     edges = {start, stop, *range(0, total, BLOCK), *range(0, total, size)}
     inside = sorted(edge - start for edge in edges if start <= edge <= stop)
-    parts = [coded(values[first:last], signed) for first, last in zip(inside, inside[1:], strict=False)]
+    parts = [coded(values[first:last], signed) for first, last in pairwise(inside)]
     return np.concatenate(parts)
 
 
@@ -103,7 +104,7 @@ class Stored:
             flat = torch.cat([value.flatten() for value in self.of(kind)]).numpy()
             found = torch.from_numpy(coded_buffer(flat, signed, self.num_slices, self.start, self.total))
             sizes = [value.numel() for value in self.of(kind)]
-            for value, part in zip(self.of(kind), found.split(sizes), strict=True):
+            for value, part in zip(self.of(kind), torch.split(found, sizes), strict=True):
                 value.copy_(part.view(value.shape))
 
 
