@@ -19,7 +19,7 @@ from terrace.report.tables import seconds
 from terrace.train.config import section
 
 DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
-_DTYPES = ("compute", "messages", "master")
+_DTYPES = ("compute", "messages", "master", "optimizer_states")
 
 
 class OwnPlan(NamedTuple):
