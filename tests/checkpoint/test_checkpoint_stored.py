@@ -12,6 +12,7 @@ from terrace.checkpoint.layout import checkpoint_bytes
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
+from terrace.plan.outer import Outer
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.peer_copies import part_bytes
 from tests.support.checkpoints import ADAMW, contents, differing, make, train
@@ -71,6 +72,17 @@ def test_a_resume_under_the_same_plan_has_the_same_bits(
     num_bytes = sum(value.nbytes for _, value in tensors)
     assert num_bytes == checkpoint_bytes(engine.state.specs, optimizer, engine.program.plan)
     assert num_bytes == sum(size for *_, size in found)
+
+
+def test_islands_go_on_from_narrow_states(pool: LocalPool, tmp_path: Path) -> None:
+    """Their anchor is in fp32, whatever each island's parameters are in."""
+    outer = Outer(tier="node", every=2, delay=1)
+    stored = STORED["all narrow"] | {"params": "device", "grads": "device", "optimizer": "package", "outer": outer}
+    for losses, again, said, unequal, at_end, _ in pool.run(4, continue_here, tmp_path, "zero1", stored, ADAMW):
+        assert (losses, said, unequal, at_end) == (again, "", [], [])
+    checkpoint = Checkpoint(tmp_path / "checkpoints" / "step-00000003")
+    (anchor,) = checkpoint.read("block.1", ["master"])["gain"].values()
+    assert anchor.dtype == torch.float32
 
 
 def test_another_plan_reads_the_values_and_says_how_it_stores_them(pool: LocalPool, tmp_path: Path) -> None:
