@@ -1,5 +1,5 @@
-"""Do narrow optimizer states and parameters change what a model learns? AdamW's moments in bf16 and in 8-bit blocks, and
-bf16 parameters without an fp32 master.
+"""Do narrow states change what a model learns? AdamW's moments in bf16 and in 8-bit blocks, and bf16 parameters without
+an fp32 master.
 
 One rank trains a decoder of 1.3 M parameters on the source text of the Python standard library, with the same batches,
 initial values and learning rates for all, with several seeds:
@@ -128,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sizes = (options.steps, options.sequence, options.batch, options.hidden, options.layers)
             job = Job(variant, seed, *sizes, options.lr, text)
             found[variant, seed] = held.result(job, (plan_of(job), decoder(job.hidden, job.layers)), partial(run, job))
-    rows = [[str(seed), name, f"{one.loss:.4f}", f"{one.num_bytes / 1e6:.2f} MB"] for (name, seed), one in found.items()]
+    rows = [
+        [str(seed), name, f"{one.loss:.4f}", f"{one.num_bytes / 1e6:.2f} MB"] for (name, seed), one in found.items()
+    ]
     print_table(["seed", "run", "loss", "optimizer state"], rows)
     return judge(claims_of(found), options)
 

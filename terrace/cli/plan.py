@@ -31,7 +31,7 @@ from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.formats import Allowed, Searched, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
-from terrace.planner.narrow_states import Way, find_stored, parse_ways
+from terrace.planner.narrow_states import find_stored, parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
@@ -152,8 +152,8 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 
 
 class Answers(NamedTuple):
-    """What is asked beyond the best plan: a number of tokens and a price, how a plan of the user's compares, and how states
-    may be stored.
+    """What is asked beyond the best plan: tokens and a price; and words about a plan of the user's and about narrow
+    states.
     """
 
     tokens: int | None

@@ -1,4 +1,4 @@
-"""Storage of optimizer states and parameters that a user allows, and the search that uses it where the step gets shorter.
+"""Narrow states that a user allows, and the search that stores states so where that makes the step shorter.
 
 A search prices how the states of its task are stored and chooses nothing, since rounding changes what is learned. With
 `--allow optimizer_states=int8` or `--allow master=bf16` it is run for each way that was allowed as well, the widest
@@ -68,7 +68,7 @@ def parse_ways(texts: Iterable[str], task: Task) -> tuple[list[Way], list[str]]:
 
 
 def find_stored(space: Space, allowed: Allowed, ways: Sequence[Way], count: int, limit: int) -> tuple[Searched, float]:
-    """As `find_allowed`, with states stored in one of `ways` where that makes the step shorter; and the step without."""
+    """As `find_allowed`, with states stored in one of `ways` where that makes the step shorter; the step without."""
     found = find_allowed(space, allowed, count, limit)
     plain_s = _step_s(found)
     for way in ways:

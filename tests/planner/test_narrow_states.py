@@ -74,7 +74,7 @@ def test_an_update_of_narrow_states_is_priced_by_what_rounding_reads_and_writes(
     device = task.cluster.device
     plain_s = optimizer_s(device, 1e11) - device.kernels.optimizer_s
     each = [
-        optimizer_s(device, 1e11, Way(*pair).task(task).rounding_bytes) - device.kernels.optimizer_s  # type: ignore[arg-type]
+        optimizer_s(device, 1e11, Way(*pair).task(task).rounding_bytes) - device.kernels.optimizer_s
         for pair in (("fp32", None), ("fp32", "bf16"), ("fp32", "int8"), ("bf16", None), ("bf16", "int8"))
     ]
     # 44 bytes; two moments of 8 - 4 and 8 - 2.03 bytes less, and of each 110 or 175 bytes of rounding and 8 of a copy.
