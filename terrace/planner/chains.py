@@ -40,7 +40,7 @@ class _Offers(NamedTuple):
 
     ends: list[_Ends]
     prices: list[LanePrices]
-    delays: dict[tuple[bool, bool, int, int], list[Delay]]
+    delays: dict[tuple[bool, bool, int, bool], list[Delay]]
 
 
 class _Terms(NamedTuple):
@@ -155,7 +155,7 @@ class Chains:
 
     def _least_delays(self, shape: OpenMesh, recompute: int, span: Span, offers: "_Offers") -> list[Delay]:
         mesh, schedule, chunks = shape.mesh, span.schedule, span.chunks
-        key = traits()[schedule].split, traits()[schedule].folded, chunks, recompute
+        key = traits()[schedule].split, traits()[schedule].folded, chunks, recompute > 0
         found = offers.delays.get(key)
         if found is None:
             at_least = self.delays.at_least

@@ -16,10 +16,14 @@ from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
+from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
+from terrace.planner.operations import Recomputations, recomputations_of
 from terrace.simulate.block_tape import Backend
+from terrace.simulate.masks import has_flash_attention
+from terrace.simulate.work import Work
 
 _MOST = 10**9  # so that divisors are found at once
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
@@ -64,7 +68,8 @@ class Task:
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
     islands: Islands | None = None
-    operations: tuple[str, ...] = ()  # of layers that plans recompute (terrace.plan.recompute); none: whole layers
+    # Operations of layers that plans recompute (terrace.plan.recompute); none: whole layers; None: searched.
+    operations: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -119,14 +124,27 @@ class Task:
         return range(kept[0], kept[-1] + 1) if kept else range(0)
 
     @cached_property
-    def recompute(self) -> tuple[str, ...]:
-        """What a plan that recomputes does recompute, as its entries."""
-        return self.recomputed(residual_patterns(self.blocks))
+    def recomputations(self) -> Recomputations:
+        """What plans may recompute."""
+        flash = has_flash_attention(self.model, self.sequence, self.compute, self.backend)
+        work = Work(model=self.model, sequence=self.sequence, flash=flash, compute=self.compute)
+        blocks = [self.blocks[index] for index in self.inner]
+        # The first of blocks that are named one by one cannot be told by a number.
+        partly = len(residual_patterns(self.blocks)) == 1
+        return recomputations_of(self.cluster.device, work, blocks, self.operations, partly=partly)
 
-    def recomputed(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Entries of a plan for the layers that match `patterns`."""
-        suffix = f": {', '.join(self.operations)}" if self.operations else ""
-        return tuple(pattern + suffix for pattern in patterns)
+    def recomputed(self, value: int, first: int = 0, patterns: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Entries of a plan whose candidate has these `recompute` and `first`.
+
+        `patterns` match its layers, all of the task by default.
+        """
+        again = self.recomputations.values[value]
+        found = list[str]()
+        for parts, which in ((again.parts, f" first {first}" if first else ""), (again.others if first else (), "")):
+            operations = "" if parts == WHOLE else f": {', '.join(parts or ())}"
+            named = residual_patterns(self.blocks) if patterns is None else patterns
+            found += [f"{pattern}{which}{operations}" for pattern in named] if parts else []
+        return tuple(found)
 
     def heads(self, num_rows: int) -> tuple[Heads, ...]:
         """Attention heads of each kind of block on each of `num_rows` tensor rows; none for kinds without any."""
@@ -175,15 +193,14 @@ class Placement(NamedTuple):
 class Candidate(NamedTuple):
     """One point of the search space. Equal costs are resolved by sort order."""
 
-    recompute: (
-        int  # 1: all blocks but look-ups and logits run their forward, or `Task.operations`, again in the backward
-    )
+    recompute: int  # what blocks but look-ups and logits compute again (`Task.recomputations`); 0: nothing
     unit: int
     schedule: str
     chunks: int  # pipeline chunks per stage
     micro_batch: int
     placement: Placement
     mesh: Mesh
+    first: int = 0  # layers that `recompute` names, if it treats the first apart
 
 
 def num_micros(task: Task, candidate: Candidate) -> int:
@@ -210,7 +227,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         messages=task.messages,
         master=task.master,
         micro_batch=candidate.micro_batch,
-        recompute=task.recompute if candidate.recompute else (),
+        recompute=task.recomputed(candidate.recompute, candidate.first),
         unit=candidate.unit,
         schedule=schedule_text(candidate.schedule, candidate.chunks) if candidate.mesh.total("pipeline") > 1 else None,
     )
