@@ -255,6 +255,8 @@ class Chains:
         works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
         num_stages = shape.mesh.total("pipeline")
         counts = self.split.counts(works, num_stages * chunks)
+        if not min(counts):  # a chunk of look-ups or logits alone
+            return 0.0
         # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
         least = min(counts) * estimator.numels.own(shape.mesh)[alike]
         messages = self.message_prices.messages(shape.mesh.state, (least,), placement)

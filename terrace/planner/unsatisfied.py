@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from terrace.plan.dims import cut_sizes
 from terrace.plan.plan import AXES, CONTEXT_AXES
+from terrace.planner.parts import most_stages
 from terrace.planner.pins import EXPERT_PINS, Pins
 from terrace.planner.space import OpenMesh, Space, context_forms, expert_forms, micro_batches, open_meshes
 from terrace.planner.task import Task
@@ -77,13 +78,10 @@ def _broken(task: Task, name: str, value: int) -> str:
         return f"columns = {value}: a token must be whole where its experts are chosen"
     if value > ranks:
         return f"{name} = {value} is more than the {ranks} ranks of {where}"
-    if name == "pipeline" and value > len(task.inner):
-        alone = "; terrace simulate and train also take stages that hold the embedding or the head alone"
-        # Every block of the model may be a stage of its own, but no stage is empty.
-        return (
-            f"pipeline = {value} stages are more than the {len(task.inner)} layers"
-            f"{alone if value <= len(task.blocks) else ''}"
-        )
+    most = most_stages(task)
+    if name == "pipeline" and value > most:
+        ends = ", embedding and head" if most > len(task.inner) else ""
+        return f"pipeline = {value} stages are more than the {len(task.inner)} layers{ends}"
     if name == "expert_rows":
         return f"expert_rows = {value}: ranks that cut an expert are on the innermost tier alone"
     filled = ("expert", "tensor", "context", *CONTEXT_AXES, "columns")

@@ -39,7 +39,8 @@ def test_operations_that_no_search_takes(text: str, axes: str, is_mixture: bool,
 
 def test_operations_of_a_search() -> None:
     assert parse_operations("norms, attention", TASK, ("data", "pipeline")) == ("attention", "norms")
-    assert parse_operations(None, TASK, AXES) is None and parse_operations("layers", TASK, AXES) == ()
+    assert parse_operations(None, TASK, AXES) is None
+    assert parse_operations("layers", TASK, AXES) == ()
     assert parse_operations("attention", MIXED, ("data", "tensor")) == ("attention",)
 
 
