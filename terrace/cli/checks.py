@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted
 from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
+from terrace.cli.remedy import run_remedy, task_of
 from terrace.cluster.cluster import Cluster
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
 from terrace.planner.task import Task
@@ -14,7 +16,7 @@ from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
 from terrace.report.tables import quantity, seconds
-from terrace.simulate.advice import Job, advice, fullest_stage, worst_words
+from terrace.simulate.advice import Job, fullest_stage, worst_words
 from terrace.train.config import RunConfig
 from terrace.train.prediction import resolved_run
 
@@ -36,13 +38,13 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
     words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {counted(ranks, 'rank')} and this model"
     return [
         Finding(level="fine", about="plan", words=words),
-        _memory(known),
+        _memory(known, plan_command),
         *_place(known, machine),
         *_speed(run, plan_command),
     ]
 
 
-def _memory(run: RunConfig) -> Finding:
+def _memory(run: RunConfig, plan_command: str) -> Finding:
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     stage, needed = fullest_stage(job, run.blocks(), run.train.sequence)
     capacity, total = run.cluster.device.memory_bytes, sum(needed.values())
@@ -51,9 +53,12 @@ def _memory(run: RunConfig) -> Finding:
     if total <= capacity:
         worst = worst_words(job, run.blocks(), run.train.sequence)
         return Finding(level="fine", about="memory of a rank", words=f"{words}; {worst}" if worst else words)
-    # The sentence of the advice begins with the figures already shown.
-    tips = advice(run.cluster, run.plan, run.blocks(), run.train.sequence, run.num_micros())
-    return Finding(level="blocks", about="memory of a rank", words=words, fix=tips.sentence.split("; ", 1)[-1])
+    return Finding(
+        level="blocks",
+        about="memory of a rank",
+        words=words,
+        fix=f"{run_remedy(run, _LIMIT)}; to have it written: {plan_command}",
+    )
 
 
 def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
@@ -108,11 +113,20 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
         needed, have, words = _local_bytes(run), memory_bytes, f"{counted(ranks, 'local rank')} need about"
     if needed > have:
         place = "a CUDA device here" if len(device_bytes) >= ranks else "this machine"
+        remedy = _local_remedy(run, have, len(device_bytes) >= ranks)
         raise PlanError(
-            f"{words} {quantity(needed, 'B')}, and {place} has {quantity(have, 'B')}: take a smaller model, batch or "
-            f"cluster, or start it on the machines of a cluster, as {torchrun(run.cluster, 'train ...')} (or srun "
-            "terrace train ...); terrace doctor with the same options says more"
+            f"{words} {quantity(needed, 'B')}, and {place} has {quantity(have, 'B')}: take a plan that needs less "
+            f"({remedy}), a smaller model or batch, or start it on the machines of a cluster, as "
+            f"{torchrun(run.cluster, 'train ...')} (or srun terrace train ...); terrace doctor with the same options "
+            "says more"
         )
+
+
+def _local_remedy(run: RunConfig, have_bytes: int, is_of_one: bool) -> str:
+    rank_bytes = have_bytes if is_of_one else have_bytes // run.cluster.world_size
+    device = replace(run.cluster.device, memory_bytes=rank_bytes)
+    # A start that is refused may take a moment longer, not minutes.
+    return run_remedy(replace(run, cluster=replace(run.cluster, device=device)), _FEW)
 
 
 def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
@@ -153,21 +167,6 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
     if better is None:
         return f"{_slow_words(slow)}, and of the plans that were tried none is a tenth faster"
     return f"{_slow_words(slow)}; {_better_words(task, better)} (terrace doctor with the same options searches further)"
-
-
-def task_of(run: RunConfig, cluster: Cluster) -> Task:
-    """The run as a task of the planner. Raises `PlanError` if the planner does not support it."""
-    plan = run.plan
-    return Task(
-        model=run.model,
-        cluster=cluster,
-        batch=run.rows,
-        sequence=run.train.sequence,
-        compute=plan.compute,
-        messages=plan.messages,
-        master=plan.master,
-        wire=plan.wire,
-    )
 
 
 def _slow_words(slow: Bottleneck) -> str:
