@@ -46,7 +46,7 @@ from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.loops import formats_words, loop_words
 from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
-from terrace.report.training_cost import parse_tokens, throughput_words, training_words
+from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
@@ -185,7 +185,11 @@ def _show(
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))
         print(f"{cycle_words(loop.cycle, None)}\n")
-    cost = throughput_words(whole, shown), training_words(whole, shown, answers.tokens, answers.price)
+    cost = (
+        throughput_words(whole, shown),
+        training_words(whole, shown, answers.tokens, answers.price),
+        energy_words(whole, shown, answers.tokens),
+    )
     print("\n".join(textwrap.fill(each, 80) for each in cost if each))
     _show_figures(whole, plan, shown, console)
     rooms = headrooms(space, searched.evaluator, best, options.limit)
