@@ -10,6 +10,7 @@ from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
 from terrace.cli.remedy import run_remedy, task_of
 from terrace.cluster.cluster import Cluster
+from terrace.launch.launchers import is_launched
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
 from terrace.planner.task import Task
 from terrace.probe.findings import Finding
@@ -63,7 +64,7 @@ def _memory(run: RunConfig, plan_command: str) -> Finding:
 
 def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     # Under a launcher other machines may hold the other ranks: only local runs are checked.
-    ranks, launched = run.cluster.world_size, any(name in machine.variables for name in ("RANK", "SLURM_PROCID"))
+    ranks, launched = run.cluster.world_size, is_launched(machine.variables)
     if launched or len(machine.gpus) >= ranks:
         return
     if run.cluster.device.backend == "cuda":
