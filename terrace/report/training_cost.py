@@ -37,7 +37,7 @@ def training_words(task: Task, cost: Cost, tokens: int | None, price: float | No
 
 
 def energy_words(task: Task, cost: Cost, tokens: int | None) -> str:
-    """Energy of a step, and of training on `tokens`, at the power that devices take at most; "" where that is unknown."""
+    """Energy of a step, and of `tokens`, at the power that a device takes at most; "" where that is unknown."""
     watts = task.cluster.device.power_watts
     if not watts:
         return ""
