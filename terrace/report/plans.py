@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from terrace.base.words import counted
 from terrace.plan.plan import AXES
 from terrace.plan.recompute import WHOLE
 from terrace.planner.figures import hfu, mfu, tokens_per_s
@@ -181,9 +182,9 @@ def again_words(task: Task, candidate: Candidate) -> str:
     """What a candidate recomputes: `layers`, `mlp of 8 layers`, `8 layers, mlp of the others`."""
     again, first = task.recomputations.values[candidate.recompute], candidate.first
     if again.parts == WHOLE:
-        words = f"{first} layers" if first else "layers"
+        words = counted(first, "layer") if first else "layers"
     else:
-        words = ", ".join(again.parts) + (f" of {first} layers" if first else "")
+        words = ", ".join(again.parts) + (f" of {counted(first, 'layer')}" if first else "")
     return f"{words}; {', '.join(again.others)} of the others" if first and again.others else words
 
 
