@@ -8,7 +8,6 @@ from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted
 from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
-from terrace.cli.remedy import run_remedy, task_of
 from terrace.cluster.cluster import Cluster
 from terrace.launch.launchers import is_launched
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
@@ -33,7 +32,7 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
         known = resolved_run(run)
         checked_programs(known)
     except TerraceError as error:
-        return [Finding(level="blocks", about="plan", words=str(error))]
+        return [Finding(level="blocks", about="plan", words=str(error), fix=_remedy(run, _LIMIT, plan_command))]
     ranks = run.cluster.world_size
     # The programs were built and verified: no rule is broken.
     words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {counted(ranks, 'rank')} and this model"
@@ -58,8 +57,20 @@ def _memory(run: RunConfig, plan_command: str) -> Finding:
         level="blocks",
         about="memory of a rank",
         words=words,
-        fix=f"{run_remedy(run, _LIMIT)}; to have it written: {plan_command}",
+        fix=_remedy(run, _LIMIT, plan_command),
     )
+
+
+def _remedy(run: RunConfig, limit: int, plan_command: str = "") -> str:
+    if run.plan.outer is not None:  # a search of islands needs bounds of their loop
+        return "terrace plan --outer searches the plans of islands that fit"
+    # Of all starts only one that is refused searches for more nodes.
+    from terrace.cli.remedy import fitting_words
+
+    try:
+        return fitting_words(task_of(run, run.cluster), limit, plan_command)
+    except TerraceError as error:
+        return f"the planner knows no other plan: {error}"
 
 
 def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
@@ -127,7 +138,7 @@ def _local_remedy(run: RunConfig, have_bytes: int, is_of_one: bool) -> str:
     rank_bytes = have_bytes if is_of_one else have_bytes // run.cluster.world_size
     device = replace(run.cluster.device, memory_bytes=rank_bytes)
     # A start that is refused may take a moment longer, not minutes.
-    return run_remedy(replace(run, cluster=replace(run.cluster, device=device)), _FEW)
+    return _remedy(replace(run, cluster=replace(run.cluster, device=device)), _FEW)
 
 
 def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
@@ -168,6 +179,21 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
     if better is None:
         return f"{_slow_words(slow)}, and of the plans that were tried none is a tenth faster"
     return f"{_slow_words(slow)}; {_better_words(task, better)} (terrace doctor with the same options searches further)"
+
+
+def task_of(run: RunConfig, cluster: Cluster) -> Task:
+    """The run as a task of the planner. Raises `PlanError` if the planner does not support it."""
+    plan = run.plan
+    return Task(
+        model=run.model,
+        cluster=cluster,
+        batch=run.rows,
+        sequence=run.train.sequence,
+        compute=plan.compute,
+        messages=plan.messages,
+        master=plan.master,
+        wire=plan.wire,
+    )
 
 
 def _slow_words(slow: Bottleneck) -> str:

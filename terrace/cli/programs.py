@@ -1,7 +1,6 @@
 """Validated programs of a run: the first step of every command that trains or simulates."""
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.cli.remedy import run_remedy
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
@@ -15,7 +14,6 @@ from terrace.train.prediction import step_of
 
 # Micro-batches times blocks of a step that is listed pass by pass: some seconds of work, and gigabytes.
 _MOST_PASSES = 2_000_000
-_FEW = 40  # plans that are simulated before a start is refused, which must not take minutes
 _newest: list[tuple[Step, list[Program]]] = []
 
 
@@ -68,5 +66,5 @@ def _check_activations(config: RunConfig, program: Program) -> None:
             f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "
             f"model state, and the device has {quantity(device.memory_bytes, 'B')}: take a schedule that keeps fewer "
             "micro-batches ('1f1b' keeps one a stage ahead), recompute layers (recompute = ['layers.*']), or lower "
-            f"micro_batch; {run_remedy(config, _FEW)}"
+            "micro_batch; terrace doctor with the same options names a plan that fits"
         )

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from terrace.base.errors import TerraceError
-from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import AXES
 from terrace.planner.least_nodes import MAX_GROWTH, least_nodes
 from terrace.planner.pins import Pins
@@ -13,37 +11,20 @@ from terrace.planner.space import Space
 from terrace.planner.task import Task
 from terrace.report.plans import plan_words
 from terrace.report.tables import seconds
-from terrace.train.config import RunConfig
 
 
-def run_remedy(run: RunConfig, limit: int) -> str:
-    """The fastest plan of a run's task that fits, in words, or else the fewest nodes; at most `limit` are simulated."""
-    if run.plan.outer is not None:  # a search of islands needs bounds of their loop
-        return "terrace plan --outer searches the plans of islands that fit"
-    try:
-        space = Space(task=task_of(run, run.cluster))
-        best = find(space, 1, limit)[0].best
-        if not best:
-            return nodes_words(space, limit)
-    except TerraceError as error:
-        return f"the planner knows none: {error}"
-    words = plan_words(space.task, best[0].candidate)
-    return f"the fastest plan that fits takes {seconds(best[0].step_s)} a step: {words}"
+def fitting_words(task: Task, limit: int, plan_command: str = "") -> str:
+    """The fastest plan of a task that fits, in words, or else the fewest nodes; at most `limit` plans are simulated.
 
-
-def task_of(run: RunConfig, cluster: Cluster) -> Task:
-    """The run as a task of the planner. Raises `PlanError` if the planner does not support it."""
-    plan = run.plan
-    return Task(
-        model=run.model,
-        cluster=cluster,
-        batch=run.rows,
-        sequence=run.train.sequence,
-        compute=plan.compute,
-        messages=plan.messages,
-        master=plan.master,
-        wire=plan.wire,
-    )
+    `plan_command` writes such a plan.
+    """
+    space = Space(task=task)
+    best = find(space, 1, limit)[0].best
+    if not best:
+        return f"no plan fits here; {nodes_words(space, limit)}"
+    written = f"; to have it written: {plan_command}" if plan_command else ""
+    words = plan_words(task, best[0].candidate)
+    return f"the fastest plan that fits takes {seconds(best[0].step_s)} a step: {words}{written}"
 
 
 def freer_words(space: Space, pinned: Sequence[str], limit: int) -> str:

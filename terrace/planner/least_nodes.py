@@ -17,7 +17,8 @@ from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.needs import recomputations
 from terrace.planner.ranking import Estimate
-from terrace.planner.search import Search, in_units, schedules, units_of
+from terrace.planner.schedule_pins import schedules
+from terrace.planner.search import Search, in_units, units_of
 from terrace.planner.space import OpenMesh, Space, closed, micro_batches, open_meshes, placements
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Placement, Task

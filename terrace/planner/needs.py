@@ -6,13 +6,16 @@ One that fits is of interest if the one before it does not.
 """
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import PartialCandidate
-from terrace.planner.evaluate import Evaluator
 from terrace.planner.space import Space
 from terrace.planner.task import Candidate, Placement
+
+if TYPE_CHECKING:
+    from terrace.planner.evaluate import Evaluator
 
 
 def recomputations(space: Space, mesh: Mesh) -> list[int]:
@@ -28,7 +31,7 @@ def recomputations(space: Space, mesh: Mesh) -> list[int]:
 class Needs:
     """What plans of a space must recompute with this memory."""
 
-    def __init__(self, space: Space, evaluator: Evaluator, capacity_bytes: float) -> None:
+    def __init__(self, space: Space, evaluator: "Evaluator", capacity_bytes: float) -> None:
         self.space, self.evaluator, self.capacity_bytes = space, evaluator, capacity_bytes
         self._known: dict[Candidate, bool] = {}
         self.num_layers = len(space.task.inner)

@@ -12,15 +12,17 @@ The corners are those of one sequence on a rank alone; seconds per byte hardly d
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import OPERATIONS, WHOLE
+from terrace.plan.residency import residual_patterns
+from terrace.planner.again import Again, Recomputations
 from terrace.simulate.activations import activations_of, recomputing
 from terrace.simulate.layers import operation_seconds, seconds_of
-from terrace.simulate.masks import work_in
+from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
@@ -31,68 +33,21 @@ _REFUSED = {"attention": "context", "norms": "tensor"}
 _Parts = tuple[str, ...]
 
 
-class Again(NamedTuple):
-    """What a plan recomputes of its layers.
-
-    `parts` of every layer, as in terrace.plan.recompute; with `others` of the first layers alone, and `others` of those
-    behind them. `Candidate.first` says how many are the first.
-    """
-
-    parts: _Parts
-    others: _Parts | None = None
-
-    @property
-    def least(self) -> _Parts:
-        """What every layer computes again, whatever the number of the first."""
-        return self.parts if self.others is None else self.others
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the first layers differ from the others."""
-        return self.others is not None
-
-
-class Recomputations(NamedTuple):
-    """All values of `Candidate.recompute`, least first, and those of plans without and with tensor ranks."""
-
-    values: tuple[Again, ...]
-    chains: tuple[tuple[int, ...], tuple[int, ...]]
-
-    def chain(self, *, tensor: bool, context: bool, partly: bool) -> list[int]:
-        """The values of plans with ranks on these axes; each recomputes all that those before it do.
-
-        With `partly` also those whose first layers differ from the others.
-        """
-        return [
-            value
-            for value in self.chains[tensor]
-            if (partly or not self.values[value].is_partial)
-            and not (context and "attention" in (*self.values[value].parts, *self.values[value].least))
-        ]
-
-    def all_layers(self, value: int, *, least: bool) -> int:
-        """The value that treats all layers as a partial one treats the others (`least`) or the first."""
-        again = self.values[value]
-        return self.values.index(Again(again.least if least else again.parts)) if again.is_partial else value
-
-
-def recomputations_of(
-    device: Device, work: Work, blocks: Sequence[BlockSpec], asked: _Parts | None, *, partly: bool
-) -> Recomputations:
-    """The values of a search over these blocks between look-ups and logits.
-
-    `work` is that of a rank alone. `asked`: operations in place of whole layers, none of them for whole layers alone;
-    None leaves the choice to the search.
-    """
+def recomputations_of(task: "Task") -> Recomputations:
+    """What plans of a task may recompute: what it asks for, or what its model and device make worth a search."""
     nothing = Again(())
-    if asked is not None:
-        return Recomputations((nothing, Again(asked or WHOLE)), ((0, 1), (0, 1)))
-    costs = _Costs(device, work, blocks)
+    if task.operations is not None:
+        return Recomputations((nothing, Again(task.operations or WHOLE)), ((0, 1), (0, 1)))
+    flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
+    work = Work(model=task.model, sequence=task.sequence, flash=flash, compute=task.compute)
+    blocks = [task.blocks[index] for index in task.inner]
+    # The first of blocks that are named one by one cannot be told by a number.
+    partly = len(residual_patterns(task.blocks)) == 1
+    costs, possible = _Costs(task.cluster.device, work, blocks), _possible(blocks)
     chains = []
-    for free in (_possible(blocks), tuple(name for name in _possible(blocks) if name != "norms")):
-        corners = costs.corners(free)
+    for free in (possible, tuple(name for name in possible if name != "norms")):
         chain = [nothing]
-        for before, corner in pairwise(corners):
+        for before, corner in pairwise(costs.corners(free)):
             chain += [Again(corner, before)] * partly + [Again(corner)]
         chains.append(chain)
     every = {*chains[0], *chains[1]}

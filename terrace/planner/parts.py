@@ -7,7 +7,6 @@ from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 from terrace.model.spec import Computes
-from terrace.plan.dims import declared_hidden_size
 from terrace.plan.kinds import runs_of
 from terrace.planner.stages import share_differing, share_layers
 from terrace.planner.task import Task
@@ -60,22 +59,11 @@ class Split:
         between = set(order[inner.start : inner.stop])
         # The kind of all blocks between, if they are equal.
         self.alike = next(iter(between)) if len(between) == 1 else None
-        self._mixes = any(spec.has_stacks for spec in task.kinds.specs)
+        self.ends = task.ends  # virtual stages that may have look-ups or logits alone
         self.at_end = tuple(spec.at_an_end for spec in task.kinds.specs)
         computes = [spec.computes for spec in task.kinds.specs]
         self._looks_up = [each is Computes.LOOK_UP for each in computes]
         self._has_head = [each in (Computes.LOGITS, Computes.VALUES) for each in computes]
-
-    @cached_property
-    def ends(self) -> int:
-        """How many virtual stages, of both ends, may have no layer.
-
-        None where layers differ. Nor where they are mixtures: the waits of their experts (terrace.planner.delays) are
-        bounded with a layer on every stage.
-        """
-        if self.alike is None or self._mixes or not self.after:
-            return 0
-        return 2 if self.before else 1
 
     def whole(self) -> Part:
         """All blocks on one stage."""
@@ -132,12 +120,6 @@ class Split:
     def _weight(self, runs: Runs) -> tuple[int, bool, bool]:
         looks_up = any(self._looks_up[kind] for kind, _ in runs)
         return self.num_inner(runs), looks_up, any(self._has_head[kind] for kind, _ in runs)
-
-
-def most_stages(task: Task) -> int:
-    """The most stages that a pipeline of the task may have."""
-    # Messages between stages go by the hidden size.
-    return max(1, len(task.inner) + Split(task).ends) if declared_hidden_size(task.kinds.specs) else 1
 
 
 def parts_of(contents: Sequence[Runs], placement: Placement) -> tuple[Part, ...]:

@@ -39,6 +39,7 @@ from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.needs import Needs, recomputations
 from terrace.planner.ranking import Estimate, Window, ranked, window
+from terrace.planner.schedule_pins import schedules
 from terrace.planner.space import (
     Group,
     OpenMesh,
@@ -53,7 +54,7 @@ from terrace.planner.space import (
     units,
 )
 from terrace.planner.spans import Span
-from terrace.planner.stages import ONLY_PINNED, SERIAL, has_halves, traits
+from terrace.planner.stages import has_halves
 from terrace.planner.task import Candidate, Placement
 from terrace.program.schedules.registry import takes_unit
 
@@ -361,17 +362,6 @@ def units_of(space: Space, core: PartialCandidate, placement: Placement) -> tupl
     """Units of a core with a placement."""
     pipelined = core.shape.mesh.total("pipeline") > 1
     return (core.unit,) if core.unit else units(space, core.num_micros, placement, pipelined)
-
-
-def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
-    """(name, chunks) of the schedules for a number of stages."""
-    if num_stages == 1:
-        known = [(SERIAL, 1)]
-    else:
-        searched = [name for name in traits() if name not in ONLY_PINNED or space.pins.schedule == name]
-        known = [(name, chunks) for name in searched for chunks in traits()[name].chunks]
-    pins = space.pins
-    return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]
 
 
 def attempt(evaluator: Evaluator, candidate: Candidate, within_s: float = math.inf) -> Estimate | None:

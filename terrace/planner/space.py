@@ -29,7 +29,6 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import STAGE, Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
-from terrace.planner.parts import most_stages
 from terrace.planner.pins import EXPERT_PINS, MOST, Pins
 from terrace.planner.task import Placement, Task
 
@@ -237,7 +236,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     params = [param for block in task.kinds.specs for param in block.params if param.shape]
     can_cut, mixes = all(param.dims for param in params), any(param.is_stack for param in params)
     attends = any(block.attends for block in task.kinds.specs)
-    most = most_stages(task)
+    most = task.most_stages
     cut_by_rows, cut_by_columns = cut_sizes(task.kinds.specs, "rows"), cut_sizes(task.kinds.specs, "columns")
     most_columns = pins.ranges.get("columns", (1, 1))[1]
     divides = task.experts is not None

@@ -12,6 +12,7 @@ from terrace.model.config import DecoderBlock, ModelConfig, block_specs
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads
+from terrace.plan.dims import declared_hidden_size
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
@@ -20,10 +21,8 @@ from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
-from terrace.planner.operations import Recomputations, recomputations_of
+from terrace.planner.again import Recomputations
 from terrace.simulate.block_tape import Backend
-from terrace.simulate.masks import has_flash_attention
-from terrace.simulate.work import Work
 
 _MOST = 10**9  # so that divisors are found at once
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
@@ -126,12 +125,29 @@ class Task:
     @cached_property
     def recomputations(self) -> Recomputations:
         """What plans may recompute."""
-        flash = has_flash_attention(self.model, self.sequence, self.compute, self.backend)
-        work = Work(model=self.model, sequence=self.sequence, flash=flash, compute=self.compute)
-        blocks = [self.blocks[index] for index in self.inner]
-        # The first of blocks that are named one by one cannot be told by a number.
-        partly = len(residual_patterns(self.blocks)) == 1
-        return recomputations_of(self.cluster.device, work, blocks, self.operations, partly=partly)
+        # Prices stand above tasks in the order of imports.
+        from terrace.planner.operations import recomputations_of
+
+        return recomputations_of(self)
+
+    @cached_property
+    def ends(self) -> int:
+        """How many virtual stages, of both ends, may have no block between look-ups and logits.
+
+        None where these blocks differ. Nor where they are mixtures: the waits of their experts (terrace.planner.delays)
+        are bounded with a layer on every stage.
+        """
+        order, inner = self.kinds.order, self.inner
+        mixes = any(spec.has_stacks for spec in self.kinds.specs)
+        if len(set(order[inner.start : inner.stop])) != 1 or mixes or inner.stop == len(order):
+            return 0
+        return 2 if inner.start else 1
+
+    @cached_property
+    def most_stages(self) -> int:
+        """The most stages that a pipeline may have."""
+        # Messages between stages go by the hidden size.
+        return max(1, len(self.inner) + self.ends) if declared_hidden_size(self.kinds.specs) else 1
 
     def recomputed(self, value: int, first: int = 0, patterns: Iterable[str] | None = None) -> tuple[str, ...]:
         """Entries of a plan whose candidate has these `recompute` and `first`.

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from terrace.plan.dims import cut_sizes
 from terrace.plan.plan import AXES, CONTEXT_AXES
-from terrace.planner.parts import most_stages
 from terrace.planner.pins import EXPERT_PINS, Pins
 from terrace.planner.space import OpenMesh, Space, context_forms, expert_forms, micro_batches, open_meshes
 from terrace.planner.task import Task
@@ -78,7 +77,7 @@ def _broken(task: Task, name: str, value: int) -> str:
         return f"columns = {value}: a token must be whole where its experts are chosen"
     if value > ranks:
         return f"{name} = {value} is more than the {ranks} ranks of {where}"
-    most = most_stages(task)
+    most = task.most_stages
     if name == "pipeline" and value > most:
         ends = ", embedding and head" if most > len(task.inner) else ""
         return f"pipeline = {value} stages are more than the {len(task.inner)} layers{ends}"

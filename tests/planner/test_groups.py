@@ -13,7 +13,8 @@ from terrace.planner.candidate import SLACK
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.needs import recomputations
 from terrace.planner.pins import Pins
-from terrace.planner.search import in_units, schedules, units_of
+from terrace.planner.schedule_pins import schedules
+from terrace.planner.search import in_units, units_of
 from terrace.planner.space import (
     Group,
     OpenMesh,
