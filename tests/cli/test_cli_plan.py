@@ -294,8 +294,8 @@ def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
 
 def test_a_pin_that_leaves_nothing_is_told(here: Planning) -> None:
     tight = ("--nodes", "1", "--cluster.device.memory_bytes", "1.58e9")
-    error = here.refused("plan", *tight, "--pin", "optimizer=device", "--pin", "micro_batch=1")
-    assert "without optimizer=device and micro_batch=1 one fits: " in error
+    error = here.refused("plan", *tight, "--pin", "optimizer=device", "--pin", "data=8")
+    assert "without optimizer=device and data=8 one fits: " in error
     assert here.say("plan", *tight)[0] == 0
 
 
