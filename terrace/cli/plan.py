@@ -87,8 +87,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--recompute",
         metavar="OPERATIONS",
-        help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
-        "joined by commas (default: layers)",
+        help="recompute these operations where memory asks for it: attention, mlp, norms, joined by commas, or layers "
+        "(default: the least of all that fits)",
     )
     parser.add_argument(
         "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
