@@ -48,6 +48,7 @@ from terrace.report.plans import figures_words, headrooms_table, plans_table, sp
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
 from terrace.report.training_cost import parse_tokens, throughput_words, training_words
 from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.hidden import hidden_between_nodes, hidden_words
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
 
@@ -179,6 +180,8 @@ def _show(
     if answers.own is not None:
         print(f"{textwrap.fill(answers.own.words(whole, shown), 80)}\n")
     console.print(plan_table(whole.cluster, plan))
+    if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
+        print(f"{textwrap.fill(rests, 80)}\n")
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
     if loop is not None:
