@@ -15,8 +15,6 @@ from terrace.simulate.recording import COMPUTE, Recording, Span
 from terrace.simulate.stages import record_stages
 from terrace.simulate.step import Prediction
 
-_MUCH = 0.05  # part of a step from which on it rests on what it hides; predictions are off by as much
-
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenMessages:
@@ -44,16 +42,6 @@ def hidden_between_nodes(predicted: Prediction) -> HiddenMessages | None:
         hidden_s=hidden_s,
         step_s=predicted.step_s,
         exposed_s=predicted.step_s + (1.0 - tier_penalty(cluster, wide[-1])) * hidden_s,
-    )
-
-
-def hidden_words(found: HiddenMessages | None) -> str:
-    """Says so where a step rests on what it hides; else empty."""
-    if found is None or found.exposed_s < (1.0 + _MUCH) * found.step_s:
-        return ""
-    return (
-        f"this plan hides {found.hidden_s:.3g} s of messages on tier {found.tier} behind computing: a step that hid "
-        f"none of them would take {found.exposed_s:.3g} s instead of {found.step_s:.3g} s"
     )
 
 

@@ -9,8 +9,9 @@ from terrace.plan.presets import preset
 from terrace.planner.evaluate import step_of
 from terrace.planner.task import Task
 from terrace.program.instruction import PASSES
+from terrace.report.plans import hidden_words
 from terrace.simulate.cost import Costs
-from terrace.simulate.hidden import HiddenMessages, hidden_between_nodes, hidden_words
+from terrace.simulate.hidden import HiddenMessages, hidden_between_nodes
 from terrace.simulate.step import Prediction, predict_step
 from tests.support.planner_cases import gpt, sized, without_penalties
 
@@ -80,6 +81,6 @@ def test_words_only_where_the_step_rests_on_it() -> None:
     much = HiddenMessages(tier="system", hidden_s=0.25, step_s=1.0, exposed_s=1.24)
     assert hidden_words(None) == hidden_words(little) == ""
     assert hidden_words(much) == (
-        "this plan hides 0.25 s of messages on tier system behind computing: a step that hid none of them would take "
-        "1.24 s instead of 1 s"
+        "this plan hides 250.0 ms of messages on tier system behind computing: a step that hid none of them would take "
+        "1.24 s instead of 1.00 s"
     )
