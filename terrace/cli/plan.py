@@ -188,7 +188,7 @@ def _show(
     band = band_of(whole.cluster, plan)
     console.print(plan_table(whole.cluster, plan))
     if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
-        print(f"{textwrap.fill(rests, 80)}\n")
+        print(f"{filled(rests)}\n")
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
     if loop is not None:
