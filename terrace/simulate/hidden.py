@@ -88,11 +88,11 @@ def _inside(recording: Recording, tier: int) -> float:
         if instruction.op not in PASSES:
             continue
         for category, message_class in INSIDE.items():
-            key = (instruction.op, category, program.alike_inside(instruction.block))
-            if key not in known:
-                known[key] = inside_seconds(program, instruction, message_class)
-            total_s = sum(known[key].values())
+            alike = (instruction.op, category, program.alike_inside(instruction.block))
+            if alike not in known:
+                known[alike] = inside_seconds(program, instruction, message_class)
+            total_s = sum(known[alike].values())
             if total_s > 0.0:
                 hidden_s = max(0.0, total_s - waits.get((position, category), 0.0))
-                found += hidden_s * known[key].get(tier, 0.0) / total_s
+                found += hidden_s * known[alike].get(tier, 0.0) / total_s
     return found

@@ -15,6 +15,7 @@ from terrace.cluster.width import Tree, share
 from terrace.cluster.wiring import by_degree, num_links
 from terrace.planner.stage_specs import data_cluster
 from terrace.simulate.links import hop_s, rate_bytes_per_s
+from tests.support.planner_cases import sized
 
 FRONTIER = load_cluster("frontier").tiers[1].links
 
@@ -138,3 +139,16 @@ def test_width_that_is_refused(more: dict[str, object], message: str) -> None:
     tier = Tier(name="system", size=2, bandwidth_bytes_per_s=1e9, latency_s=1e-5, **more)  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match=message):
         replace(load_cluster("dgx-h100"), tiers=(tier,))
+
+
+def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:
+    cluster = sized("frontier", 2, 4, 2)
+    direct = replace(
+        cluster,
+        tiers=tuple(replace(tier, direct=tier.name == "node", links=(), by_degree=()) for tier in cluster.tiers),
+    )
+    assert data_cluster(cluster, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s
+    assert data_cluster(direct, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == pytest.approx(
+        cluster.tiers[1].bandwidth_bytes_per_s / 3
+    )
+    assert data_cluster(direct, (2, 4, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s

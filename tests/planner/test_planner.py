@@ -26,7 +26,6 @@ from terrace.planner.ranking import TIE, Estimate, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import Search, cores_of, find
 from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
-from terrace.planner.stage_specs import data_cluster
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.program.instruction import Op
@@ -239,19 +238,6 @@ def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
         one, two = (seconds_of(task.cluster.device, work, estimator.specs[kind]) for work in works)
         assert one == two
     assert whole[0] + 4 * whole[1] + whole[2] == sum(b.num_trainable for b in estimator.task.blocks)
-
-
-def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:
-    cluster = sized("frontier", 2, 4, 2)
-    direct = replace(
-        cluster,
-        tiers=tuple(replace(tier, direct=tier.name == "node", links=(), by_degree=()) for tier in cluster.tiers),
-    )
-    assert data_cluster(cluster, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s
-    assert data_cluster(direct, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == pytest.approx(
-        cluster.tiers[1].bandwidth_bytes_per_s / 3
-    )
-    assert data_cluster(direct, (2, 4, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s
 
 
 def test_utilisation_follows_its_formula() -> None:
