@@ -206,8 +206,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(
         # Messages of states slow what hides them, which a bound does not count.
         costs = step_costs(real, work)
         sends = [each for each in real.instructions if each.op in (Op.GATHER, Op.REDUCE, Op.SYNC, Op.REFRESH)]
-        slowed_s = own - micros * (passes + more)
-        assert 0 < slowed_s < cluster.device.overlap_penalty * sum(map(costs.collective_s, sends))
+        assert 0 < own - micros * (passes + more) < cluster.device.overlap_penalty * sum(map(costs.collective_s, sends))
 
 
 def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
