@@ -17,6 +17,8 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
+from terrace.cluster.width import Tree, wrong_width
+from terrace.cluster.wiring import by_degree, wrong_links
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
 
@@ -116,6 +118,12 @@ class Tier:
     shared: bool = False  # True: the ranks below share one link, and the figure is already a rank's share
     shared_by: str = ""  # tier inside this one whose devices share a link; "" where shared: all inside share one
     direct: bool = False  # True: members are wired in pairs without a switch, each pair with its part of the bandwidth
+    # (Device, device, number of links) of a group's devices that are wired by different numbers of links; the bandwidth
+    # is then that of one link (terrace.cluster.wiring).
+    links: tuple[tuple[int, int, int], ...] = ()
+    tree: Tree | None = None  # the algorithm for small messages among many members; None: rings alone
+    # (Members, share of the rate among so many), as a fabric carries many members at less than full rate.
+    contention: tuple[tuple[int, float], ...] = ()
     efficiency: float = 1.0  # share of the bandwidth that large messages reach
     half_bytes: float = 0.0  # size of a message that reaches half of that
     overlap_penalty: float | None = None  # how much compute slows while messages travel here; None: as the device says
@@ -124,6 +132,8 @@ class Tier:
     bus: Mapping[str, float] = field(default_factory=dict, hash=False)
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
+    # Of `links`, those over which each of 2, 3, ... members sends; the cluster finds them.
+    by_degree: tuple[int, ...] = field(default=(), metadata={"key": False})
 
 
 def expected_most(number: int) -> float:
@@ -160,11 +170,21 @@ class Cluster:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
+        object.__setattr__(self, "tiers", tuple(self._wired(index, tier) for index, tier in enumerate(self.tiers)))
         # Ranks wait for each other in every step, so the slowest device sets the pace of all.
         number = max(self.world_size, self.around)
         device = replace(self.device)
         object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
         object.__setattr__(self, "device", device)
+
+    def _wired(self, index: int, tier: Tier) -> Tier:
+        # Known already: this is a part of a cluster, on the links of the whole.
+        if not tier.links or tier.by_degree:
+            return tier
+        inner = self.ranks_within(index - 1)
+        if (wrong := wrong_links(tier.name, tier.links, inner * tier.size)) is not None:
+            raise ClusterError(wrong)
+        return replace(tier, by_degree=by_degree(tier.links, inner, tier.size))
 
     @property
     def is_measured(self) -> bool:
@@ -352,7 +372,11 @@ def _check_tier(tier: Tier) -> None:
         )
     if tier.overlap_penalty is not None and not 0 <= tier.overlap_penalty <= 1:
         raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
-    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})
+    if tier.links and tier.direct:
+        raise ClusterError(f"tiers.{tier.name}.direct has no effect beside links, which say how devices are wired")
+    if (wrong := wrong_width(tier.name, tier.tree, tier.contention, _LONGEST_S)) is not None:
+        raise ClusterError(wrong)
+    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)} - {"by_degree"})
 
 
 def _check_shared_by(tier: Tier, inside: Sequence[str]) -> None:
