@@ -3,7 +3,6 @@ train`.
 """
 
 import argparse
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,27 +27,31 @@ from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
 from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
-from terrace.planner.formats import Allowed, parse_allowed
+from terrace.planner.formats import Allowed, Searched, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
+from terrace.planner.narrow_states import parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
-from terrace.planner.products import ProductsFound, find_with, take_products
-from terrace.planner.ranking import TIE, Estimate
+from terrace.planner.products import find_with, take_products
+from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
-from terrace.planner.search import Found
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.planner.ties import FINALISTS, Ties, settle
 from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
-from terrace.report.loops import formats_words, loop_words, products_words
-from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
+from terrace.report.loops import formats_words, loop_words, products_words, stored_words
+from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table
-from terrace.report.training_cost import parse_tokens, throughput_words, training_words
+from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
+from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
 from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.bands import Band, band_of
+from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
 
@@ -76,8 +79,9 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="CLASS=FORMAT",
-        help="let messages of a class travel in a format, or products be in 8 bits, where that shortens the step: "
-        "sync=int8, outer.system=int4+feedback, products=fp8:row",
+        help="let messages of a class travel in a format where that shortens the step: sync=int8, "
+        "outer.system=int4+feedback; or products be in 8 bits, products=fp8:row; or states be stored in one: "
+        "optimizer_states=int8, master=bf16",
     )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
@@ -87,10 +91,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--recompute",
         metavar="OPERATIONS",
-        help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
-        "joined by commas (default: layers)",
+        help="recompute these operations where memory asks for it: attention, mlp, norms, joined by commas, or layers "
+        "(default: the least of all that fits)",
     )
-    parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
+    parser.add_argument(
+        "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
+    )
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
     parser.add_argument(
         "--output",
@@ -118,27 +124,30 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
-    products, formats = take_products(options.allow, task)
+    products, texts = take_products(options.allow, task)
+    ways, formats = parse_ways(texts, task)
     allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
-    found = find_with(products, space, allowed, options.best, options.limit)
+    found = find_with(products, space, allowed, ways, options.best, options.limit)
     waiting = None if bounds is None or found.searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        found = find_with(products, space, allowed, options.best, options.limit)
+        found = find_with(products, space, allowed, ways, options.best, options.limit)
     searched = found.searched
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
-    best, task = searched.found.best[0], searched.space.task
+    task, ties = searched.space.task, settle(searched.space.task, searched.found.best)
+    best = ties.best[0]
     plan, loop = _chosen(task, best), None
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
-    answers = Answers(tokens, options.price, own)
-    _show(options, found, allowed, plan, loop, answers)
+    stored = stored_words(ways, task, best.step_s, found.wide_s)
+    answers = Answers(tokens, options.price, own, products_words(found, best.step_s), stored)
+    _show(options, searched, ties, allowed, plan, loop, answers)
     return 0
 
 
@@ -153,24 +162,28 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 
 
 class Answers(NamedTuple):
-    """What is asked beyond the best plan: a number of tokens and a price, and how a plan of the user's compares."""
+    """What is asked beyond the best plan: tokens and a price; and words about a plan of the user's, about products in
+    8 bits and about narrow states.
+    """
 
     tokens: int | None
     price: float | None
     own: "OwnPlan | None"
+    products: str
+    stored: str
 
 
 def _show(
     options: argparse.Namespace,
-    products: ProductsFound,
+    searched: Searched,
+    ties: Ties,
     allowed: Allowed,
     plan: Plan,
     loop: Loop | None,
     answers: Answers,
 ) -> None:
     # The search sees one island; the file and the figures are of all.
-    searched = products.searched
-    space, best, console = searched.space, searched.found.best[0], Terminal()
+    space, best, console = searched.space, ties.best[0], Terminal()
     task = whole = space.task
     shown = best
     if loop is not None:
@@ -178,23 +191,33 @@ def _show(
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(whole)}\n")
     of = "" if loop is None else "of an island "
-    console.print(plans_table(task, searched.found.best, f"the best plans {of}with the {axes_words(space.axes)}"))
-    print(f"{_how(searched.found)}\n")
+    console.print(plans_table(task, ties.best, f"the best plans {of}with the {axes_words(space.axes)}"))
+    about = plan_bands_words(task, ties.best), ties_words(ties), search_words(searched.found)
+    print("\n".join(filter(None, about)) + "\n")
     if answers.own is not None:
-        print(f"{textwrap.fill(answers.own.words(whole, shown), 80)}\n")
+        print(f"{filled(answers.own.words(whole, shown))}\n")
+    band = band_of(whole.cluster, plan)
     console.print(plan_table(whole.cluster, plan))
+    if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
+        print(f"{filled(rests)}\n")
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
-    if products.allowed is not None:
-        print(f"{products_words(products)}\n")
+    for words in (answers.products, answers.stored):
+        if words:
+            print(f"{filled(words)}\n")
     if loop is not None:
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))
         print(f"{cycle_words(loop.cycle, None)}\n")
-    cost = throughput_words(whole, shown), training_words(whole, shown, answers.tokens, answers.price)
-    print("\n".join(textwrap.fill(each, 80) for each in cost if each))
-    _show_figures(whole, plan, shown, console)
-    rooms = headrooms(space, searched.evaluator, best, options.limit)
+    cost = (
+        throughput_words(whole, shown),
+        training_words(whole, shown, answers.tokens, answers.price),
+        energy_words(whole, shown, answers.tokens),
+    )
+    print("\n".join(filled(f"{each} ({band})") for each in cost if each))
+    print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
+    _show_figures(whole, plan, shown, band, console)
+    rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
     console.print(headrooms_table(task, rooms, f"the fastest plan {of}that leaves a part of the memory free"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
@@ -212,9 +235,8 @@ def _show(
     print(outcome)
 
 
-def _show_figures(task: Task, plan: Plan, shown: Estimate, console: Terminal) -> None:
-    print(f"{figures_words(task, shown)}\n")
-    console.print(split_table(shown.time_s, "seconds of a step", "s"))
+def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: Terminal) -> None:
+    console.print(split_table(shown.time_s, f"seconds of a step, {band}", "s"))
     capacity = task.cluster.device.memory_bytes
     title = (
         f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
@@ -227,21 +249,15 @@ def _show_figures(task: Task, plan: Plan, shown: Estimate, console: Terminal) ->
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
 
 
-def _how(found: Found) -> str:
-    words = f"{counted(found.num_evaluated, 'plan')} simulated of {found.num_roots} shapes and micro-batches"
-    if found.proved:
-        return f"{words}; no other of the space ranks above these (less than {TIE:.1%} apart is equally fast)"
-    return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
-
-
 def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace) -> str:
     # The planner also prices plans that the runtime cannot train yet.
     refused = refusal(task.cluster, plan, task.blocks)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
+    step = f"{seconds(shown.step_s)} {band_of(task.cluster, plan)}"
     head = (
         f"# Found by terrace plan for {counted(task.batch, 'sequence')} of {counted(task.sequence, 'token')} a step on "
         f"cluster {name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
-        f"predicted step {seconds(shown.step_s)}. [task] below says what it was made for.\n"
+        f"predicted step {step}. [task] below says what it was made for.\n"
     )
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)

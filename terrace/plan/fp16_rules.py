@@ -20,6 +20,10 @@ def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
                     )
         return
     asked = "compute = 'fp16'"
+    if plan.master == "bf16":
+        raise PlanError(
+            f"{asked} with master = 'bf16', which is less precise: use master = 'fp32', or compute in 'bf16'"
+        )
     if plan.messages is not None or plan.wire:
         named = f"messages = {plan.messages!r}" if plan.messages is not None else f"formats for {', '.join(plan.wire)}"
         raise PlanError(f"{asked} with {named}: what it computes travels in fp16 alone; leave them out, or use 'bf16'")

@@ -11,7 +11,8 @@ from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.products import check_products
-from terrace.planner.formats import Allowed, Searched, find_allowed
+from terrace.planner.formats import Allowed, Searched
+from terrace.planner.narrow_states import Way, find_stored
 from terrace.planner.ranking import TIE
 from terrace.planner.space import Space
 from terrace.planner.task import Task
@@ -23,10 +24,11 @@ _OPTION = "products"
 class ProductsFound:
     """A search with the products that were allowed, if any, and the best steps with and without them.
 
-    A step is None where no plan was found.
+    A step is None where no plan was found; `wide_s` is the one without narrow states (terrace.planner.narrow_states).
     """
 
     searched: Searched
+    wide_s: float
     allowed: str | None = None
     scaled_s: float | None = None
     plain_s: float | None = None
@@ -56,12 +58,16 @@ def take_products(texts: Sequence[str], task: Task) -> tuple[str | None, list[st
     return asked[0], rest
 
 
-def find_with(products: str | None, space: Space, allowed: Allowed, count: int, limit: int) -> ProductsFound:
-    """As `find_allowed`, in `products` where they make the step shorter."""
-    plain = find_allowed(space, allowed, count, limit)
+def find_with(
+    products: str | None, space: Space, allowed: Allowed, ways: Sequence[Way], count: int, limit: int
+) -> ProductsFound:
+    """As `find_stored`, in `products` where they make the step shorter."""
+    plain, wide_s = find_stored(space, allowed, ways, count, limit)
     if products is None:
-        return ProductsFound(plain)
-    scaled = find_allowed(replace(space, task=replace(space.task, products=products)), allowed, count, limit)
+        return ProductsFound(plain, wide_s)
+    scaled_space = replace(space, task=replace(space.task, products=products))
+    scaled, scaled_wide_s = find_stored(scaled_space, allowed, ways, count, limit)
     scaled_s, plain_s = (each.found.best[0].step_s if each.found.best else None for each in (scaled, plain))
-    faster = scaled_s is not None and (plain_s is None or scaled_s < (1 - TIE) * plain_s)
-    return ProductsFound(scaled if faster else plain, products, scaled_s, plain_s)
+    if scaled_s is not None and (plain_s is None or scaled_s < (1 - TIE) * plain_s):
+        return ProductsFound(scaled, scaled_wide_s, products, scaled_s, plain_s)
+    return ProductsFound(plain, wide_s, products, scaled_s, plain_s)

@@ -8,7 +8,9 @@ from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
+from terrace.planner.narrow_states import Way
 from terrace.planner.products import ProductsFound
+from terrace.planner.task import Task
 from terrace.report.learned import formats_learned
 from terrace.report.plans import percent
 from terrace.report.tables import outer_words, seconds
@@ -31,12 +33,18 @@ def loop_words(loop: Loop) -> str:
     return "\n".join(lines)
 
 
-def products_words(found: ProductsFound) -> str:
-    """Whether a plan multiplies in the 8 bits that were allowed, with the best step of either kind."""
-    own, plain = ("no plan" if each is None else f"step {seconds(each)}" for each in (found.scaled_s, found.plain_s))
+def products_words(found: ProductsFound, step_s: float) -> str:
+    """Whether a plan multiplies in the 8 bits that were allowed, with the best step of either kind; "" without any.
+
+    `step_s` is the step of the plan that is shown, which may tie with the fastest.
+    """
+    if found.allowed is None:
+        return ""
+    steps = (step_s, found.plain_s) if found.used else (found.scaled_s, step_s)
+    own, plain = ("no plan" if each is None else f"step {seconds(each)}" for each in steps)
     if not found.used:
         return f"allowed and not used: products in {found.allowed}: {own}, without {plain}"
-    return f"allowed and used: products in {found.allowed}: {own}, without {plain}\n8 bits change what is learned"
+    return f"allowed and used: products in {found.allowed}: {own}, without {plain}; 8 bits change what is learned"
 
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:
@@ -56,6 +64,20 @@ def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -
     if unused:
         lines.append(f"allowed and not used: {_by_class(unused)}")
     return "\n".join(lines)
+
+
+def stored_words(ways: Sequence[Way], task: Task, step_s: float, plain_s: float) -> str:
+    """How states are stored in the plan of `task`, of the `ways` that were allowed; "" without any."""
+    if not ways:
+        return ""
+    if Way(task.master, task.optimizer_states) not in ways:
+        return "narrower states, as allowed, make no step shorter: they are stored as without"
+    states = task.optimizer_states or task.sums
+    return (
+        f"parameters are stored in {task.master} and optimizer states in {states}, as allowed: step "
+        f"{seconds(step_s)}, {_plain_words(plain_s)}; rounded states change what is learned (docs/optimizers.md has "
+        "measurements)"
+    )
 
 
 def _left_out(message: str, choice: Choice, used: str) -> Iterator[tuple[str, str]]:

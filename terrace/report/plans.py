@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from terrace.base.words import counted
 from terrace.plan.plan import AXES
+from terrace.plan.recompute import WHOLE
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
@@ -14,8 +16,11 @@ from terrace.planner.task import Candidate, Task, expert_words, plan_of
 from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
+from terrace.simulate.bands import Band
+from terrace.simulate.hidden import HiddenMessages
 
 _PLAN_WIDTH = 40  # of the words of a plan, so that the table fits in 80 columns
+_MUCH_HIDDEN = 0.05  # part of a step from which on it rests on what it hides; predictions are off by as much
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
@@ -40,6 +45,16 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
             ]
         )
     return new_table(title, headings, left=[*left, "notes"], rows=rows)
+
+
+def hidden_words(found: HiddenMessages | None) -> str:
+    """Says so where a step rests on the messages that it hides; else empty."""
+    if found is None or found.exposed_s < (1.0 + _MUCH_HIDDEN) * found.step_s:
+        return ""
+    return (
+        f"this plan hides {seconds(found.hidden_s)} of messages on tier {found.tier} behind computing: a step that hid "
+        f"none of them would take {seconds(found.exposed_s)} instead of {seconds(found.step_s)}"
+    )
 
 
 def _figures(task: Task, estimate: Cost) -> list[str]:
@@ -109,9 +124,13 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
     return table
 
 
-def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:
-    """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs."""
-    headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
+def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None, *, full: bool = False) -> Table:
+    """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs.
+
+    With `full` it has MFU with the full square of attention, too.
+    """
+    squared = ["MFU, full square"] if full else []
+    headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", *squared, "memory"]
     headings += ["per million tokens"] if price is not None else []
     found = new_table(title, headings)
     # The smallest sizes may lack the memory, so efficiency is relative to the first that runs.
@@ -123,7 +142,9 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
             found.add_row(*start, *("-" for _ in headings[3:]))
             continue
         step, rate, used, memory = _figures(point.task, estimate)
-        cells = [step, rate, percent(point.per_device / first), used, memory]
+        cells = [step, rate, percent(point.per_device / first), used]
+        cells += [percent(mfu(point.task, estimate, full=True))] if full else []
+        cells.append(memory)
         cells += [f"{point.cost_per_million(price):.4g}"] if price is not None else []
         found.add_row(*start, *cells)
     return found
@@ -155,12 +176,14 @@ def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
     return curves_svg(lines, title=title, x_label="devices", y_label="% of the smallest size's tokens/s per device")
 
 
-def figures_words(task: Task, estimate: Estimate) -> str:
-    """Utilisations with their formulas, in two lines."""
-    return (
-        f"MFU {percent(mfu(task, estimate))} = 3 x forward FLOPs of the batch / (step x devices x peak)\n"
-        f"HFU {percent(hfu(task, estimate))} = the same with the forwards that are run again counted"
-    )
+def figures_words(task: Task, estimate: Estimate, band: Band, *, full: bool = False) -> str:
+    """Utilisations with their formulas, a line each; with `full` also MFU with the full square of attention."""
+    used = percent(mfu(task, estimate))
+    lines = [f"MFU {used} ({band}) = 3 x forward FLOPs (causal) / (step x devices x peak)"]
+    if full:
+        lines.append(f"MFU {percent(mfu(task, estimate, full=True))} = the same with attention's full square")
+    lines.append(f"HFU {percent(hfu(task, estimate))} = the same with its full square and forwards that run again")
+    return "\n".join(lines)
 
 
 def percent(share: float) -> str:
@@ -176,9 +199,18 @@ def _axes_words(task: Task, candidate: Candidate) -> str:
     return ", ".join(f"{name} {degree}{factors.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 
 
+def again_words(task: Task, candidate: Candidate) -> str:
+    """What a candidate recomputes: `layers`, `mlp of 8 layers`, `8 layers, mlp of the others`."""
+    again, first = task.recomputations.values[candidate.recompute], candidate.first
+    if again.parts == WHOLE:
+        words = counted(first, "layer") if first else "layers"
+    else:
+        words = ", ".join(again.parts) + (f" of {counted(first, 'layer')}" if first else "")
+    return f"{words}; {', '.join(again.others)} of the others" if first and again.others else words
+
+
 def _notes(task: Task, candidate: Candidate) -> str:
-    again = ", ".join(task.operations) or "layers"
-    notes = [f"{again} run again"] if candidate.recompute else []
+    notes = [f"{again_words(task, candidate)} run again"] if candidate.recompute else []
     if candidate.unit > 1:
         notes.append(f"units of {candidate.unit}")
     if candidate.placement.backward >= 0:

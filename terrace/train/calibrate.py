@@ -24,6 +24,7 @@ from terrace.comm.groups import TierGroup
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
 from terrace.comm.stage_p2p import StageP2P
+from terrace.model.attention_plans import choose_kernel
 from terrace.model.config import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
@@ -140,7 +141,11 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
         tier,
         latency_s=latency_s,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        direct=False,  # the measured rate is already that of this run's groups
+        direct=False,  # the measured rate is already that of this run's groups, by its algorithm
+        links=(),
+        by_degree=(),
+        tree=None,
+        contention=(),
         efficiency=1.0,
         half_bytes=0.0,
         marks={"latency_s": "measured", "bandwidth_bytes_per_s": "measured"},
@@ -153,6 +158,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
     config, dtype = replace(run.model, num_layers=1, vocab_size=1, experts=experts), DTYPES[run.plan.compute]
     blocks = build_blocks(config)
+    choose_kernel(blocks, run.train.attention)
     initialise(blocks, config, 0, dtype, engine.device)
     scaling, specs = Scaling.of(run.plan, engine.device), block_specs(config)
     if scaling is not None:

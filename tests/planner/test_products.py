@@ -28,7 +28,7 @@ def test_taken_where_faster() -> None:
     products, rest = take_products(["products=fp8:row", "sync=int8"], task)
     assert (products, rest) == ("fp8:row", ["sync=int8"])
     space = Space(task=task)
-    found, plain = find_with(products, space, {}, 3, 100), find_with(None, space, {}, 3, 100)
+    found, plain = find_with(products, space, {}, [], 3, 100), find_with(None, space, {}, [], 3, 100)
     assert plain.searched.space.task.products is None
     assert not plain.used
     assert found.used
@@ -42,7 +42,7 @@ def test_taken_where_faster() -> None:
 def test_left_where_slower() -> None:
     """Products of few tokens are bound by what quantising moves."""
     task = task_on("dgx-h100", sequence=32)
-    found = find_with("fp8", Space(task=replace(task, batch=16)), {}, 1, 50)
+    found = find_with("fp8", Space(task=replace(task, batch=16)), {}, [], 1, 50)
     assert not found.used
     assert found.scaled_s is not None
     assert found.plain_s is not None
