@@ -1,4 +1,4 @@
-"""Products in fp8 beside bf16: torch's scaled products, with and without the rounding of an operand, and whole steps."""
+"""Products in fp8 beside bf16: torch's scaled products, the rounding of an operand, and whole steps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields

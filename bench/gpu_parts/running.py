@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,10 +80,8 @@ def _watched(command: Sequence[str], file: Path, log: Path, limit_s: float) -> I
 
 
 def _end(process: "subprocess.Popen[bytes]") -> bool:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # also children of a part that has ended
-    except (ProcessLookupError, PermissionError):
-        pass
     try:
         process.wait(_KILLED_S)
     except subprocess.TimeoutExpired:

@@ -124,7 +124,7 @@ def test_a_summary_names_goals_and_parts_to_come(tmp_path: Path) -> None:
 def test_all_of_the_command_on_the_cpu(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     words += ["--only", "exactness:parity,prediction,bandwidth"]
-    done = subprocess.run([*words, "--minutes", "1"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     summary = (tmp_path / "summary.md").read_text()
     for subject in ("parity fp64, zero3", "step", "memory resident"):
         assert f"| {subject} |" in summary, done.stdout + done.stderr
