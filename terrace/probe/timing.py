@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from terrace.comm.process_group import barrier
+
 Work = Callable[[], object]
 
 _REPEATS = 3
@@ -95,7 +97,7 @@ class Stopwatch:
     def _together(self) -> None:
         self._finish()
         if self.world_size > 1:
-            dist.barrier()
+            barrier()
             self._finish()  # with nccl a barrier is work on the device
 
     def _finish(self) -> None:
