@@ -82,7 +82,7 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
 def test_kernels_compile_without_a_gpu(codec: str, capability: int) -> None:
-    """For Ampere, Hopper, Blackwell: correctly rounded division, and nothing fused or flushed that would change bits."""
+    """For Ampere, Hopper, Blackwell: division is correctly rounded, and nothing fused or flushed that changes bits."""
     encode = compiled("encode_kernel", ENCODE_SIGNATURE, cuda_constants(codec, encode=True), capability)
     decode = compiled("decode_kernel", DECODE_SIGNATURE, cuda_constants(codec, encode=False), capability)
     assert "div.rn.f32" in encode
