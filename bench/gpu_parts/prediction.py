@@ -31,6 +31,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     (folder / "model.json").write_text(json.dumps(to_table(config)), encoding="utf-8")
     keys = {"steps": setting.size(12, 6), "batch": setting.size(8, 2), "sequence": setting.size(2048, 32)}
     words = [word for key, value in keys.items() for word in (f"--train.{key}", str(value))]
+    words += ["--train.compile", "false"]  # the probe's layers are not compiled, either
     words += ["--train.warmup_steps", "0", "--plan.micro_batch", str(setting.size(4, 1)), "--plan.compute", "bf16"]
     where = ["--cluster", "cluster.toml", "--plan", "ddp", "--model", "model.json", "--folder", "run"]
     _terrace(["train", *where, *words], folder)
