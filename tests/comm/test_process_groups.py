@@ -79,7 +79,7 @@ def test_the_world_of_nccl_is_bound_to_no_device(pool: LocalPool, monkeypatch: p
     assert pool.run(2, is_bound) == [False, False]
     given: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.update(device=device))
+    monkeypatch.setattr(workers, "take_device", lambda index: given.update(device=index))
     monkeypatch.setattr(workers, "open_store", lambda *_: dist.HashStore())  # type: ignore[attr-defined]
     payload = pickle.dumps((str, ()))
     job = workers.PoolJob(1, 1, 2, 1, 5.0, "nccl", Seal.fresh(), payload, first_device=2)
