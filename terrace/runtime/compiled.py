@@ -18,7 +18,10 @@ from torch import nn
 
 from terrace.base.errors import ConfigError
 from terrace.model import attention
+from terrace.model.attention_plans import AttentionPlans
+from terrace.model.block_masks import BlockMasked
 from terrace.model.decoder import Head
+from terrace.model.documents import Documents
 from terrace.model.layers import MLP, Attention, RMSNorm, Rotary
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
@@ -80,7 +83,9 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
 
     Functions that depend on where documents begin stay uncompiled: every batch would compile them again.
     """
-    for owner, name in ((attention.PerMicroBatch, "get"), (attention, "attend_in_pieces")):
+    plans = ((each, "attend") for each in (Documents, BlockMasked))
+    made = ((attention.PerMicroBatch, "get"), (AttentionPlans, "made"))
+    for owner, name in (*made, *plans, (attention, "attend_in_pieces")):
         function = getattr(owner, name)
         # Patched once per process; a second engine finds it done.
         if not hasattr(function, "_torchdynamo_disable"):

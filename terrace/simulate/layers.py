@@ -210,6 +210,8 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     counted in the first one, and later rounds have none for messages to hide behind.
     """
     keys, causal = core_keys(work, device.backend)
+    # Ranks that attend together call flash attention 2, which gives them the log-sums.
+    kernel = "varlen" if work.is_spread else work.kernel_on(device.backend)
     # Tokens of one row on this rank.
     queries = math.ceil(work.attended / work.micro_batch)
     windowed = 0 < work.model.sliding_window < work.sequence
@@ -223,6 +225,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
         flash=work.flash,
         causal=causal,
         dtype=work.compute,
+        kernel=kernel,
     )
     if work.ring == 1:
         return first, (0.0, 0.0)
