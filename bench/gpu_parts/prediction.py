@@ -24,8 +24,17 @@ def rows(setting: Setting) -> Iterator[Row]:
     kind = ["--cluster.device.backend", "cuda" if setting.is_cuda else "cpu"]
     seconds = setting.size(40, 2)
     _terrace(
-        ["probe", "--out", "cluster.toml", "--force", "--seconds", str(seconds), *sizes, *kind, *_peaks(setting)],
-        folder,
+        [
+            "probe",
+            "--out",
+            str(folder / "cluster.toml"),
+            "--force",
+            "--seconds",
+            str(seconds),
+            *sizes,
+            *kind,
+            *_peaks(setting),
+        ],
     )
     config = decoder(setting.size(2048, 64), setting.size(18, 2), setting.size(32000, 257))
     (folder / "model.json").write_text(json.dumps(to_table(config)), encoding="utf-8")
@@ -33,8 +42,9 @@ def rows(setting: Setting) -> Iterator[Row]:
     words = [word for key, value in keys.items() for word in (f"--train.{key}", str(value))]
     words += ["--train.compile", "false"]  # the probe's layers are not compiled, either
     words += ["--train.warmup_steps", "0", "--plan.micro_batch", str(setting.size(4, 1)), "--plan.compute", "bf16"]
-    where = ["--cluster", "cluster.toml", "--plan", "ddp", "--model", "model.json", "--folder", "run"]
-    _terrace(["train", *where, *words], folder)
+    files = {"cluster": "cluster.toml", "model": "model.json", "folder": "run"}
+    where = [word for key, name in files.items() for word in (f"--{key}", str(folder / name))]
+    _terrace(["train", "--plan", "ddp", *where, *words])
     report = json.loads((folder / "run" / "report.json").read_text(encoding="utf-8"))
     said, found = (sum(report[side]["time_s"].values()) for side in ("predicted", "measured"))
     yield _beside(setting, "step", (said, found), 1e3, "ms", STEP_BAND)
@@ -69,7 +79,8 @@ def _peaks(setting: Setting) -> list[str]:
     return ["--cluster.device.peak_flops_per_s.bf16", f"{setting.peak_tflops * 1e12:g}"]
 
 
-def _terrace(words: Sequence[str], folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "terrace", *words], cwd=folder, check=False)
+def _terrace(words: Sequence[str]) -> None:
+    # Among this tree's files, which are then found first: another copy may be installed.
+    done = subprocess.run([sys.executable, "-m", "terrace", *words], cwd=Path(__file__).parents[2], check=False)
     if done.returncode:
         sys.exit(f"terrace {words[0]} ended with {done.returncode}")
