@@ -195,8 +195,8 @@ def _shown(device: Device, samples: Samples) -> list[Constant]:
         rows.append(Constant(name, "", None, samples.sustained.share, "measured"))
     for name, sample in samples.attention_kernels.items():
         forward, backward, _ = fit_attention(device, [sample])
-        for way, share in (("forward", forward), ("backward", backward)):
-            rows.append(Constant(f"attention {way} by {name}", "", None, share, "fitted"))
+        for way, found in (("forward", forward), ("backward", backward)):
+            rows.append(Constant(f"attention {way} by {name}", "", None, found, "fitted"))
     for tier in samples.tiers:
         if tier.beside is not None:
             name = f"{tier.tier}: products beside messages / alone"
