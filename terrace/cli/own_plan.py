@@ -31,7 +31,7 @@ class OwnPlan(NamedTuple):
     def words(self, task: Task, best: Cost) -> str:
         """Seconds and memory of the user's plan beside the best that was found."""
         plan, cost = self
-        longer, capacity = 100 * (cost.step_s / best.step_s - 1), task.cluster.device.memory_bytes
+        longer, capacity = 100 * (cost.step_s / best.step_s - 1), task.cluster.device.usable_bytes
         compared = f"{abs(longer):.1f} % {'longer' if longer >= 0 else 'shorter'} than the best"
         numbers = f"micro-batch {plan.micro_batch} x {cost.num_micros}"
         words = f"your plan {plan.name}, {numbers}: step {seconds(cost.step_s)}, {compared}"

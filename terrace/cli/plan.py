@@ -189,7 +189,7 @@ def _show(
     print("\n".join(textwrap.fill(each, 80) for each in cost if each))
     _show_figures(whole, plan, shown, console)
     rooms = headrooms(space, searched.evaluator, best, options.limit)
-    console.print(headrooms_table(task, rooms, f"the fastest plan {of}that leaves a part of the memory free"))
+    console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)
@@ -209,11 +209,9 @@ def _show(
 def _show_figures(task: Task, plan: Plan, shown: Estimate, console: Terminal) -> None:
     print(f"{figures_words(task, shown)}\n")
     console.print(split_table(shown.time_s, "seconds of a step", "s"))
-    capacity = task.cluster.device.memory_bytes
-    title = (
-        f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
-    )
-    console.print(split_table(shown.memory_bytes, title, "B", capacity))
+    device = task.cluster.device
+    title = f"memory of a device at its fullest moment (a category may peak at another), of {device.room_words}"
+    console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
     job = Job(cluster=task.cluster, plan=plan, num_micros=shown.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
     print(f"{worst}\n" if worst else "", end="")

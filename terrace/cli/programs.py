@@ -61,10 +61,10 @@ def kept_activations(config: RunConfig, program: Program) -> int:
 
 def _check_activations(config: RunConfig, program: Program) -> None:
     device, kept, states = config.cluster.device, kept_activations(config, program), sum(program.state_bytes.values())
-    if kept + states > device.memory_bytes:
+    if kept + states > device.usable_bytes:
         raise PlanError(
             f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "
-            f"model state, and the device has {quantity(device.memory_bytes, 'B')}: take a schedule that keeps fewer "
+            f"model state, and a plan may take {device.room_words} of the device: take a schedule that keeps fewer "
             "micro-batches ('1f1b' keeps one a stage ahead), recompute layers (recompute = ['layers.*']), or lower "
             "micro_batch"
         )

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
+from terrace.cluster.headroom import DEFAULT, headroom_bytes, room_words
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
 
@@ -67,7 +68,8 @@ class Device:
     """One accelerator (or one process on a CPU).
 
     `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
-    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset.
+    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset. `memory_bytes` is
+    what a process can get of the device, which is less than its chips hold.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
     backend: Literal["cuda", "cpu"] = "cuda"  # whose kernels run (ROCm's count as cuda): they decide what is kept
+    headroom: str = DEFAULT  # memory that plans leave free: a share or bytes (terrace.cluster.headroom)
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
     spread: float = 0.0  # standard deviation of the clocks of such devices, over their mean
     kernels: Kernels = Kernels()
@@ -83,6 +86,16 @@ class Device:
     pace: float = field(
         default=1.0, init=False
     )  # clock of the slowest device of a cluster, over the mean; it sets this
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that a plan may take: all but the headroom."""
+        return self.memory_bytes - headroom_bytes(self.headroom, self.memory_bytes)
+
+    @property
+    def room_words(self) -> str:
+        """`usable_bytes` in words."""
+        return room_words(self.memory_bytes, self.headroom)
 
     @property
     def bf16_slowdown(self) -> float:
@@ -257,6 +270,7 @@ def _check_device(device: Device) -> None:
                 f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
                 f"give the vendor's figure in {_unit(name)}"
             )
+    headroom_bytes(device.headroom, device.memory_bytes)
     for name in ("overlap_penalty", "spread"):
         if not 0 <= getattr(device, name) <= 1:
             raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")

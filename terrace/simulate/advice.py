@@ -120,13 +120,14 @@ def advice(
 
     def lacking(candidate: Job) -> int:
         _, categories = fullest_stage(candidate, blocks, sequence, backend)
-        return sum(categories.values()) - int(candidate.cluster.device.memory_bytes)
+        return sum(categories.values()) - int(candidate.cluster.device.usable_bytes)
 
-    # Bytes above the device's memory; negative is room to spare.
+    # Bytes above the memory that plans may take; negative is room to spare.
     missing = lacking(job)
     if missing <= 0:
-        room = f"{(cluster.device.memory_bytes + missing) / 1e9:.1f} of {cluster.device.memory_bytes / 1e9:.1f} GB"
-        return Advice(lacking_bytes=0, changes=(), job=job, sentence=f"fits: {room} per device")
+        needed = f"{(cluster.device.usable_bytes + missing) / 1e9:.1f} GB"
+        sentence = f"fits: {needed} of {cluster.device.room_words} per device"
+        return Advice(lacking_bytes=0, changes=(), job=job, sentence=sentence)
     needs = f"needs {missing / 1e9:.1f} GB more per device"
     changed = _first_that_fits(job, lacking, blocks)
     if changed is None:
