@@ -179,10 +179,9 @@ def chain_activation_bytes(
 
 class _Tape(MlpTape):
     def look_up(self) -> None:
-        """Looked-up rows plus learned positions; the tokens belong to the batch. Gradients of both are dense."""
+        """Looked-up rows plus learned positions; the tokens belong to the batch."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
-        # Embedding gradients are dense: as large as the matrix.
-        matrix = -(-model.vocab_size // work.tensor) * hidden * self.item
+        matrix = self._rows_added(-(-model.vocab_size // work.tensor) * hidden)
         # Words are cut over all tensor ranks: each has rows of the whole hidden size to sum up.
         whole = work.tokens * hidden * self.item if work.stream_cut > 1 else 0
         stream = self.residual * self.item
@@ -193,6 +192,18 @@ class _Tape(MlpTape):
         self._add("look up", (INPUT,), "rows", (), whole, matrix + whole)
         used = min(work.sequence, work.tokens) * self.hidden * self.item  # summed over the sequences first
         self._add("positions", ("rows",), OUTPUT, (), 0, used + model.max_positions * self.hidden * self.item, True)
+
+    def _rows_added(self, numel: int) -> int:
+        """Bytes beside the gradient of a look-up in a matrix of `numel` elements.
+
+        On CUDA it is autograd's, and as large as the matrix. On a CPU the rows of the tokens are added where gradients
+        are kept (terrace.runtime.weight_records); narrow ones are widened, and summed once a word.
+        """
+        if self.backend == "cuda":
+            return numel * self.item
+        tokens, hidden = self.work.tokens, self.work.model.hidden_size
+        words = min(tokens, numel // hidden)
+        return tokens * (hidden * self.wide + _TOKEN_BYTES) + words * hidden * self.wide if self.item < self.wide else 0
 
     def chain(self, matrices: tuple[tuple[int, int], ...]) -> None:
         self.sizes |= dict.fromkeys((INPUT, OUTPUT), self.residual * self.item)
