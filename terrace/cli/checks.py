@@ -113,8 +113,9 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
         place = "a CUDA device here" if len(device_bytes) >= ranks else "this machine"
         raise PlanError(
             f"{words} {quantity(needed, 'B')}, and {place} has {room_words(have, headroom)}: take a smaller model, "
-            f"batch or cluster, a smaller --headroom, or start it on the machines of a cluster, as {torchrun(run.cluster, 'train ...')} (or srun "
-            "terrace train ...); terrace doctor with the same options says more"
+            "batch or cluster, a smaller --headroom, or start it on the machines of a cluster, as "
+            f"{torchrun(run.cluster, 'train ...')} (or srun terrace train ...); terrace doctor with the same options "
+            "says more"
         )
 
 

@@ -45,7 +45,7 @@ from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.loops import formats_words, loop_words
 from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
-from terrace.report.tables import plan_table, quantity, seconds, sent_table
+from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import parse_tokens, throughput_words, training_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.step import predict_step

@@ -5,9 +5,8 @@ from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
 from terrace.report.tables import quantity
-from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of
-from terrace.simulate.stages import activation_bytes
+from terrace.simulate.held import activation_bytes, activations_by_block
 from terrace.simulate.step import Step
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of

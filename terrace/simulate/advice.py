@@ -33,7 +33,7 @@ from terrace.plan.residency import residual_patterns
 from terrace.plan.slices import slice_blocks
 from terrace.plan.validate import validate
 from terrace.plan.wire_rules import crossing
-from terrace.program.schedules.counts import most_waiting
+from terrace.program.schedules.counts import most_due, most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, stage_footprint, work_of
@@ -97,10 +97,11 @@ def fullest_stage(
             num_micros,
             [chunks[virtual] for virtual in row],
             waits,
+            due=due,
             backend=backend,
             load=load,
         )
-        for row, waits in zip(orders.placement, most_waiting(orders), strict=True)
+        for row, waits, due in zip(orders.placement, most_waiting(orders), most_due(orders), strict=True)
     ]
     stage = max(range(num_stages), key=lambda index: sum(found[index].values()))
     return stage, found[stage]
