@@ -15,6 +15,7 @@ from terrace.simulate.work import Work
 
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
+_LONGEST_FLASH_HEAD = 256
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 
@@ -43,9 +44,9 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
 def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend: str, documents: bool = False) -> bool:
     """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
 
-    On CUDA torch's flash kernel takes half precision; its other fused kernel takes fp32 and masks too, but no grouped
-    heads (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. All other cases
-    use plain products. On a CPU plain products are used for short rows, or pieces of rows, in bf16; with documents,
+    On CUDA torch's flash kernel takes half precision and heads of up to 256; its other fused kernel takes fp32, longer
+    heads and masks too, but no grouped heads (torch's documentation of `scaled_dot_product_attention`): under a mask
+    these are repeated. All other cases use plain products. On a CPU plain products are used for short rows, or pieces of rows, in bf16; with documents,
     pieces may be short, so plain products are assumed.
     """
     masked = documents or 0 < model.sliding_window < sequence
@@ -54,7 +55,7 @@ def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend
         longest = piece_tokens(model.sliding_window, sequence)
         return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
     grouped = model.num_kv_heads != model.num_heads and not masked
-    return compute != "fp64" and not (compute == "fp32" and grouped)
+    return compute != "fp64" and not (grouped and (compute == "fp32" or model.head_dim > _LONGEST_FLASH_HEAD))
 
 
 def work_in(work: Work, block: BlockSpec, backend: str) -> Work:

@@ -15,6 +15,7 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
@@ -22,6 +23,7 @@ from terrace.plan.presets import PRESETS, preset
 from terrace.plan.validate import validate
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.advice import MAX_GROWTH, Job, advice, fullest_stage
 from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
 from tests.support.allocations import allocated, seeded
@@ -182,6 +184,17 @@ def test_which_attention_runs(backend: Any, compute: Any, kv_heads: int, sequenc
     model = replace(SEVEN_B, num_kv_heads=kv_heads)
     plan = replace(preset("zero3", dgx(2)), compute=compute)
     assert work_of(dgx(2), plan, model, sequence, backend).flash == flash
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads", "flash"), [(256, 8, True), (512, 8, False), (512, 32, True)])
+def test_scores_of_long_grouped_heads_are_written_on_cuda(head_dim: int, kv_heads: int, flash: bool) -> None:
+    """The flash kernel takes heads of up to 256, the other fused one no groups: their scores are kept, in fp32."""
+    model = replace(SEVEN_B, head_dim=head_dim, num_kv_heads=kv_heads)
+    work = work_of(dgx(2), bf16("zero3", dgx(2)), model, 2048, "cuda")
+    assert work.flash == flash
+    saved = block_activation_bytes(work, Computes.RESIDUAL, "cuda").saved
+    scores = 2048 * 2048 * model.num_heads * 4
+    assert (saved["attention"] >= scores) != flash
 
 
 def test_what_cannot_be_is_refused() -> None:
