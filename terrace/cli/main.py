@@ -5,7 +5,6 @@ Exit codes are listed in docs/training.md.
 
 import argparse
 import errno
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -76,7 +75,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         options, rest = _parser(words[:1]).parse_known_args(words)
         options.command_words = command
         if getattr(options, "headroom", None) is not None:  # as a TOML text, so that 6 is refused for its missing unit
-            rest.append(f"--cluster.device.headroom={json.dumps(options.headroom)}")
+            rest.append(f"--cluster.device.headroom='{options.headroom}'")
         code: int = options.run(options, rest)
         # A closed pipe shows itself here, inside the try, not at interpreter exit.
         sys.stdout.flush()

@@ -15,7 +15,7 @@ from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
 
-_PLAN_WIDTH = 40  # of the words of a plan, so that the table fits in 80 columns
+_PLAN_WIDTH = 37  # of the words of a plan, so that the table fits in 80 columns
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:

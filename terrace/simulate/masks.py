@@ -46,8 +46,8 @@ def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend
 
     On CUDA torch's flash kernel takes half precision and heads of up to 256; its other fused kernel takes fp32, longer
     heads and masks too, but no grouped heads (torch's documentation of `scaled_dot_product_attention`): under a mask
-    these are repeated. All other cases use plain products. On a CPU plain products are used for short rows, or pieces of rows, in bf16; with documents,
-    pieces may be short, so plain products are assumed.
+    these are repeated. All other cases use plain products. On a CPU plain products are used for short rows, or pieces
+    of rows, in bf16; with documents, pieces may be short, so plain products are assumed.
     """
     masked = documents or 0 < model.sliding_window < sequence
     if backend == "cpu":

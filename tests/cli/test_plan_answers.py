@@ -104,7 +104,7 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
     assert (int(line[1]), line[2]) == (run.plan.micro_batch, seconds(step_s))
     best = float(re.findall(r"^ 1 +([\d.]+) ms", out, re.M)[0]) / 1e3
     assert float(line[3]) == pytest.approx(100 * (step_s / best - 1), abs=0.3)
-    assert re.search(r"; needs [\d.]+ GB of 64 GB, the best [\d.]+ GB", joined(out))
+    assert re.search(r"; needs [\d.]+ GB of 65.27 GB \(68.7 GB less a headroom of 5%\), the best [\d.]+ GB", joined(out))
 
 
 def test_the_found_plan_is_as_long_as_itself(here: Planning) -> None:
@@ -136,7 +136,7 @@ def test_the_answers_fit_in_eighty_columns(here: Planning) -> None:
     )
     code, out, _ = here.say("plan", "--nodes", "2", *asked, batch=64)
     assert code == 0
-    part = out.split("the fastest plan that leaves")[1].split("why this plan")[0]
+    part = out.split("the fastest plan for each headroom")[1].split("why this plan")[0]
     own = out.split("your plan")[1].split("\n\n")[0]
     price = out.split("throughput: ")[1].split("MFU")[0]
     for text in (part, own, price):
