@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Literal, get_args
 
@@ -87,7 +88,7 @@ class Device:
         default=1.0, init=False
     )  # clock of the slowest device of a cluster, over the mean; it sets this
 
-    @property
+    @cached_property
     def usable_bytes(self) -> float:
         """Memory that a plan may take: all but the headroom."""
         return self.memory_bytes - headroom_bytes(self.headroom, self.memory_bytes)
@@ -270,7 +271,14 @@ def _check_device(device: Device) -> None:
                 f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
                 f"give the vendor's figure in {_unit(name)}"
             )
-    headroom_bytes(device.headroom, device.memory_bytes)
+    try:
+        kept = headroom_bytes(device.headroom, device.memory_bytes)
+    except ValueError as error:
+        raise ClusterError(f"device.headroom = {error}") from error
+    if kept >= device.memory_bytes:
+        raise ClusterError(
+            f"device.headroom = {device.headroom!r} leaves nothing of {device.memory_bytes / 1e9:.4g} GB: give less"
+        )
     for name in ("overlap_penalty", "spread"):
         if not 0 <= getattr(device, name) <= 1:
             raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")

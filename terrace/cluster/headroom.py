@@ -6,9 +6,6 @@ the error of the prediction itself.
 """
 
 import re
-from functools import lru_cache
-
-from terrace.base.errors import ClusterError
 
 # As much as predicted memory may be off on a GPU (the goal of `bench/gpu.py`), so that what is predicted to fit fits.
 # Together with the process and the allocator's share, which are counted, about a tenth of an 80 GB device holds no
@@ -17,25 +14,22 @@ DEFAULT = "5%"
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
-@lru_cache(maxsize=1024)
-def headroom_bytes(headroom: str, memory_bytes: float) -> float:
-    """Bytes of `memory_bytes` that `headroom` keeps free; raises `ClusterError` unless some memory is left."""
+def split_headroom(headroom: str) -> tuple[float, str]:
+    """Its number and its unit, "%" or one of bytes; raises `ValueError` for another text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%|[kMGT]?B|[MG]iB)", headroom)
     if found is None:
-        raise ClusterError(
-            f"device.headroom = {headroom!r} must be a share of the memory or bytes of it: write 5% or 4GB"
-        )
-    number, unit = float(found[1]), found[2]
-    kept = number / 100 * memory_bytes if unit == "%" else number * _UNITS[unit]
-    if kept >= memory_bytes:
-        raise ClusterError(
-            f"device.headroom = {headroom!r} leaves nothing of the device's {memory_bytes / 1e9:.4g} GB: give less"
-        )
-    return kept
+        raise ValueError(f"{headroom!r} must be a share of the memory or bytes of it: write 5% or 4GB")
+    return float(found[1]), found[2]
+
+
+def headroom_bytes(headroom: str, memory_bytes: float) -> float:
+    """Bytes of `memory_bytes` that `headroom` keeps free; raises `ValueError` as `split_headroom`."""
+    number, unit = split_headroom(headroom)
+    return number / 100 * memory_bytes if unit == "%" else number * _UNITS[unit]
 
 
 def room_words(memory_bytes: float, headroom: str) -> str:
     """The memory that a plan may take, and how it comes about."""
     kept = headroom_bytes(headroom, memory_bytes)
     whole = f"{memory_bytes / 1e9:.4g} GB"
-    return f"{(memory_bytes - kept) / 1e9:.4g} GB ({whole} less a headroom of {headroom})" if kept else whole
+    return f"{max(0.0, memory_bytes - kept) / 1e9:.4g} GB ({whole} less a headroom of {headroom})" if kept else whole

@@ -87,8 +87,8 @@ def footprint(
 
     - `model`: the sizes that blocks share; by default as they declare.
     - `held`: indexes of the blocks that the rank holds; all by default.
-    - `in_flight`: the most micro-batches that a pipeline stage holds, as its schedule says (5.5 is possible when
-      interleaved). Default: as on the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
+    - `in_flight`: the most micro-batches that a pipeline stage holds (5.5 is possible when interleaved). Default: as on
+      the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
     - `due`: those of them that wait for the second half of their backward, at most; None where it has no halves.
     - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
     - `load`: the rows of a rank's experts over their mean, where experts are on several ranks; `math.inf` is the worst.
@@ -101,8 +101,7 @@ def footprint(
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
-    work = work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents)
-    work = replace(work, load=load) if plan.experts else work
+    work = _loaded(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), plan, load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     mesh = Mesh.of(cluster, plan)
     stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees)
@@ -147,6 +146,10 @@ def footprint(
     return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
 
 
+def _loaded(work: Work, plan: Plan, load: float) -> Work:
+    return replace(work, load=load) if plan.experts else work
+
+
 def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: Work, held: Sequence[int]) -> None:
     # A rank sends its part of an activation.
     numel = work.tokens * work.model.hidden_size // work.tensor
@@ -177,8 +180,7 @@ def stage_footprint(
     `due` are those that wait for the second half of their backward; empty where it has no halves.
     """
     model, backend = model or model_of(kinds.specs), backend or cluster.device.backend
-    work = work_of(cluster, plan, model, sequence, backend)
-    work = replace(work, load=load) if plan.experts else work
+    work = _loaded(work_of(cluster, plan, model, sequence, backend), plan, load)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks by what they keep.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
