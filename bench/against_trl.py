@@ -26,10 +26,10 @@ from bench.contest import Work, take_turns
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.rl import sort_task
+from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.config import RlConfig, resolve
 from terrace.rl.making import started
 from terrace.rl.run import START, Run, RunInputs
-from terrace.rl.runtime import InlineRuntime
 from terrace.train.export import export
 
 SECONDS_TARGET = 1 / 3

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from terrace.base.schema import merge
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.config import resolve
 from terrace.rl.making import started
-from terrace.rl.metrics import Metrics
-from terrace.rl.prompts import Sample
 from terrace.rl.run import START, RunInputs
-from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, LONGEST, SortPrompts, SortTokenizer, reward
+from terrace.rl.values.prompts import Sample
 
 _LAST = 5  # steps, whose rewards are averaged: one of 64 prompts has a standard error of .04
 _ALONE: dict[str, Any] = {

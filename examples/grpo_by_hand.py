@@ -13,14 +13,14 @@ import torch
 
 from terrace.cluster.presets import load_cluster
 from terrace.plan.presets import preset
-from terrace.rl.advantages import grpo
-from terrace.rl.algorithm import Algorithm
+from terrace.rl.algorithms.advantages import grpo
+from terrace.rl.algorithms.algorithm import Algorithm
+from terrace.rl.calls.local import LocalRuntime
+from terrace.rl.calls.runtime import Group, Runtime
 from terrace.rl.config import resolve
-from terrace.rl.prompts import Sample, rows_of
-from terrace.rl.rows import Rows
-from terrace.rl.runtime import Group, Runtime
-from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import END, LONGEST_PROMPT, SortPrompts, SortTokenizer
+from terrace.rl.values.prompts import Sample, rows_of
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.policy import Actor
 from terrace.rl.workers.reward_function import RewardFunction
 from terrace.rl.workers.settings import EngineSettings

@@ -25,4 +25,6 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("terrace"):
             raise
-        raise ImportError(f"terrace.{name} needs the package {error.name!r}: pip install 'terrace[train]'") from error
+        from terrace.base.extras import needs
+
+        raise ImportError(f"terrace.{name} {needs(str(error.name))}") from error

@@ -17,7 +17,7 @@ from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
-from terrace.rl.algorithm import Algorithm
+from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig

@@ -22,6 +22,7 @@ ENVIRONMENT = (
     "terrace/launch/flight.py",
     "terrace/launch/fork_server.py",
     "terrace/launch/start.py",
+    "terrace/launch/device.py",
     "terrace/probe/environment.py",
     "terrace/rehearse/launch.py",
 )
@@ -53,7 +54,7 @@ def test_only_launch_modules_read_the_environment(path: Path) -> None:
 def test_wall_time_decides_nothing() -> None:
     """A clock that jumps changes only what is shown: times of events and steps, a default folder's name, a template."""
     showing = {"train/gauges.py", "train/recorder.py", "cli/prepare.py", "data/template_process.py"}
-    showing.add("rl/spans.py")
+    showing.add("rl/calls/spans.py")
     showing.add("data/originals.py")  # against the file system's own stamps: a clock set back costs a look at contents
     reading = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|today)\b|\bdate\.today\b")
     found = {

@@ -9,6 +9,7 @@ from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.headroom import headroom_bytes, room_words
+from terrace.launch.launchers import is_launched
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
 from terrace.planner.task import Task
 from terrace.probe.findings import Finding
@@ -59,7 +60,7 @@ def _memory(run: RunConfig) -> Finding:
 
 def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     # Under a launcher other machines may hold the other ranks: only local runs are checked.
-    ranks, launched = run.cluster.world_size, any(name in machine.variables for name in ("RANK", "SLURM_PROCID"))
+    ranks, launched = run.cluster.world_size, is_launched(machine.variables)
     if launched or len(machine.gpus) >= ranks:
         return
     if run.cluster.device.backend == "cuda":

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ConfigError, TerraceError
+from terrace.base.extras import install
 from terrace.base.words import counted
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
 from terrace.cli.terminal import Terminal
+from terrace.launch.launchers import rank_of
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import Machine, look
 from terrace.report.tables import quantity, seconds
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     machine = look(Path())
     found = [*findings(machine), *_attention(machine), *_products(machine)]
     # Under a launcher all ranks measure, one prints.
-    is_first = machine.variables.get("RANK", machine.variables.get("SLURM_PROCID", "0")) == "0"
+    is_first = rank_of(machine.variables) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
     # Without options of a run the doctor looks at the machine only.
     if rest or any(each is not None for each in asked):
@@ -127,7 +129,7 @@ def _links(
     # None on all ranks of a launcher but the first; blocking findings are appended to `found`.
     if not _has_torch(machine):
         words = "measuring needs torch, which is not there or does not work"
-        found.append(Finding(level="blocks", about="links", words=words, fix="pip install 'terrace[train]'"))
+        found.append(Finding(level="blocks", about="links", words=words, fix=install("torch")))
         return []
     # Imported here: probing needs torch, and the doctor must work without it.
     from terrace.cli import probing

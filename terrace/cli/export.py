@@ -53,11 +53,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not (options.folder / "config.toml").is_file():
         raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
     config = parse_run(read_table(options.folder / "config.toml"))
-    try:
-        from terrace.checkpoint.reading import Checkpoint
-        from terrace.train.export import export, export_adapter
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"export needs the package {error.name!r}: pip install 'terrace[train]'") from error
+    from terrace.checkpoint.reading import Checkpoint
+    from terrace.train.export import export, export_adapter
+
     checkpoint = Checkpoint(_chosen(options.folder, options.step))
     # A damaged checkpoint must not become a model that looks sound.
     checkpoint.verify()

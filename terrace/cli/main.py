@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
+from terrace.base.extras import EXTRAS, needs
 from terrace.base.sealed import ChangedFile
 from terrace.cli.output import Terminated, drop_stdout, printable_output
 
@@ -72,7 +73,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         words, command = list(sys.argv[1:] if arguments is None else arguments), list[str]()
         if words[:1] == ["rehearse"]:
             words, command = import_module("terrace.cli.rehearse").split_command(words)
-        options, rest = _parser(words[:1]).parse_known_args(words)
+        options, rest = _parser(words[:1]).parse_known_args(words or ["--help"])
         options.command_words = command
         if getattr(options, "headroom", None) is not None:  # as a TOML text, so that 6 is refused for its missing unit
             rest.append(f"--cluster.device.headroom='{options.headroom}'")
@@ -86,6 +87,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"terrace: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         # Scripts can tell a failed run from bad input, which would fail again.
         return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        print(f"terrace: error: terrace {words[0] if words else ''} {needs(package)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except OSError as error:
         # A name that no file can have shows itself wherever a path is first looked at.
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
@@ -129,9 +136,9 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         description="Train large language models on clusters whose links are unequal.",
         epilog="terrace COMMAND --help lists the options of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"terrace {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    if named and named[0] in ("-h", "--help", "--version"):
+    if not named or named[0] in ("-h", "--help", "-V", "--version"):
         for name, words in _HELP.items():
             commands.add_parser(name, help=words)
         return parser

@@ -60,10 +60,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     cluster = read_cluster(options.cluster, rest, "a probe takes only --cluster.key VALUE")
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
-    try:
-        from terrace.cli import probing
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"probing needs the package {error.name!r}: pip install 'terrace[train]'") from error
+    from terrace.cli import probing
 
     def check() -> None:
         check_out(options.out, options.force)

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from terrace.base.errors import ConfigError
+from terrace.base.extras import needs
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.output import Terminated, sigterm_raises
@@ -126,7 +127,7 @@ def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse_command(options)
     wiring = wire(_cluster(options.cluster, rest), options.scale)
     if find_spec("torch") is None:
-        raise ConfigError("rehearse check measures with the package 'torch': pip install 'terrace[train]'")
+        raise ConfigError(f"rehearse check {needs('torch')}")
     check_machine(wiring)
     _mention_leftovers()
     begin_s = time.monotonic()

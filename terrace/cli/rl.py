@@ -47,12 +47,10 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Learn, or explain; returns 0."""
     _check_explain(options)
-    try:
-        # Torch is imported here: the parser works without it.
-        from terrace.cli import rl_explain, rl_run
-        from terrace.rl.config import resolve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"learning needs the package {error.name!r}: pip install 'terrace[train]'") from error
+    # Torch is imported here: the parser works without it.
+    from terrace.cli import rl_explain, rl_run
+    from terrace.rl.config import resolve
+
     given, overrides = flags(options, "model", "cluster", "plan"), parse_overrides(rest, of_run=False)
     is_placed = options.place is None or options.explain
     config = resolve(options.task, _file(options), given, overrides, is_placed=is_placed)

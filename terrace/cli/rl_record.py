@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import sealed_json
+from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.config import RlConfig, to_toml_table
-from terrace.rl.metrics import Metrics
 from terrace.train.recorder import PREDICTION
 from terrace.train.trackers import open_trackers
 

@@ -22,16 +22,17 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.planner.roles.placement import IterationReport
 from terrace.report.roles import measured_words
 from terrace.report.tables import quantity
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.calls.local import LocalRuntime
+from terrace.rl.calls.runtime import Runtime
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.making import check_roles, started
-from terrace.rl.metrics import Metrics
 from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
-from terrace.rl.prompt_file import read_prompts
 from terrace.rl.run import RunInputs, checkpoint_of
-from terrace.rl.runtime import InlineRuntime, Runtime
-from terrace.rl.runtime_local import LocalRuntime
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
+from terrace.rl.stream.prompt_file import read_prompts
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.lock import folder_lock
 from terrace.train.trackers import check_installed
@@ -150,7 +151,7 @@ def _runtime(config: RlConfig, ray: str | None) -> Runtime:
     timeout_s = config.run.timeout_s
     if ray is not None:
         # The one module that imports Ray, which is an extra.
-        from terrace.rl.runtime_ray import RayRuntime
+        from terrace.rl.calls.on_ray import RayRuntime
 
         return RayRuntime(ray, timeout_s=timeout_s)
     if config.cluster.world_size == 1:

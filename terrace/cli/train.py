@@ -51,11 +51,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if going_on and options.folder is None:
         raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
     with fork_server_ahead("terrace.cli.worker"):
-        try:
-            # The first import of torch: everything above works without it.
-            from terrace.cli import worker
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"training needs the package {error.name!r}: pip install 'terrace[train]'") from error
+        # The first import of torch: everything above works without it.
+        from terrace.cli import worker
+
         worker.run(
             config,
             folder=options.folder,

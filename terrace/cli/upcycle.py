@@ -54,11 +54,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if (options.folder / "config.toml").is_file():
         raise CheckpointError(f"{options.folder} is a run folder: make a model of it first with terrace export")
     # After the options are checked: importing torch takes seconds.
-    try:
-        from terrace.model.hf.pretrained import Pretrained, write_pretrained
-        from terrace.model.hf.upcycle import Upcycling
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"upcycle needs the package {error.name!r}: pip install 'terrace[train]'") from error
+    from terrace.model.hf.pretrained import Pretrained, write_pretrained
+    from terrace.model.hf.upcycle import Upcycling
+
     dense = load_model(str(options.folder))
     upcycling = Upcycling(
         num_copies=options.experts,

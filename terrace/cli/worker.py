@@ -20,6 +20,7 @@ from terrace.cli.screen import Screen, show_plan
 from terrace.data.batches import Source
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import load_tokenizer
+from terrace.launch.rank_log import FOLDER, rank_log
 from terrace.launch.start import is_restarted, join, launch_local, local_devices, pace, world_size
 from terrace.launch.stop import Stop
 from terrace.launch.world import World, store_lost
@@ -78,7 +79,7 @@ def run_rank(world: World, job: RunJob) -> str | None:
     Top-level, so that a child process can import it.
     """
     try:
-        with printable_output():
+        with rank_log(_log_of(world.rank, job)), printable_output():
             end = train(world, job, Screen(job) if world.rank == 0 else Silent())
         return end.text if isinstance(end, Stop) else None
     except BrokenPipeError as error:
@@ -87,6 +88,11 @@ def run_rank(world: World, job: RunJob) -> str | None:
             "the output's reader is gone, so the run ended; send output to a file, and resume with --resume "
             f"{job.folder} if it has a checkpoint"
         ) from error
+
+
+def _log_of(rank: int, job: RunJob) -> Path | None:
+    # Rank 0 is the screen's.
+    return job.folder / FOLDER / f"rank-{rank:05d}.log" if rank and job.run.train.rank_logs else None
 
 
 def _say_complete(complete: CompleteError, going_on: bool) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from terrace.base.errors import DataError
+from terrace.base.extras import needs
 from terrace.data import template_process
 
 _T = TypeVar("_T")
@@ -134,7 +135,7 @@ class Renderers:
             raise _EndedError
         answer = json.loads(said)
         if "missing" in answer:
-            raise DataError("chat templates need the package 'jinja2': pip install 'terrace[hf]'")
+            raise DataError(f"a chat template {needs('jinja2')}")
         if "refused" in answer:
             raise TemplateRefusalError(answer["refused"])
         return answer["made"]

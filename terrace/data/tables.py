@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from terrace.base.errors import DataError
+from terrace.base.extras import needs
 from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column
 
 _ROWS = 1024  # at a time in memory
@@ -150,5 +151,5 @@ def _pyarrow(file: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise DataError(f"data {file} needs the package 'pyarrow': pip install 'terrace[data]'") from error
+        raise DataError(f"data {file} {needs('pyarrow')}") from error
     return pyarrow

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
+from terrace.base.extras import needs
 from terrace.base.files import read_bounded
 from terrace.data.text_tokens import AUTO, TextTokens, Vocabulary, find_text_tokens, read_tables, state_of
 
@@ -185,7 +186,7 @@ def load_tokenizer(name_or_path: str | Path, bos: bool | str = AUTO, eos: str = 
         from tokenizers import Tokenizer as Encoder
     except ImportError as error:
         # The package is optional: the byte tokenizer works without it.
-        raise DataError(f"tokenizer {path} needs the package 'tokenizers': pip install 'terrace[hf]'") from error
+        raise DataError(f"tokenizer {path} {needs('tokenizers')}") from error
     try:
         encoder = Encoder.from_str(raw.decode("utf-8"))
     except Exception as error:  # the package raises bare Exception for a malformed file

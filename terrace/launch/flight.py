@@ -17,6 +17,7 @@ from typing import Any
 
 from terrace.base.files import write_atomic
 from terrace.base.printable import printable
+from terrace.launch.rank_log import write_loud
 
 FOLDER = "flight"  # in the run folder
 _SIZE, _FORMER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"  # torch reads both
@@ -71,7 +72,7 @@ class FlightRecorder:
         """As `keep`; the problem becomes a line on stderr."""
         problem = self.keep(step, rank)
         if problem is not None:
-            os.write(2, f"terrace: rank {rank} cannot keep its last collectives: {printable(problem)}\n".encode())
+            write_loud(f"terrace: rank {rank} cannot keep its last collectives: {printable(problem)}\n")
 
     @property
     def _kind(self) -> str:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from terrace.launch import flight
+from terrace.launch.launchers import is_launched
 from terrace.launch.signals import SIGNALS, handled
 from terrace.launch.socket_folder import use_socket_folder
 
@@ -26,18 +27,6 @@ _PRELOAD = [
     "torch.fx.experimental.symbolic_shapes",  # by the first backward, with 480 modules of sympy
 ]
 
-# Variables of each launcher: rank, world size, local rank, local world size
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-}
-
 
 @contextmanager
 def fork_server_ahead(module: str) -> Iterator[None]:
@@ -45,7 +34,7 @@ def fork_server_ahead(module: str) -> Iterator[None]:
 
     Does nothing under a launcher, or where the server runs already.
     """
-    if _server()._forkserver_pid is not None or any(names[0] in os.environ for names in LAUNCHERS.values()):
+    if _server()._forkserver_pid is not None or is_launched(os.environ):
         yield
         return
     start_fork_server(module)

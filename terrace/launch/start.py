@@ -1,8 +1,8 @@
 """Joining a world: under torchrun, srun or mpirun, or as child processes of this one.
 
-One of the modules that may read (or set) environment variables; the others are `terrace/launch/flight.py`,
-`terrace/launch/fork_server.py`, `terrace/rehearse/launch.py`, which makes the environments of a rehearsal's ranks, and
-`terrace/probe/environment.py`.
+One of the modules that may read (or set) environment variables; the others are `terrace/launch/device.py`,
+`terrace/launch/flight.py`, `terrace/launch/fork_server.py`, `terrace/rehearse/launch.py`, which makes the environments
+of a rehearsal's ranks, and `terrace/probe/environment.py`.
 """
 
 import math
@@ -11,7 +11,6 @@ import platform
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.launch import flight
-from terrace.launch.fork_server import LAUNCHERS, start_fork_server
+from terrace.launch.device import take_device
+from terrace.launch.fork_server import start_fork_server
+from terrace.launch.launchers import Place, place
 from terrace.launch.machines import Facts, boot_id, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
 from terrace.launch.rendezvous import host_store, meet, open_store
@@ -36,15 +37,6 @@ __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local
 _LEAST_SECRET = 16  # characters
 
 
-@dataclass(frozen=True)
-class _Place:
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int | None
-    local_world_size: int | None
-
-
 def detect() -> bool:
     """Whether a launcher (torchrun, srun, mpirun) started this process as one of several ranks.
 
@@ -55,8 +47,8 @@ def detect() -> bool:
 
 def world_size() -> int | None:
     """Number of ranks started by a launcher, or None; raises as `detect` does."""
-    place = _place()
-    return None if place is None else place.world_size
+    own = _place()
+    return None if own is None else own.world_size
 
 
 def is_restarted() -> bool:
@@ -97,29 +89,26 @@ def join(
     (digests of the configuration's) differ from rank 0's. Raises `ConfigError` outside a launcher, for an address that
     cannot be used, and as `meet` does; `HangError` naming the ranks that did not join within `timeout_s`.
     """
-    place = _place()
-    if place is None:
+    own = _place()
+    if own is None:
         raise ConfigError("no launcher started this process; use torchrun, srun or mpirun, or run it locally")
     timeout = timedelta(seconds=timeout_s)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", os.environ["MASTER_PORT"]) or 0
-    if port == 0:
-        raise ConfigError("MASTER_PORT=0 is no port that other ranks could know: set it to one from 1024 to 65535")
     seal = _secret()
-    hosting = place.rank == 0 and not agent_hosts
-    waiting = say if place.local_rank == 0 or place.rank == 0 else _silent
+    hosting = own.rank == 0 and not agent_hosts
+    waiting = say if own.local_rank == 0 or own.rank == 0 else _silent
     if hosting:
-        shared = host_store(address, port, timeout_s)
+        shared = host_store(own.address, own.port, timeout_s)
     else:
-        shared = open_store(address, port, timeout_s, waiting, agent_hosts=agent_hosts)
-    local_rank = place.rank if place.local_rank is None else place.local_rank
-    backend, device, why = _backend(place.launcher, local_rank)
+        shared = open_store(own.address, own.port, timeout_s, waiting, agent_hosts=agent_hosts)
+    local_rank = own.rank if own.local_rank is None else own.local_rank
+    backend, device, why = _backend(own.launcher, local_rank)
     facts = _facts(device, sections or {})
-    met = meet(shared, place.rank, place.world_size, facts, seal, timeout_s, renumber=renumber)
+    met = meet(shared, own.rank, own.world_size, facts, seal, timeout_s, renumber=renumber)
     store = PrefixStore(f"terrace/{met.life}", shared)
     _agree_on_backend(store, met.seal, met.rank, backend, why)
     if met.rank == 0:
-        say(f"{counted(place.world_size, 'rank')} under {place.launcher}, backend {backend}: {why}")
+        say(f"{counted(own.world_size, 'rank')} under {own.launcher}, backend {backend}: {why}")
         for line in (met.map, *met.notes) if len(set(met.machines)) > 1 else met.notes:
             say(line)
     os.environ.update(flight.settings())
@@ -127,15 +116,15 @@ def join(
         backend,
         store=PrefixStore("group", store),
         rank=met.rank,
-        world_size=place.world_size,
+        world_size=own.world_size,
         timeout=timeout,
         device_id=device,
     )
     return World(
         rank=met.rank,
-        world_size=place.world_size,
+        world_size=own.world_size,
         local_rank=local_rank,
-        local_world_size=place.local_world_size or met.num_here,
+        local_world_size=own.local_world_size or met.num_here,
         store=PrefixStore("world", store),
         supervised=True,
         store_rank=None if agent_hosts else 0,
@@ -198,35 +187,8 @@ def launch_local(
         return str(early)
 
 
-def _place() -> _Place | None:
-    for launcher, names in LAUNCHERS.items():
-        rank, world_size = (os.environ.get(name) for name in names[:2])
-        if rank is None or world_size is None:
-            continue
-        if launcher != "torchrun" and world_size == "1":
-            # The launchers srun and mpirun set these for a single process, too.
-            continue
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise ConfigError(
-                f"{names[1]}={world_size} says that {launcher} started this process, but "
-                f"{' and '.join(missing)} must say where rank 0 is; set them, or unset {names[1]}"
-            )
-        numbers = [_number(name, os.environ.get(name)) for name in names]
-        place = _Place(launcher, numbers[0] or 0, numbers[1] or 0, numbers[2], numbers[3])
-        if not place.rank < place.world_size:
-            raise ConfigError(
-                f"{names[0]}={place.rank} with {names[1]}={place.world_size}: ranks are numbered from 0 to the number "
-                "of ranks less one; the launcher sets both, or unset both"
-            )
-        return place
-    return None
-
-
-def _number(name: str, text: str | None) -> int | None:
-    if text is not None and not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} must be a whole number: the launcher sets it, or unset it")
-    return None if text is None else int(text)
+def _place() -> Place | None:
+    return place(os.environ)
 
 
 def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, str]:
@@ -234,16 +196,15 @@ def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, 
     if why_not:
         return "gloo", None, why_not
     num_devices = torch.cuda.device_count()
-    if launcher == "srun" and num_devices == 1:
-        # --gpus-per-task=1 shows every rank its own device only.
+    if launcher != "torchrun" and num_devices == 1:
+        # Slurm's --gpus-per-task=1 and scripts around mpiexec show every rank its own device only.
         local_rank = 0
     if local_rank >= num_devices:
         raise ConfigError(
             f"local rank {local_rank} has no device, this machine has {num_devices}: start at most "
             f"{counted(num_devices, 'rank')} here, and set LOCAL_RANK"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
+    device = take_device(local_rank)
     return "nccl", device, f"rank 0 uses {torch.cuda.get_device_name(device)}"
 
 

@@ -26,6 +26,7 @@ from terrace.base.printable import printable
 from terrace.launch.flight import LIMIT_S, FlightRecorder
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
+from terrace.launch.rank_log import write_loud
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
 from terrace.launch.silence import Silence
@@ -240,8 +241,7 @@ class Watchdog:
         self._still_s = self._still_s + passed_s if still else 0.0
         self._seen, self._tick_s = place, now_s
         self._number += 1
-        leaving = self._state
-        self._mute_s += passed_s
+        leaving, self._mute_s = self._state, self._mute_s + passed_s
         with suppress(RuntimeError):
             self._heartbeats.publish(self._describe(place, leaving))
             self._mute_s = 0.0
@@ -356,8 +356,8 @@ class Watchdog:
 
     def _own_words(self) -> str:
         beat = self._describe(self._place, None)
-        group = f"; it waits with ranks {beat.group}" if beat.group else ""
-        return f"rank {self._rank} stopped at {beat.where()}{group}; no post-mortem could be made{self._kept}"
+        where = beat.where() + (f"; it waits with ranks {beat.group}" if beat.group else "")
+        return f"rank {self._rank} stopped at {where}; no post-mortem could be made{self._kept}"
 
     def _without_store(self, error: RuntimeError) -> str:
         host = "the launcher" if self._store_rank is None else f"rank {self._store_rank}"
@@ -365,11 +365,11 @@ class Watchdog:
         return f"{host} stopped: the store it hosts does not answer ({first}); {self._own_words()}"
 
     def _die(self, message: str, code: int) -> None:
-        # From this thread: the main thread may block in a collective for ever.
+        # From this thread, as the main one may block in a collective for ever.
         if self._on_hang is not None:
             self._on_hang(message)
         elif code == EXIT_HANG or message.startswith(f"rank {self._rank} "):  # one line for a plain stop
-            os.write(2, f"terrace: {printable(message)} (reported by rank {self._rank})\n".encode())
+            write_loud(f"terrace: {printable(message)} (reported by rank {self._rank})\n")
         os._exit(code)
 
 

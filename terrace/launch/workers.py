@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError, TerraceError
+from terrace.launch.device import take_device
 from terrace.launch.rendezvous import open_store
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
@@ -103,9 +104,7 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
     torch.set_num_threads(job.num_threads)
     timeout = timedelta(seconds=job.timeout_s)
     store = PrefixStore(f"job/{job.number}", open_store(LOOPBACK, port, job.timeout_s))
-    device = torch.device("cuda", job.first_device + job.rank) if job.backend == "nccl" else None
-    if device is not None:
-        torch.cuda.set_device(device)
+    device = take_device(job.first_device + job.rank) if job.backend == "nccl" else None
     dist.init_process_group(
         job.backend,
         store=PrefixStore("group", store),

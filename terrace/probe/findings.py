@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from terrace.base.errors import ConfigError
+from terrace.base.extras import install
 from terrace.base.words import counted
+from terrace.launch.launchers import place
 from terrace.probe.machine import NEEDED, PACKAGES, Machine
 
 Level = Literal["fine", "absent", "note", "blocks"]
 
 _OLDEST_PYTHON = (3, 11)
-_TORCH = ((2, 11), (2, 14))  # from, and below: as in pyproject.toml
+_OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 _FEW_FILES = 1024  # each rank holds several sockets for every other rank
 _LITTLE_DISK_BYTES = 1_000_000_000
 _LITTLE_MEMORY_BYTES = 400_000_000  # of a rank that imported torch and holds a little work
@@ -46,25 +49,24 @@ def _software(machine: Machine) -> Iterator[Finding]:
     for name in NEEDED:
         found = machine.packages.get(name)
         if found is None:
-            words = f"absent: planning works, {PACKAGES[name][1]} does not"
-            yield Finding(level="blocks", about=name, words=words, fix=f"pip install {PACKAGES[name][0]}")
+            words = f"absent: planning works, {PACKAGES[name]} does not"
+            yield Finding(level="blocks", about=name, words=words, fix=install(name))
         elif name == "torch" and machine.torch_error:
             words = f"{found} cannot be imported: {machine.torch_error}"
             fix = "pip install --force-reinstall torch"
             yield Finding(level="blocks", about=name, words=words, fix=fix)
-        elif name == "torch" and not _TORCH[0] <= _numbers(found) < _TORCH[1]:
-            first, beyond = (".".join(map(str, each)) for each in _TORCH)
-            fix = f"pip install 'torch>={first},<{beyond}'"
+        elif name == "torch" and _numbers(found) < _OLDEST_TORCH:
+            fix = f"pip install 'torch>={'.'.join(map(str, _OLDEST_TORCH))}'"
             yield Finding(level="note", about=name, words=f"{found} was not tried with Terrace", fix=fix)
         else:
             yield Finding(level="fine", about=name, words=found)
-    for name, (command, purpose) in PACKAGES.items():
+    for name, purpose in PACKAGES.items():
         if name not in NEEDED:
             found = machine.packages.get(name)
             if found is not None:
                 yield Finding(level="fine", about=name, words=found)
             else:
-                yield Finding(level="absent", about=name, words=f"only for {purpose}", fix=f"pip install {command}")
+                yield Finding(level="absent", about=name, words=f"only for {purpose}", fix=install(name))
 
 
 def _backend(machine: Machine) -> Iterator[Finding]:
@@ -126,26 +128,15 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _launcher(machine: Machine) -> Iterator[Finding]:
-    # Under srun and mpirun a size of 1 is an ordinary shell inside an allocation, not a launched job.
-    known = {
-        "torchrun": ("RANK", "WORLD_SIZE"),
-        "srun": ("SLURM_PROCID", "SLURM_NTASKS"),
-        "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    }
-    for launcher, (rank, size) in known.items():
-        given = machine.variables
-        if rank not in given or size not in given or (launcher != "torchrun" and given[size] == "1"):
-            continue
-        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not given.get(name)]
-        words = f"{launcher}: this is rank {given[rank]} of {given[size]}"
-        if absent:
-            fix = f"set {' and '.join(absent)} to where rank 0 is, or unset {size}"
-            yield Finding(
-                level="blocks", about="launcher", words=f"{words}, but the rendezvous address is missing", fix=fix
-            )
-        else:
-            meeting = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
-            yield Finding(level="fine", about="launcher", words=f"{words}, which meet at {meeting}")
+    try:
+        own = place(machine.variables)
+    except ConfigError as error:
+        words, _, fix = str(error).rpartition("; ")
+        yield Finding(level="blocks", about="launcher", words=words, fix=fix)
+        return
+    if own is not None:
+        words = f"{own.launcher}: this is rank {own.rank} of {own.world_size}, which meet at {own.address}:{own.port}"
+        yield Finding(level="fine", about="launcher", words=words)
         return
     yield Finding(level="fine", about="launcher", words="none: ranks are processes of this machine")
 

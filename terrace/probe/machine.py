@@ -15,21 +15,21 @@ from typing import Any
 
 from terrace.probe.environment import launcher_variables
 
-# package -> (argument of pip install, purpose); the first three are needed for training
+# package -> purpose; the first three are needed for training
 PACKAGES = {
-    "torch": ("'terrace[train]'", "training"),
-    "numpy": ("'terrace[train]'", "training"),
-    "safetensors": ("'terrace[train]'", "checkpoints"),
-    "triton": ("triton", "block codecs as kernels on CUDA"),
-    "tokenizers": ("'terrace[hf]'", "a tokenizer.json"),
-    "transformers": ("transformers", "comparing models with Hugging Face's"),
-    "jinja2": ("jinja2", "chat templates"),
-    "pyarrow": ("pyarrow", "Parquet files"),
-    "ray": ("'terrace[ray]'", "roles on several machines"),
-    "tensorboard": ("tensorboard", 'train.metrics = ["tensorboard"]'),
-    "wandb": ("wandb", 'train.metrics = ["wandb"]'),
-    "trackio": ("trackio", 'train.metrics = ["trackio"]'),
-    "mlflow": ("mlflow", 'train.metrics = ["mlflow"]'),
+    "torch": "training",
+    "numpy": "training",
+    "safetensors": "checkpoints",
+    "triton": "block codecs as kernels on CUDA",
+    "tokenizers": "a tokenizer.json",
+    "transformers": "comparing models with Hugging Face's",
+    "jinja2": "chat templates",
+    "pyarrow": "Parquet files",
+    "ray": "roles on several machines",
+    "tensorboard": 'train.metrics = ["tensorboard"]',
+    "wandb": 'train.metrics = ["wandb"]',
+    "trackio": 'train.metrics = ["trackio"]',
+    "mlflow": 'train.metrics = ["mlflow"]',
 }
 NEEDED = ("torch", "numpy", "safetensors")
 

@@ -18,7 +18,7 @@ from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
-from terrace.rl.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
+from terrace.rl.algorithms.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.rl.layers import resolve_table
 from terrace.rl.placing import (

@@ -16,12 +16,12 @@ from terrace.plan.context import is_context_parallel
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.transition import Apart
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.calls.runtime import Group, Pool, Runtime
 from terrace.rl.config import RlConfig
-from terrace.rl.controllers import Roles
-from terrace.rl.layout import RoleLayout
+from terrace.rl.controllers.setup import Roles
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, REFERENCE, ROLLOUT, reward_name
 from terrace.rl.run import START, Run, RunInputs
-from terrace.rl.runtime import Group, Pool, Runtime
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_function import RewardFunction

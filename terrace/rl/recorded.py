@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from terrace.rl.calls.spans import Span
 from terrace.rl.placing import Place
-from terrace.rl.spans import Span
 
 _MOST = 64  # calls of a line before neighbours that are alike are joined; those beyond it are counted
 

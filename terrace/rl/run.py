@@ -21,19 +21,21 @@ from terrace.checkpoint.layout import complete, folder_of, latest, step_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import remove
 from terrace.data.tokenizer import Tokenizer
+from terrace.rl.algorithms.lagrange import Multiplier
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.runtime import Group, Runtime
+from terrace.rl.calls.spans import idle_share, now_s, seconds_by_phase
 from terrace.rl.config import RlConfig
-from terrace.rl.controllers import CONTROLLERS, Progress, Roles, Setup, Sizes, rewarded
-from terrace.rl.lagrange import Multiplier
-from terrace.rl.metrics import Metrics
+from terrace.rl.controllers.controllers import CONTROLLERS
+from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
+from terrace.rl.controllers.step import rewarded
 from terrace.rl.placing import ACTOR
-from terrace.rl.prompts import PromptSource, rows_of
 from terrace.rl.recorded import CallLines
-from terrace.rl.rows import Rows
-from terrace.rl.runtime import Group, Runtime
 from terrace.rl.samples import Samples
-from terrace.rl.spans import idle_share, now_s, seconds_by_phase
-from terrace.rl.stream import Drawing, stream_of
-from terrace.rl.stream_file import read_state, write_state
+from terrace.rl.stream.saved import read_state, write_state
+from terrace.rl.stream.stream import Drawing, stream_of
+from terrace.rl.values.prompts import PromptSource, rows_of
+from terrace.rl.values.rows import Rows
 
 START, STREAM = "start", "stream"  # folders of a run folder, beside those of checkpoints by role
 # Keys of [run] that a resumed run may have otherwise: its length, where it runs, and what it shows and keeps.

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from terrace.data.tokenizer import Tokenizer
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 DRAWN, HELD_OUT = "drawn", "held out"
 _DRAWN, _OF_A_PROMPT, _HELD_OUT = 6, 2, 4  # responses of each kind, and of those drawn, of a prompt

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from terrace.data.text_tokens import TextTokens
-from terrace.rl.prompts import Prompt, Sample
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.values.prompts import Prompt, Sample
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 ASK = ">"
 _CHARACTERS = "0123456789" + ASK

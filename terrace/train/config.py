@@ -73,6 +73,7 @@ class TrainConfig:
     weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
     compile: bool = False  # each block through torch.compile
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
+    rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     slow_factor: float = 1.5  # a rank whose own work takes so many times its peers' is named; 0: none is
     slow_steps: int = 20  # by its last steps
@@ -85,14 +86,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1, "slow_steps": 4}
-        least |= {"checkpoint_every": 0, "keep_checkpoints": 1}
+        least |= {"checkpoint_every": 0, "keep_checkpoints": 1, "peer_copies_every": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
         if self.peer_copies not in (0, 1):
             raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
-        if self.peer_copies_every < 0:
-            raise ConfigError(f"train.peer_copies_every = {self.peer_copies_every} must be at least 0")
         if self.peer_copies_every and not self.peer_copies:
             raise ConfigError("train.peer_copies_every has no effect: train.peer_copies = 0")
         if not 0 <= self.final_lr_fraction <= 1:

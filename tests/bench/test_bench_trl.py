@@ -6,7 +6,7 @@ import pytest
 
 from bench.against_trl import config_of, reward_of, tokenizer
 from terrace.rl import sort_task
-from terrace.rl.prompts import Sample
+from terrace.rl.values.prompts import Sample
 
 
 def test_the_tokenizer_has_the_ids_of_the_task() -> None:

@@ -54,12 +54,18 @@ def _of(found: list[Finding], about: str) -> Finding:
     ("changes", "about", "level", "words", "fix"),
     [
         ({"python": (3, 10, 2)}, "python", "blocks", "3.10.2 is too old", "install Python 3.11"),
-        ({"packages": {"torch": None}}, "torch", "blocks", "planning works", "pip install 'terrace[train]'"),
-        ({"packages": {"safetensors": None}}, "safetensors", "blocks", "absent", "pip install 'terrace[train]'"),
-        ({"packages": {"torch": "2.9.1+cu128"}}, "torch", "note", "was not tried", "pip install 'torch>=2.11,<2.14'"),
+        ({"packages": {"torch": None}}, "torch", "blocks", "planning works", "pip install 'terrace-train[train]'"),
+        ({"packages": {"safetensors": None}}, "safetensors", "blocks", "absent", "pip install 'terrace-train[train]'"),
+        ({"packages": {"torch": "2.9.1+cu128"}}, "torch", "note", "was not tried", "pip install 'torch>=2.11'"),
         ({"torch_error": "OSError: libcudart"}, "torch", "blocks", "libcudart", "--force-reinstall"),
         ({"packages": {"wandb": None}}, "wandb", "absent", "train.metrics", "pip install wandb"),
-        ({"packages": {"tokenizers": None}}, "tokenizers", "absent", "tokenizer.json", "pip install 'terrace[hf]'"),
+        (
+            {"packages": {"tokenizers": None}},
+            "tokenizers",
+            "absent",
+            "tokenizer.json",
+            "pip install 'terrace-train[hf]'",
+        ),
         ({"has_nvidia": True}, "backend", "note", "built for the CPU", "CUDA build"),
         ({"has_nvidia": True, "torch_cuda": "12.8"}, "backend", "note", "sees no device", "nvidia-smi"),
         ({"gpus": (H100,) * 8}, "backend", "note", "without nccl", "nccl"),
@@ -70,7 +76,7 @@ def _of(found: list[Finding], about: str) -> Finding:
         ({"open_files": 256}, "open files", "note", "256", "ulimit -n"),
         ({"fabrics": ("mlx5_0",), "locked_bytes": 65536}, "locked memory", "note", "mlx5_0", "ulimit -l"),
         ({"interfaces": ("lo",)}, "network", "note", "only the loopback", ""),
-        ({"variables": {"RANK": "0", "WORLD_SIZE": "2"}}, "launcher", "blocks", "rank 0 of 2", "MASTER_ADDR"),
+        ({"variables": {"RANK": "0", "WORLD_SIZE": "2"}}, "launcher", "blocks", "WORLD_SIZE=2", "MASTER_ADDR"),
         ({"variables": {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}}, "launcher", "fine", "none", ""),
     ],
 )
@@ -227,7 +233,7 @@ def test_the_exit_code_is_that_of_what_blocks(tmp_path: Path) -> None:
 def test_without_torch_it_says_what_gets_it() -> None:
     done = without_torch("doctor", "--cluster", "dgx-h100", "--network")
     assert done.returncode == 1, done.stderr
-    assert "pip install 'terrace[train]'" in done.stdout
+    assert "pip install 'terrace-train[train]'" in done.stdout
     assert "blocked by torch, numpy, links" in done.stdout
     assert "suits cluster" in done.stdout, "planning needs no torch"
 

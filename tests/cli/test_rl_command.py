@@ -11,8 +11,8 @@ from terrace.base.errors import ConfigError, DataError, TrainingError
 from terrace.base.printable import escape
 from terrace.rl import making
 from terrace.rl.layers import resolve_table
-from terrace.rl.prompt_file import read_prompts
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
+from terrace.rl.stream.prompt_file import read_prompts
 from tests.support.command_line import CommandLine
 from tests.support.hf_folder import TABLE, write_model, write_tokenizer
 from tests.support.pages import checked

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.rl.advantages import (
+from terrace.rl.algorithms.advantages import (
     dr_grpo,
     gae,
     grpo,
@@ -23,7 +23,7 @@ from terrace.rl.advantages import (
     rloo,
     whiten,
 )
-from terrace.rl.ragged import Ragged
+from terrace.rl.values.ragged import Ragged
 
 EXACT = 1e-12
 FLOATS = st.floats(-2, 2, width=16)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError
-from terrace.rl.algorithm import Algorithm, Sums, algorithm_of, policy_loss
-from terrace.rl.batches import WEIGHTS
-from terrace.rl.losses import clipped_surrogate, kl_loss
-from terrace.rl.ragged import Ragged
+from terrace.rl.algorithms.algorithm import Algorithm, Sums, algorithm_of, policy_loss
+from terrace.rl.algorithms.batches import WEIGHTS
+from terrace.rl.algorithms.losses import clipped_surrogate, kl_loss
+from terrace.rl.values.ragged import Ragged
 
 
 def test_keys_that_are_left_out_are_those_of_the_paper() -> None:

@@ -14,13 +14,13 @@ from terrace.base.schema import merge
 from terrace.cli import rl_explain
 from terrace.plan.transition import Apart
 from terrace.program.hand_over import hand_over_programs
+from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.calls.local import LocalRuntime
+from terrace.rl.calls.spans import Span, idle_share, seconds_by_phase
 from terrace.rl.config import RlConfig, parse, to_toml_table
 from terrace.rl.making import apart_of, check_roles, engine_settings, started
 from terrace.rl.placing import ACTOR, PoolKeys
 from terrace.rl.predicted import found_placements, placement_of, predicted
-from terrace.rl.runtime import InlineRuntime
-from terrace.rl.runtime_local import LocalRuntime
-from terrace.rl.spans import Span, idle_share, seconds_by_phase
 from terrace.rl.workers.handing import transition_of
 from tests.support.rl_runs import ALONE, EXACT, FOUR, config_of, inputs_of, numbers, ran
 

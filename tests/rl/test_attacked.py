@@ -7,10 +7,10 @@ import pytest
 
 from terrace.base.errors import ConfigError, ModelError, TrainingError
 from terrace.cli import rl_explain, rl_run
+from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.making import started
 from terrace.rl.run import STREAM
-from terrace.rl.runtime import InlineRuntime
-from terrace.rl.stream_file import write_state
+from terrace.rl.stream.saved import write_state
 from tests.support.rl_runs import ALONE, FOUR, config_of, inputs_of, ran
 
 DEGENERATE: dict[str, Any] = {

@@ -3,8 +3,8 @@
 import pytest
 
 from examples.grpo_by_hand import controller, placed
-from terrace.rl.runtime import InlineRuntime
-from terrace.rl.runtime_local import LocalRuntime
+from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.calls.local import LocalRuntime
 
 STEPS, LR = 4, 1e-3
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError, DataError, HangError
-from terrace.rl.host import joined
-from terrace.rl.memory import SharedMemory
-from terrace.rl.processes import Processes
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
-from terrace.rl.runtime import Group
-from terrace.rl.runtime_local import LocalRuntime
+from terrace.rl.calls.host import joined
+from terrace.rl.calls.local import LocalRuntime
+from terrace.rl.calls.processes import Processes
+from terrace.rl.calls.runtime import Group
+from terrace.rl.values.memory import SharedMemory
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from tests.support.toy_roles import Paired, Scaler, Unmakeable, prompts_of
 
 ENDED_S = 5.0  # within which all processes of a failed runtime end: half a second where nothing else runs
@@ -166,7 +166,7 @@ def test_a_call_that_is_overdue_before_anybody_waits_is_named() -> None:
 
 
 def test_a_rank_that_is_stuck_at_its_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terrace.rl.processes.serve", stuck)
+    monkeypatch.setattr("terrace.rl.calls.processes.serve", stuck)
     failures = list[BaseException]()
     with pytest.raises(HangError, match=r"ranks 0-1 of a new pool did not start within 3 s; stacks are on stderr"):
         Processes(2, failures.append, start_s=3.0)

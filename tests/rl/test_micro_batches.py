@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.importance import sequence_ratios, truncated
-from terrace.rl.losses import cispo, clipped_surrogate, gspo, kl_loss, reinforce, rloo, value_loss
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.importance import sequence_ratios, truncated
+from terrace.rl.algorithms.losses import cispo, clipped_surrogate, gspo, kl_loss, reinforce, rloo, value_loss
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 NUM_PARAMETERS = 3
 Loss = Callable[[Rows, Tensor, Tensor], Tensor]  # (rows, the policy's number at each token, weights) -> sum

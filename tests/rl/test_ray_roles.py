@@ -12,8 +12,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from terrace.base.errors import ConfigError, DataError, HangError
-from terrace.rl.runtime import InlineRuntime
-from terrace.rl.runtime_ray import RayRuntime
+from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.calls.on_ray import RayRuntime
 from tests.support.rl_runs import ALONE, config_of, numbers, ran
 from tests.support.toy_roles import Scaler, prompts_of
 

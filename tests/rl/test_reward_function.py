@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError, TrainingError
-from terrace.rl.prompts import Prompt, Sample, rows_of
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
 from terrace.rl.sort_task import END, SortTokenizer
+from terrace.rl.values.prompts import Prompt, Sample, rows_of
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.reward_function import RewardFunction, load_function
 
 HERE = __name__

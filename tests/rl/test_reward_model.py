@@ -13,8 +13,8 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.rl.config import resolve
 from terrace.rl.keys import RewardKeys
 from terrace.rl.making import reward_settings
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.reward_model import RewardModel
 from tests.support.hf_folder import TABLE, write_folder
 from tests.support.toys import cluster_of, run_blocks

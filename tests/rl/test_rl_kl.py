@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.rl.kl import adapted, estimates, penalised, token_rewards
-from terrace.rl.lagrange import Multiplier, mixed
-from terrace.rl.ragged import Ragged
+from terrace.rl.algorithms.kl import adapted, estimates, penalised, token_rewards
+from terrace.rl.algorithms.lagrange import Multiplier, mixed
+from terrace.rl.values.ragged import Ragged
 
 
 def column(*rows: list[float]) -> Ragged:

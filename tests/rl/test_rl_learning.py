@@ -13,19 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.rl.advantages import gae
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.algorithm import Sums, algorithm_of, policy_loss
-from terrace.rl.batches import WEIGHTS
-from terrace.rl.controllers import CONTROLLERS, Progress, Roles, Setup, Sizes
-from terrace.rl.kl import token_rewards
-from terrace.rl.lagrange import Multiplier
-from terrace.rl.losses import value_loss
-from terrace.rl.metrics import Metrics
-from terrace.rl.prompts import Prompt
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
-from terrace.rl.stream import Drawing, stream_of
+from terrace.rl.algorithms.advantages import gae
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.algorithm import Sums, algorithm_of, policy_loss
+from terrace.rl.algorithms.batches import WEIGHTS
+from terrace.rl.algorithms.kl import token_rewards
+from terrace.rl.algorithms.lagrange import Multiplier
+from terrace.rl.algorithms.losses import value_loss
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.controllers.controllers import CONTROLLERS
+from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
+from terrace.rl.stream.stream import Drawing, stream_of
+from terrace.rl.values.prompts import Prompt
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 LENGTH, VOCAB, NUM_RESPONSES = 4, 5, 64
 # Beside its paper's values: a KL that is counted, where there is a place for it, and clips that let a table move.

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.importance import masked, sequence_ratios, token_ratios, truncated
-from terrace.rl.losses import cispo, clipped_surrogate, entropy_loss, gspo, kl_loss, reinforce, rloo, value_loss
-from terrace.rl.ragged import Ragged
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.importance import masked, sequence_ratios, token_ratios, truncated
+from terrace.rl.algorithms.losses import (
+    cispo,
+    clipped_surrogate,
+    entropy_loss,
+    gspo,
+    kl_loss,
+    reinforce,
+    rloo,
+    value_loss,
+)
+from terrace.rl.values.ragged import Ragged
 from terrace.runtime.pairs import bradley_terry, dpo
 
 

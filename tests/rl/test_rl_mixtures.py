@@ -18,11 +18,11 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.experts.mixture import Router
 from terrace.program.lowering import build
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.batches import WEIGHTS, batch_of, objective_of
-from terrace.rl.losses import reinforce
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.batches import WEIGHTS, batch_of, objective_of
+from terrace.rl.algorithms.losses import reinforce
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.runtime.batch import Batch, shares_of
 from terrace.train.micro_batches import MicroBatches
 from tests.support.allocations import seeded

@@ -14,12 +14,12 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.attention import AttentionPlans, attend
 from terrace.model.decoder import token_loss
 from terrace.plan.plan import Plan
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.batches import WEIGHTS, TokenLoss, at_valid_tokens, batch_of, objective_of
-from terrace.rl.losses import cispo, clipped_surrogate, gspo, kl_loss
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
-from terrace.rl.shared_prefixes import LONGEST_SHARED, SharedPrefixPlans, places_of, share_prefixes
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.batches import WEIGHTS, TokenLoss, at_valid_tokens, batch_of, objective_of
+from terrace.rl.algorithms.losses import cispo, clipped_surrogate, gspo, kl_loss
+from terrace.rl.algorithms.shared_prefixes import LONGEST_SHARED, SharedPrefixPlans, places_of, share_prefixes
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.runtime.batch import Batch
 from terrace.runtime.batch_checks import check_batches
 from terrace.runtime.token_numbers import TokenNumbers

@@ -5,13 +5,13 @@ import torch
 
 from terrace.cluster.presets import load_cluster
 from terrace.planner.roles.pools import pool_cluster
+from terrace.rl.calls.spans import Span
 from terrace.rl.placing import Place
-from terrace.rl.ragged import Ragged
 from terrace.rl.recorded import CallLines
-from terrace.rl.rows import Rows
 from terrace.rl.samples import Samples, shortened
 from terrace.rl.sort_task import SortTokenizer
-from terrace.rl.spans import Span
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 LOCAL = load_cluster("local")  # 8 ranks
 PLACES = [Place(0, 4, pool_cluster(LOCAL, 4)), Place(1, 0, pool_cluster(LOCAL, 4))]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terrace.base.errors import DataError
-from terrace.rl.ragged import Ragged, joined
-from terrace.rl.rows import Rows, cat
+from terrace.rl.values.ragged import Ragged, joined
+from terrace.rl.values.rows import Rows, cat
 
 Plain = list[tuple[float, list[int], object]]  # the same rows without any of this
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.rl_learning import BARS, constrained, learned, verdict
-from terrace.rl.algorithm import algorithm_of
-from terrace.rl.metrics import Metrics
+from terrace.rl.algorithms.algorithm import algorithm_of
+from terrace.rl.algorithms.metrics import Metrics
 
 
 @pytest.mark.nightly

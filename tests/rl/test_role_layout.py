@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.rl.calls import Call, call, call_of, calls_of
-from terrace.rl.layout import RoleLayout, even_shares
+from terrace.rl.calls.call import Call, call, call_of, calls_of
+from terrace.rl.calls.layout import RoleLayout, even_shares
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.policy import Actor, Reference
 from terrace.rl.workers.reward_model import RewardModel

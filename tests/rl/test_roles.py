@@ -3,10 +3,10 @@
 import pytest
 
 from terrace.base.errors import ConfigError, DataError
-from terrace.rl.calls import call
-from terrace.rl.layout import RoleLayout
-from terrace.rl.rows import Rows
-from terrace.rl.runtime import InlineRuntime
+from terrace.rl.calls.call import call
+from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.values.rows import Rows
 from tests.support.toy_roles import Paired, Scaler, prompts_of
 
 

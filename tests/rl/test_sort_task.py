@@ -2,12 +2,12 @@
 
 import torch
 
+from terrace.rl.algorithms.metrics import joined, of_rows, of_tokens
 from terrace.rl.config import resolve
-from terrace.rl.metrics import joined, of_rows, of_tokens
-from terrace.rl.prompts import Sample, rows_of
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
 from terrace.rl.sort_task import END, NUM_HELD_OUT, SortPrompts, SortTokenizer, answer, length_cost, reward
+from terrace.rl.values.prompts import Sample, rows_of
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 
 def test_a_prompt_is_a_function_of_seed_and_place() -> None:

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from terrace.base.schema import merge
 from terrace.checkpoint.reading import Checkpoint
+from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.config import resolve
-from terrace.rl.controllers import CONTROLLERS
+from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.making import started
-from terrace.rl.prompts import Sample
-from terrace.rl.rows import Rows
 from terrace.rl.run import RunInputs
-from terrace.rl.runtime import InlineRuntime
 from terrace.rl.sort_task import END, LONGEST_RESPONSE, SortPrompts, SortTokenizer
+from terrace.rl.values.prompts import Sample
+from terrace.rl.values.rows import Rows
 
 LAYERS, HEADS, WIDTH, ROWS, MINI_BATCH = 2, 2, 16, 16, 8
 LR = 0.25  # of SGD: large, so that the second update finds ratios beyond clips

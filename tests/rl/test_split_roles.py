@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from terrace.rl.algorithm import algorithm_of
+from terrace.rl.algorithms.algorithm import algorithm_of
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.calls.local import LocalRuntime
+from terrace.rl.calls.runtime import Runtime
 from terrace.rl.config import resolve
-from terrace.rl.controllers import CONTROLLERS, Progress, Roles, Setup, Sizes
-from terrace.rl.metrics import Metrics
-from terrace.rl.runtime import InlineRuntime, Runtime
-from terrace.rl.runtime_local import LocalRuntime
+from terrace.rl.controllers.controllers import CONTROLLERS
+from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
-from terrace.rl.stream import Drawing, stream_of
+from terrace.rl.stream.stream import Drawing, stream_of
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.policy import Actor, Reference
 from terrace.rl.workers.reward_function import RewardFunction

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import CheckpointError
 from terrace.generation.request import Completion, Request
-from terrace.rl.calls import call_of
-from terrace.rl.controllers import is_own
-from terrace.rl.layout import RoleLayout
-from terrace.rl.metrics import Metrics
-from terrace.rl.prompts import Prompt
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows, cat
-from terrace.rl.runtime import Handle
-from terrace.rl.stream import Drawing, Stream, lags
-from terrace.rl.stream_file import read_state, write_state
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.call import call_of
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.calls.runtime import Handle
+from terrace.rl.controllers.step import is_own
+from terrace.rl.stream.saved import read_state, write_state
+from terrace.rl.stream.stream import Drawing, Stream, lags
+from terrace.rl.values.prompts import Prompt
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows, cat
 from terrace.rl.workers.drawing import completed, requests_of, rows_of_completions
 from terrace.rl.workers.policy import Actor
 from terrace.rl.workers.rollout import Rollout

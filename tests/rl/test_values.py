@@ -14,11 +14,11 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, forward_flops, num_params
 from terrace.model.decoder import ValueHead, build_blocks
 from terrace.plan.plan import Plan
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.batches import WEIGHTS, at_valid_tokens, batch_of, values_objective_of
-from terrace.rl.losses import value_loss
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.batches import WEIGHTS, at_valid_tokens, batch_of, values_objective_of
+from terrace.rl.algorithms.losses import value_loss
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective, cross_entropy
 from tests.support.nightly import nightly

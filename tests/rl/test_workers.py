@@ -14,16 +14,16 @@ from terrace.base.errors import TrainingError
 from terrace.generation.engine import GenerationEngine
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import block_specs
-from terrace.rl.algorithm import Algorithm, Sums, algorithm_of, policy_loss
-from terrace.rl.batches import objective_of
-from terrace.rl.calls import calls_of
+from terrace.rl.algorithms.algorithm import Algorithm, Sums, algorithm_of, policy_loss
+from terrace.rl.algorithms.batches import objective_of
+from terrace.rl.algorithms.metrics import ROLLOUT, of_rows
+from terrace.rl.calls.call import calls_of
+from terrace.rl.calls.host import tokens_of
+from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.config import resolve
-from terrace.rl.host import tokens_of
-from terrace.rl.layout import RoleLayout
-from terrace.rl.metrics import ROLLOUT, of_rows
-from terrace.rl.prompts import rows_of
-from terrace.rl.rows import Rows, cat
 from terrace.rl.sort_task import END, SortPrompts
+from terrace.rl.values.prompts import rows_of
+from terrace.rl.values.rows import Rows, cat
 from terrace.rl.workers import drawing
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import engine_of, scores

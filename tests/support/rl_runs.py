@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.schema import merge
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.runtime import Runtime
 from terrace.rl.config import RlConfig, resolve
 from terrace.rl.making import check_roles, started
-from terrace.rl.metrics import Metrics
 from terrace.rl.run import RunInputs
-from terrace.rl.runtime import Runtime
 from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
 
 ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}

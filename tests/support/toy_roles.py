@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from terrace.base.errors import DataError
 from terrace.launch.world import World
-from terrace.rl.calls import call
-from terrace.rl.layout import RoleLayout
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.calls.call import call
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 
 
 def prompts_of(*lengths: int) -> Rows:

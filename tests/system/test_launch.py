@@ -284,7 +284,7 @@ def test_a_launcher_that_hides_the_meeting_place_is_refused(monkeypatch: pytest.
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert not detect()
     monkeypatch.setenv("SLURM_NTASKS", "8")
-    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT must say where rank 0 is"):
+    with pytest.raises(ConfigError, match="nothing says where rank 0 is; set MASTER_ADDR and MASTER_PORT"):
         detect()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")

@@ -1,6 +1,7 @@
 """Ranks of several machines, told apart by the host names that this file gives them when it is run as a script."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,10 +18,12 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def start(
-    folder: Path, hosts: str, port: int, words: tuple[tuple[str, ...], ...] = ()
+    folder: Path, hosts: str, port: int | None, words: tuple[tuple[str, ...], ...] = ()
 ) -> list["subprocess.Popen[str]"]:
     """A rank for each letter, its host, as srun starts them; `words` has further options of each rank."""
-    table = {"SLURM_NTASKS": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    table = {"SLURM_NTASKS": str(len(hosts)), "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1"}
+    if port is not None:
+        table |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     table["TERRACE_SECRET"] = "only the ranks know this"
     command = ["train", "--config", "run.toml", "--folder", "run"]
     return [
@@ -45,6 +48,15 @@ def ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
             rank.kill()
             rank.wait()
     return [(rank.returncode, out, errors) for rank, (out, errors) in zip(ranks, texts, strict=True)]
+
+
+def test_under_srun_the_meeting_place_follows_from_the_job_and_ranks_have_logs(tmp_path: Path) -> None:
+    """Nothing is exported but Slurm's own variables; what ranks 1 to 3 print, NCCL's lines among it, is in files."""
+    write_run(tmp_path, 2, 1, 2, steps=2, rank_logs=True)
+    found = ends(start(tmp_path, "aabb", None))
+    assert [code for code, _, _ in found] == [0] * 4, found
+    logs = sorted(path.name for path in (tmp_path / "run" / "logs").iterdir())
+    assert logs == [f"rank-{rank:05d}.log" for rank in (1, 2, 3)]
 
 
 def test_cyclic_ranks_are_renumbered_and_the_map_is_printed(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.launch.world import World
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.batches import WEIGHTS, values_objective_of
-from terrace.rl.calls import call
-from terrace.rl.layout import RoleLayout
-from terrace.rl.losses import value_loss
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.batches import WEIGHTS, values_objective_of
+from terrace.rl.algorithms.losses import value_loss
+from terrace.rl.calls.call import call
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.engine_rows import TEXTS, device_of, engine_of, means_of, own_rows, saved, step_batches, values
 from terrace.rl.workers.settings import EngineSettings
 

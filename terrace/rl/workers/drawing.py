@@ -15,8 +15,8 @@ from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Completion, Request, Sampling
 from terrace.generation.sliced import sliced_config
 from terrace.model.config import ModelConfig
-from terrace.rl.ragged import Ragged, offsets_of
-from terrace.rl.rows import Rows
+from terrace.rl.values.ragged import Ragged, offsets_of
+from terrace.rl.values.rows import Rows
 
 Finish = Literal["stop", "length", "aborted"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)

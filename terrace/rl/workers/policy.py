@@ -19,13 +19,13 @@ from terrace.generation.sliced import sliced_blocks
 from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
 from terrace.plan.transition import Apart
-from terrace.rl.aggregation import Aggregation
-from terrace.rl.algorithm import Algorithm, Sums, policy_loss
-from terrace.rl.batches import objective_of
-from terrace.rl.calls import call
-from terrace.rl.layout import RoleLayout
-from terrace.rl.metrics import rollout_numbers
-from terrace.rl.rows import Rows
+from terrace.rl.algorithms.aggregation import Aggregation
+from terrace.rl.algorithms.algorithm import Algorithm, Sums, policy_loss
+from terrace.rl.algorithms.batches import objective_of
+from terrace.rl.algorithms.metrics import rollout_numbers
+from terrace.rl.calls.call import call
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import (
     ALL,
@@ -152,7 +152,7 @@ class Actor:
     # tokens are not.
     @call()
     def update(self, rows: Rows, *, lr: float, columns: tuple[str, ...]) -> dict[str, float]:
-        """One step on a mini-batch with `columns` (terrace.rl.algorithm.policy_loss); returns the actor's metrics."""
+        """One step on a mini-batch with `columns` (`algorithms.algorithm.policy_loss`); returns the actor's metrics."""
         self._blocks = None
         self._sums.clear()
         (step,) = step_batches(self.engine, own_rows(self.engine, rows), columns, self._aggregation)

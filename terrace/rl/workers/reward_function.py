@@ -24,9 +24,9 @@ from terrace.base.errors import ConfigError, TrainingError, did_you_mean
 from terrace.base.words import counted
 from terrace.data.tokenizer import Tokenizer
 from terrace.launch.world import World
-from terrace.rl.calls import call
-from terrace.rl.prompts import Sample
-from terrace.rl.rows import Rows
+from terrace.rl.calls.call import call
+from terrace.rl.values.prompts import Sample
+from terrace.rl.values.rows import Rows
 
 Function = Callable[[Sequence[Sample]], Iterable[float]]
 _OBJECTS = ("prompt_texts", "finish", "data")  # columns

@@ -7,11 +7,11 @@ Such a model is trained by `terrace train` on pairs (train.objective = "reward")
 import torch
 
 from terrace.launch.world import World
-from terrace.rl.batches import values_objective_of
-from terrace.rl.calls import call
-from terrace.rl.layout import RoleLayout
-from terrace.rl.ragged import Ragged
-from terrace.rl.rows import Rows
+from terrace.rl.algorithms.batches import values_objective_of
+from terrace.rl.calls.call import call
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.engine_rows import ALL, device_of, engine_of, values
 from terrace.rl.workers.settings import EngineSettings
 

@@ -18,9 +18,9 @@ from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
 from terrace.plan.presets import preset
 from terrace.plan.transition import Apart
-from terrace.rl.calls import call
-from terrace.rl.layout import RoleLayout
-from terrace.rl.rows import Rows
+from terrace.rl.calls.call import call
+from terrace.rl.calls.layout import RoleLayout
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import device_of
 from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of

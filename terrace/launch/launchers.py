@@ -1,0 +1,158 @@
+"""What launchers say to the processes that they start: rank, number of ranks, and where rank 0 is.
+
+Pure functions of the environment's variables, so that every launcher can be tried without one. No torch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from terrace.base.errors import ConfigError
+
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+# Below the range from which Linux takes ports of outgoing connections, 32768 and above.
+_FIRST_PORT, _NUM_PORTS = 12000, 20000
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Variables of a launcher. Those of `needed` must be there as well, to tell it from others with the same ones."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str = ""
+    local_world_size: str = ""
+    needed: tuple[str, ...] = ()
+
+
+# The first that fits counts. A process of mpirun or mpiexec inside of a Slurm job has Slurm's variables, too, those of
+# the daemon that started it; and `srun --mpi=pmi2` sets PMI_RANK, without a local rank.
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher(  # Open MPI, and jsrun
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(  # Cray's
+        "mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE", needed=("PMI_SIZE",)
+    ),
+    Launcher(  # Hydra of MPICH and Intel MPI
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", needed=("MPI_LOCALRANKID",)
+    ),
+    Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A process's place among the ranks that a launcher started; rank 0 is at `address`:`port`."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    address: str
+    port: int
+
+
+def is_launched(variables: Mapping[str, str]) -> bool:
+    """Whether variables of a launcher are set, even for a process alone."""
+    return any(each.rank in variables for each in LAUNCHERS)
+
+
+def rank_of(variables: Mapping[str, str]) -> str:
+    """The rank as the first launcher of `variables` has it, unchecked; "0" without one."""
+    return next((variables[each.rank] for each in LAUNCHERS if each.rank in variables), "0")
+
+
+def names() -> tuple[str, ...]:
+    """All variables that are read here."""
+    own = [name for each in LAUNCHERS for name in (each.rank, each.world_size, each.local_rank, each.local_world_size)]
+    return tuple(dict.fromkeys(name for name in (*own, *_ADDRESS, *_OF_SLURM) if name))
+
+
+def place(variables: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this process; None without one, or for a process alone.
+
+    Where rank 0 is stands in MASTER_ADDR and MASTER_PORT; under srun both follow from the job (`slurm_address`). Raises
+    `ConfigError` where they are missing elsewhere, or a number is none.
+    """
+    for launcher in LAUNCHERS:
+        rank, world_size = variables.get(launcher.rank), variables.get(launcher.world_size)
+        if rank is None or world_size is None or any(name not in variables for name in launcher.needed):
+            continue
+        if launcher.name != "torchrun" and world_size == "1":
+            # All but torchrun set these for a single process, and srun's are set in a batch script.
+            continue
+        address, port = _address(launcher, variables)
+        of_rank = [_number(name, variables) for name in (launcher.rank, launcher.world_size)]
+        found = Place(
+            launcher=launcher.name,
+            rank=of_rank[0] or 0,
+            world_size=of_rank[1] or 0,
+            local_rank=_number(launcher.local_rank, variables),
+            local_world_size=_number(launcher.local_world_size, variables),
+            address=address,
+            port=port,
+        )
+        if not found.rank < found.world_size:
+            raise ConfigError(
+                f"{launcher.rank}={found.rank} with {launcher.world_size}={found.world_size}: ranks are numbered "
+                "from 0 to the number of ranks less one; the launcher sets both, or unset both"
+            )
+        return found
+    return None
+
+
+def _address(launcher: Launcher, variables: Mapping[str, str]) -> tuple[str, int]:
+    given = {name: variables[name] for name in _ADDRESS if variables.get(name)}
+    missing = [name for name in _ADDRESS if name not in given]
+    own = slurm_address(variables) if missing and launcher.name == "srun" else None
+    if missing and own is None:
+        raise ConfigError(
+            f"{launcher.world_size}={variables[launcher.world_size]} says that {launcher.name} started this process, "
+            f"and nothing says where rank 0 is; set {' and '.join(missing)}, or unset {launcher.world_size}"
+        )
+    port = _number("MASTER_PORT", given)
+    if port == 0:
+        raise ConfigError("MASTER_PORT=0 is no port that other ranks could know; set it to one from 1024 to 65535")
+    host, own_port = own or ("", 0)
+    return given.get("MASTER_ADDR", host), own_port if port is None else port
+
+
+_OF_SLURM = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def slurm_address(variables: Mapping[str, str]) -> tuple[str, int] | None:
+    """Host and port of rank 0 of a Slurm step; None where Slurm does not say them.
+
+    The host is the first of the step's nodes, which has task 0 under every distribution but `arbitrary`
+    (SLURM_LAUNCH_NODE_IPADDR is another: that of srun itself, a login node under salloc). The port is drawn from the
+    ids of job and step, so that all ranks find the same, and steps that share a node do not.
+    """
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "0")
+    if not nodes or not job.isdecimal() or not step.isdecimal():
+        return None
+    return first_host(nodes), _FIRST_PORT + (int(job) * 17 + int(step)) % _NUM_PORTS
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as Slurm writes it: `gpu[003-006,010],login1` begins with gpu003."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "it matches the empty text"
+    return re.sub(r"\[([^\]]*)\]", lambda ranges: re.split("[-,]", ranges[1])[0], first[0])
+
+
+def _number(name: str, variables: Mapping[str, str]) -> int | None:
+    text = variables.get(name) if name else None
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} must be a whole number; the launcher sets it, or unset it")
+    return None if text is None else int(text)

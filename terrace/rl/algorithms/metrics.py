@@ -1,0 +1,103 @@
+"""Numbers of an iteration under the names that verl gives them, from its rows."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from terrace.rl.algorithms.advantages import is_degenerate
+from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.rows import Rows
+
+Metrics = dict[str, float]
+ROLLOUT = ("rollout/logprob_diff_max", "rollout/logprob_diff_mean", "rollout/k3", "rollout/ess")
+
+
+def of_rows(rows: Rows, num_tokens: int) -> Metrics:
+    """Rewards, lengths and groups of responses, and how far rollout and training are apart.
+
+    `num_tokens` is the longest response that is drawn. Groups of equal rewards are all right above 0, else all wrong.
+    """
+    lengths, prompts = rows.ragged("responses").lengths.double(), rows.ragged("prompts").lengths.double()
+    rewards, groups = rows.tensor("reward").double(), rows.tensor("groups")
+    found = {
+        **_summary("reward", rewards, ("mean", "std", "max", "min")),
+        **_summary("response_length", lengths, ("mean", "max", "min")),
+        "response_length/clip_ratio": float((lengths >= num_tokens).double().mean()),
+        **_summary("prompt_length", prompts, ("mean", "max", "min")),
+    }
+    for name in rows.columns:
+        if name.startswith("score/"):
+            found[f"{name}/mean"] = float(rows.tensor(name).double().mean())
+    equal = is_degenerate(rewards, groups)
+    if bool((groups[1:] == groups[:-1]).any()):
+        found["group/all_right"] = _share(equal & (rewards > 0))
+        found["group/all_wrong"] = _share(equal & (rewards <= 0))
+    if "old" in rows.columns:
+        found |= _rollout(rows.ragged("old"), rows.ragged("rollout"))
+    if "kl" in rows.columns:
+        found["actor/kl"] = _mean(rows.ragged("kl").values)
+    return found
+
+
+def of_tokens(prefix: str, values: Ragged) -> Metrics:
+    """Mean, largest and least of a column of tokens."""
+    return _summary(prefix, values.values.double(), ("mean", "max", "min"))
+
+
+def joined(parts: Iterable[Mapping[str, float]], prefix: str) -> Metrics:
+    """The mean of each number over the updates of an iteration."""
+    lists: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            lists.setdefault(f"{prefix}/{name}", []).append(value)
+    return {name: sum(values) / len(values) for name, values in lists.items()}
+
+
+def rollout_sums(logprobs: Ragged, rollout: Ragged) -> Metrics:
+    """What training's `logprobs` and those of the `rollout` make of some responses; the sums of parts add up.
+
+    A name that ends in `_max` has the largest of parts instead. `rollout_numbers` reads the totals.
+    """
+    difference = logprobs.values.double() - rollout.values.double()
+    ratios = logprobs.with_values(difference).sums().exp()
+    return {
+        "rollout/logprob_diff_max": float(difference.abs().max()) if len(difference) else 0.0,
+        "rollout/logprob_diff_mean": float(difference.abs().sum()),
+        "rollout/k3": float((difference.exp() - 1 - difference).sum()),
+        "rollout/weights": float(ratios.sum()),
+        "rollout/squares": float(ratios.square().sum()),
+        "rollout/responses": float(len(ratios)),
+    }
+
+
+def rollout_numbers(means: Metrics) -> Metrics:
+    """The numbers `ROLLOUT` from totals of `rollout_sums`, all but the largest divided by the number of tokens."""
+    found = {name: means[name] for name in ROLLOUT if name in means}
+    # Effective sample size of the weights of responses (Kong 1992): 1 where rollout and training agree.
+    spread = means["rollout/squares"] * means["rollout/responses"]
+    return found | {"rollout/ess": means["rollout/weights"] ** 2 / spread if spread else 1.0}
+
+
+def _rollout(logprobs: Ragged, rollout: Ragged) -> Metrics:
+    if not len(logprobs.values):
+        return {"rollout/logprob_diff_max": 0.0, "rollout/logprob_diff_mean": 0.0}
+    total = rollout_sums(logprobs, rollout)
+    num = {name: 1 if name.endswith("_max") else len(logprobs.values) for name in total}
+    return rollout_numbers({name: value / num[name] for name, value in total.items()})
+
+
+def _summary(prefix: str, values: Tensor, kinds: Iterable[str]) -> Metrics:
+    if not len(values):
+        return {f"{prefix}/{kind}": 0.0 for kind in kinds}
+    deviation = values.std() if len(values) > 1 else torch.zeros(())
+    all_kinds = {"mean": values.mean(), "std": deviation, "max": values.max(), "min": values.min()}
+    return {f"{prefix}/{kind}": float(all_kinds[kind]) for kind in kinds}
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.double().mean())
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0

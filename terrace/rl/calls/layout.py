@@ -1,0 +1,160 @@
+"""Layout of a role: which of its ranks gets which share of a call's rows, and from which ranks results are taken.
+
+Pure functions of a plan's grid; no process is asked. Ranks that work on the same rows (of the tensor, context and
+pipeline axes) have the same share, and one of them answers for it: the first of the stage that has the logits.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from terrace.base.errors import ConfigError, PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
+from terrace.plan.plan import Plan
+from terrace.program.stages import num_virtual, plan_orders
+from terrace.rl.calls.call import Call
+
+_NO_SHARE = -1
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """Shares of a role's ranks by axis ("data", and "replica" where the role generates).
+
+    `shares[axis][rank]` is the rank's share, -1 for one that is in no replica; `answering[axis][share]` is the rank
+    whose result counts.
+    """
+
+    num_ranks: int
+    shares: Mapping[str, tuple[int, ...]]
+    answering: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def alike(num_ranks: int) -> "RoleLayout":
+        """Ranks that have nothing in common: each has a share of its own, of data and as a replica."""
+        ranks = tuple(range(num_ranks))
+        return RoleLayout(
+            num_ranks, dict.fromkeys(("data", "replica"), ranks), dict.fromkeys(("data", "replica"), ranks)
+        )
+
+    @staticmethod
+    def of(cluster: Cluster, plan: Plan, replicas: Sequence[Sequence[int]] = ()) -> "RoleLayout":
+        """The layout of a role that trains or scores under `plan`, and generates on `replicas` (ranks by slice).
+
+        Raises `PlanError` where the plan's documents are dealt out by cost, since rows then have no rank, and for a
+        rank in two replicas or outside of the cluster.
+        """
+        if plan.balance == "cost":
+            raise PlanError('plan.balance = "cost" parts rows among ranks, and roles need them whole: write "tokens"')
+        mesh, world = Mesh.of(cluster, plan), cluster.world_size
+        data = tuple(mesh.place(rank, ("data",)) for rank in range(world))
+        logits = _stage_of_logits(plan, mesh.total("pipeline"))
+        heads = [
+            rank
+            for rank in range(world)
+            if mesh.place(rank, (*TENSOR, *CONTEXT)) == 0 and mesh.place(rank, PIPELINE) == logits
+        ]
+        answering = tuple(sorted(heads, key=data.__getitem__))
+        shares, sources = {"data": data}, {"data": answering}
+        if replicas:
+            shares["replica"] = _replica_of(replicas, world)
+            sources["replica"] = tuple(ranks[0] for ranks in replicas)
+        return RoleLayout(world, shares, sources)
+
+    def num_shares(self, split: str | None) -> int:
+        """Parts into which rows are split; 1 where all ranks get all rows. Raises `ConfigError` without the axis."""
+        return 1 if split is None else len(self._of(self.answering, split))
+
+    def sources(self, call: Call) -> tuple[int, ...]:
+        """The ranks whose results are taken, in the order in which they are joined."""
+        if call.take == "first":
+            return self._of(self.answering, "data")[:1]
+        if call.take == "all":
+            return tuple(range(self.num_ranks))
+        return self._of(self.answering, call.axis)
+
+    def bounds(self, call: Call, tokens: Sequence[int], groups: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """First row and end of the rows of every rank: shares are consecutive, and as even in `tokens` as can be.
+
+        Those of a call with `balance="rows"` are as even in rows. `tokens` are those of each row, `groups` the group of
+        each, for a call that keeps groups together. A rank in no replica has no rows, nor have shares beyond the rows.
+        """
+        if call.split is None:
+            return [(0, len(tokens))] * self.num_ranks
+        costs = tokens if call.balance == "tokens" else [0] * len(tokens)
+        firsts = list(range(len(costs)))
+        if call.keeps_groups and groups:
+            firsts = [row for row in firsts if row == 0 or groups[row] != groups[row - 1]]
+        units = list(pairwise([*firsts, len(costs)]))
+        # A row costs something even where it has no token; `even_shares` counts that once for each unit.
+        costs = [sum(costs[first:stop]) + stop - first - 1 for first, stop in units]
+        shares = accumulate(even_shares(costs, self.num_shares(call.split)), initial=0)
+        row_ends = [*firsts, len(tokens)]
+        ends = [row_ends[unit] for unit in shares]
+        own = self._of(self.shares, call.split)
+        return [(0, 0) if share == _NO_SHARE else (ends[share], ends[share + 1]) for share in own]
+
+    def _of(self, table: Mapping[str, tuple[int, ...]], axis: str) -> tuple[int, ...]:
+        if axis not in table:
+            raise ConfigError(f"a call over {axis!r}, and the role's layout has {', '.join(table)}: give it replicas")
+        return table[axis]
+
+
+def even_shares(tokens: Sequence[int], num_shares: int) -> list[int]:
+    """Rows of each of `num_shares` consecutive shares: the largest share has as few tokens as any division allows.
+
+    The others are as near to the mean of what is left as that allows. A share has 0 rows only where rows run out.
+    """
+    # A row costs something even where it has no token.
+    ends = list(accumulate((1 + each for each in tokens), initial=0))
+    limit = _least_limit(ends, num_shares)
+    # The earliest end of each share with which the later ones stay within the limit.
+    earliest = [len(tokens)]
+    for _ in range(num_shares - 1):
+        earliest.append(bisect_left(ends, ends[earliest[-1]] - limit))
+    sizes, start = list[int](), 0
+    for left, least in zip(range(num_shares, 0, -1), reversed(earliest), strict=True):
+        most = bisect_right(ends, ends[start] + limit) - 1
+        even = ends[start] + (ends[-1] - ends[start]) / left
+        near = bisect_left(ends, even)
+        if near > start and even - ends[near - 1] < ends[min(near, len(tokens))] - even:
+            near -= 1
+        # A row for this share, and one for each later share, where rows suffice.
+        near = max(start + 1, min(near, len(tokens) - left + 1))
+        stop = min(len(tokens), max(least, min(most, near)))
+        sizes.append(stop - start)
+        start = stop
+    return sizes
+
+
+def _least_limit(ends: Sequence[int], num_shares: int) -> int:
+    low, high = math.ceil(ends[-1] / num_shares), ends[-1]
+    while low < high:
+        limit, start = (low + high) // 2, 0
+        for _ in range(num_shares):
+            start = bisect_right(ends, ends[start] + limit) - 1
+        low, high = (low, limit) if start == len(ends) - 1 else (limit + 1, high)
+    return low
+
+
+def _stage_of_logits(plan: Plan, num_stages: int) -> int:
+    if num_virtual(plan, num_stages) == num_stages:
+        return num_stages - 1
+    # Chunks may end on another stage than the last: those of a V return to the first.
+    orders = plan_orders(plan, (), num_stages, math.lcm(num_stages, plan.unit), 0)
+    return [stage for stage, _ in orders.holders()][-1]
+
+
+def _replica_of(replicas: Sequence[Sequence[int]], world: int) -> tuple[int, ...]:
+    found = [_NO_SHARE] * world
+    for index, ranks in enumerate(replicas):
+        for rank in ranks:
+            if not 0 <= rank < world or found[rank] != _NO_SHARE:
+                raise PlanError(
+                    f"replica {index} has rank {rank}: replicas are of different ranks, from 0 to {world - 1}"
+                )
+            found[rank] = index
+    return tuple(found)

@@ -1,0 +1,63 @@
+"""A rank of a local pool: a process that runs the calls it is sent, one after the other, until its controller is gone.
+
+Messages are pickled, and go between processes of one run alone: whoever opens the link proves that it has the run's
+secret (`multiprocessing.connection`).
+"""
+
+import pickle
+import queue
+import threading
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from terrace.base.errors import TerraceError
+from terrace.launch.world import World, is_communication_error
+from terrace.rl.calls.host import Host, Task
+from terrace.rl.values.memory import SharedMemory
+
+PROTOCOL = 5  # of pickle
+
+
+class CallError(Exception):
+    """What a worker raised that is no error of Terrace's."""
+
+
+def serve(world: World, address: str, secret: bytes) -> None:
+    """Run tasks that arrive from the controller at `address`; every rank of a pool runs this.
+
+    Raises what a worker raises, with role and method in its message.
+    """
+    store = SharedMemory()
+    host = Host(world if world.world_size > 1 else None, store)
+    with Client(address, "AF_UNIX", secret) as link:
+        link.send_bytes(str(world.rank).encode())
+        inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # A controller that sends must not wait for a worker that sends to it.
+        threading.Thread(target=_listen, args=(link, inbox), name="calls", daemon=True).start()
+        while (message := inbox.get()) is not None:
+            dropped, task = pickle.loads(message)
+            for place in dropped:
+                store.drop(place)
+            try:
+                answer = host.run(task)
+            except Exception as error:
+                raise named(error, task) from error
+            link.send_bytes(pickle.dumps(answer, PROTOCOL))
+
+
+def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[bytes | None]") -> None:
+    try:
+        while True:
+            inbox.put(link.recv_bytes())
+    except (EOFError, OSError):
+        inbox.put(None)
+
+
+def named(error: Exception, task: Task) -> Exception:
+    """The error of a call, with role and method, from what its worker raised."""
+    # The error of a rank whose peer failed is told from that peer's own by its words.
+    if is_communication_error(error, waiting=False):
+        return error
+    if isinstance(error, TerraceError):
+        return type(error)(f"{task.name}: {error}")
+    return CallError(f"{task.name}: {type(error).__name__}: {error}")

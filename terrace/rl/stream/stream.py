@@ -1,0 +1,251 @@
+"""The stream of responses that a controller learns from, drawn in rounds by the newest weights.
+
+A group is a prompt and its responses. A round hands the present weights to the generator, begins new groups, goes on
+with unfinished ones, and ends. A step takes the oldest complete groups. Weights are numbered by the steps done, and the
+lag of a response is the number of steps between the weights that drew its first token and the step that learns from it.
+
+    max_lag = 0                     a round is asked for when a step needs it, and ends when all its groups are complete
+    a generator of its own, lag 1   the round of the next step runs while this step learns
+    a lag beyond that               a round ends when enough groups for a step are complete: half as many again are
+                                    under way, and the unfinished ones go on in the next round, under its weights
+
+A group that would be too old after the next round must be complete at the end of this one, so no response is ever older
+than `max_lag`. At most half a step's groups are left at the end of a round, so a step can take all that become due at
+once. Rounds end by counts and not by the clock: a run that is repeated, or resumed, has the same bits.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.calls.runtime import Handle
+from terrace.rl.values.prompts import PromptSource, rows_of
+from terrace.rl.values.ragged import Ragged, offsets_of
+from terrace.rl.values.rows import Rows, cat
+from terrace.rl.workers.drawing import BEGUN, FINISHES, READS
+
+_SPARE = 2  # a step's groups, divided by the most that may be under way beyond them; a guess
+_SEEDS_A_GROUP = 1 << 20  # more than the responses to one prompt
+_STATE = ("groups", *BEGUN)  # columns, beside `finish`, from which a stream goes on
+
+# Begins to hand over the present weights, which have this version; its result waits for the end and has the numbers.
+HandOver = Callable[[int], Callable[[], Metrics]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """Groups of `responses` to a prompt, with one likeliest response beside them where `has_greedy`.
+
+    A step takes `prompts` groups, at most `max_lag` steps old.
+    """
+
+    source: PromptSource
+    prompts: int
+    responses: int
+    has_greedy: bool = False
+    max_lag: int = 0
+    is_apart: bool = False  # the generator has ranks of its own, so that it can draw while others learn
+
+    @property
+    def ahead(self) -> int:
+        """Steps from the one that begins a round to the one that learns from it: 1 where rounds run beside steps."""
+        return int(self.is_apart and self.max_lag > 0)
+
+    @property
+    def under_way(self) -> int:
+        """Groups of a round."""
+        return self.prompts + (-(-self.prompts // _SPARE) if self.max_lag > self.ahead else 0)
+
+
+class Stream:
+    """Responses for a controller. `generate` is the call of the role that draws, `hand_over` gives it new weights."""
+
+    def __init__(self, drawing: Drawing, generate: Any, hand_over: HandOver) -> None:
+        self._drawing, self._generate, self._bring = drawing, generate, hand_over
+        self._place = 0  # of the next prompt
+        self._live: Rows | None = None  # groups begun, and not taken
+        self._asked: tuple[Rows, Any] | None = None  # rows of the round under way, and its result
+        self._brought: int | None = None
+        self._arrives: Callable[[], Metrics] = dict
+        self.numbers: Metrics = {}  # of the newest hand-over
+
+    def hand_over(self, step: int) -> None:
+        """Give the generator the weights after `step` steps."""
+        # Ranks that send would wait for a round under way, and no longer than a message may take.
+        self._end()
+        self._arrives = self._bring(step)
+
+    def next(self, step: int) -> Rows:
+        """Rows of the next groups, by group and sample, at a controller that has done `step` steps.
+
+        Columns `prompts`, `prompt_texts`, `data`, `groups` (the prompt's place in the run), `samples`, `seeds`,
+        `greedy`, and those of a response: `responses`, `rollout`, `versions`, `finish`.
+        """
+        if self._asked is None and len(self._complete()) < self._drawing.prompts:
+            self._begin(step)
+        self._end()
+        complete = self._complete()
+        assert len(complete) >= self._drawing.prompts, "a round leaves no more groups than it may"
+        taken = complete[: self._drawing.prompts]
+        assert step - min(version for version, _ in taken) <= self._drawing.max_lag, "a response is older than max_lag"
+        rows = self._take({group for _, group in taken})
+        if self._drawing.ahead:
+            self._begin(step)
+        return rows
+
+    def state(self) -> tuple[int, Rows]:
+        """(Place of the next prompt, responses so far) for `restore`; waits for the round under way.
+
+        Columns `groups` (R), `responses`, `rollout`, `versions`, ragged, `finish` (R), places in FINISHES.
+        """
+        self._end()
+        rows = self._empty() if self._live is None else self._live
+        finish = torch.tensor([FINISHES.index(each) for each in rows.objects("finish")], dtype=torch.int64)
+        return self._place, Rows({**{name: rows.columns[name] for name in _STATE}, "finish": finish})
+
+    def restore(self, place: int, rows: Rows) -> None:
+        """Go on from what `state` returned."""
+        self._place, self._live = place, None
+        groups = rows.tensor("groups")
+        if len(rows):
+            asked = cat([self._prompts(group) for group in sorted(set(groups.tolist()))])
+            # In the order of `rows`: by group and sample.
+            asked = asked.drop(*BEGUN, "finish")
+            finish = tuple(FINISHES[each] for each in rows.tensor("finish").tolist())
+            self._live = asked | Rows({**{name: rows.columns[name] for name in BEGUN}, "finish": finish})
+
+    def _begin(self, step: int) -> None:
+        """Start a round: new groups, and the unfinished rows of others."""
+        drawing, live = self._drawing, self._live
+        open_groups = set[int]() if live is None else set(live.tensor("groups").tolist())
+        new = [self._prompts(self._place + each) for each in range(drawing.under_way - len(open_groups))]
+        self._place += len(new)
+        self._live = live = cat([*([] if live is None else [live]), *new])
+        asked = live.take(_mask(each == "aborted" for each in live.objects("finish")))
+        num_open = len(set(asked.tensor("groups").tolist()))
+        num_spare = min(num_open, drawing.under_way - drawing.prompts)
+        due = step + 1 + drawing.ahead - drawing.max_lag
+        first = _first_versions(live)
+        must = _mask(first.get(group, step) < due for group in asked.tensor("groups").tolist())
+        if self._brought != step:
+            self.hand_over(step)
+            self._brought = step
+        given = asked | Rows({"must": must})
+        given = Rows({name: column for name, column in given.columns.items() if name in READS})
+        draw = self._generate.remote if drawing.ahead else self._generate
+        self._asked = asked, draw(given, leave=Fraction(num_spare, num_open))
+
+    def _end(self) -> None:
+        """Take the results of the round under way, if there is one."""
+        if self._asked is None:
+            return
+        (asked, found), self._asked = self._asked, None
+        made: Rows = found.get() if isinstance(found, Handle) else found
+        self.numbers, self._arrives = self._arrives() or self.numbers, dict
+        live = self._live
+        assert live is not None, "every round has groups"
+        done = live.take(_mask(each != "aborted" for each in live.objects("finish")))
+        self._live = _sorted(cat([done, asked.drop(*BEGUN, "finish") | made]))
+
+    def _complete(self) -> list[tuple[int, int]]:
+        """(First version, group) of the groups whose responses have all ended, the oldest first."""
+        if self._live is None:
+            return []
+        groups, finish = self._live.tensor("groups").tolist(), self._live.objects("finish")
+        unfinished = {group for group, each in zip(groups, finish, strict=True) if each == "aborted"}
+        first = _first_versions(self._live)
+        return sorted((first[group], group) for group in set(groups) - unfinished)
+
+    def _take(self, taken: set[int]) -> Rows:
+        assert self._live is not None, "only groups of the stream are taken"
+        mask = _mask(group in taken for group in self._live.tensor("groups").tolist())
+        rows, left = self._live.take(mask), self._live.take(~mask)
+        self._live = left if len(left) else None
+        return rows
+
+    def _prompts(self, place: int) -> Rows:
+        """Rows of a group that has not begun."""
+        drawing = self._drawing
+        num = drawing.responses + drawing.has_greedy
+        rows = rows_of([drawing.source.prompt(place)], place).repeat(num)
+        samples = torch.arange(num)
+        own = {"samples": samples, "seeds": place * _SEEDS_A_GROUP + samples, "greedy": samples >= drawing.responses}
+        return rows | Rows(own) | _nothing(num)
+
+    def _empty(self) -> Rows:
+        return self._prompts(0).part(0, 0)
+
+
+def stream_of(drawing: Drawing, actor: Any, rollout: Any = None) -> Stream:
+    """The stream of an actor that draws between its updates, or of a `rollout` with ranks of its own."""
+    if rollout is None:
+
+        def hand_over(step: int) -> Callable[[], Metrics]:
+            found: Metrics = actor.hand_over(version=step)
+            return lambda: found
+
+        return Stream(drawing, actor.generate, hand_over)
+
+    def send(step: int) -> Callable[[], Metrics]:
+        sent, passed = actor.give.remote(), rollout.take.remote(version=step)
+
+        def numbers() -> Metrics:
+            both: tuple[Metrics, Metrics] = sent.get(), passed.get()
+            return {name: both[0][name] + both[1][name] for name in both[0]}
+
+        return numbers
+
+    return Stream(drawing, rollout.generate, send)
+
+
+def lags(rows: Rows, step: int) -> Metrics:
+    """Age of responses at step `step`, from 0: mean and largest lag.
+
+    `sync/stale_tokens`: share of tokens from older weights; `sync/resumed`: share of responses with tokens from weights
+    of several versions.
+    """
+    versions = [each for each in rows.ragged("versions").rows() if len(each)]
+    if not versions:
+        return {}
+    lag = torch.tensor([step - int(each[0]) for each in versions], dtype=torch.float64)
+    resumed = torch.tensor([bool(each[0] != each[-1]) for each in versions], dtype=torch.float64)
+    stale = (rows.ragged("versions").values < step).double()
+    return {
+        "sync/version_lag": float(lag.mean()),
+        "sync/version_lag_max": float(lag.max()),
+        "sync/stale_tokens": float(stale.mean()),
+        "sync/resumed": float(resumed.mean()),
+    }
+
+
+def _first_versions(rows: Rows) -> dict[int, int]:
+    """The oldest version that drew a token of each group; groups that have not begun are left out."""
+    found: dict[int, int] = {}
+    for group, versions in zip(rows.tensor("groups").tolist(), rows.ragged("versions").rows(), strict=True):
+        if len(versions):
+            # Versions of a response ascend.
+            found[group] = min(int(versions[0]), found.get(group, int(versions[0])))
+    return found
+
+
+def _nothing(num: int) -> Rows:
+    """Columns of `num` responses that have not begun."""
+    offsets = offsets_of(torch.zeros(num, dtype=torch.int64))
+    dtypes = dict(zip(BEGUN, (torch.int64, torch.float32, torch.int64), strict=True))
+    columns = {name: Ragged(torch.zeros(0, dtype=dtype), offsets) for name, dtype in dtypes.items()}
+    return Rows({**columns, "finish": ("aborted",) * num})
+
+
+def _sorted(rows: Rows) -> Rows:
+    """Rows by group and sample."""
+    keys = list(zip(rows.tensor("groups").tolist(), rows.tensor("samples").tolist(), strict=True))
+    return rows.take(torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), dtype=torch.int64))
+
+
+def _mask(values: Iterable[bool]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.bool)
