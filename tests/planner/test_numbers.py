@@ -96,7 +96,7 @@ def tight_run(memory_bytes: float, **plan: Any) -> RunConfig:
         None,
         {"cluster": "local"},
         {
-            "cluster": {"device": {"memory_bytes": memory_bytes}},
+            "cluster": {"device": {"memory_bytes": memory_bytes, "headroom": "0%"}},
             "model": MODEL | model | {"intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8},
             "plan": plan,
             "data": {"path": "pairs.jsonl", "format": "pairs"},
