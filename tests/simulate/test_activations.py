@@ -1,6 +1,5 @@
 """Activations: the published formulas exactly, and this decoder's as torch saves and allocates them."""
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -26,7 +25,7 @@ from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB, rotary_tables
-from tests.support.adopted import Adopted
+from tests.support.adopted import Adopted, as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.mixtures import EXPERTS, GATED, mixture
 from tests.support.nightly import nightly
@@ -126,14 +125,6 @@ def run_block(
         backward_peak, _, _ = allocated(backward)
     before = (0 if again else left) + input_bytes + gradient.nbytes
     return saved, forward_peak + input_bytes, backward_peak + before, predict(config, compute, sequence, index, again)
-
-
-def as_in_a_run(block: nn.Module, hold: bool = False) -> tuple[nn.Module, AbstractContextManager[object]]:
-    """The block with its parameters in flat buffers, and what records its weight gradients; with `hold` they wait."""
-    adopted = Adopted.of(block)
-    trained = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
-    trained.gradients.open(torch.zeros_like(trained.full))
-    return adopted.module, adopted.weights.recorded_in(adopted.weights.queue(hold))
 
 
 def run_head(
