@@ -1,6 +1,9 @@
-"""Write `docs/validation.md`; with `--check`, exit 1 when an error passes its limit."""
+"""Write `docs/validation.md` and the rows that predictions take their bands from; with `--check`, exit 1 when an error
+passes its limit.
+"""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.validation import (
@@ -12,12 +15,16 @@ from bench.validation import (
     fsmoe_layers,
     megatron,
     mixtures,
+    nearest,
     passes,
     recomputation,
 )
 from bench.validation.rows import Table, markdown_table
+from terrace.simulate import bands
 
-PAGE = Path(__file__).parents[2] / "docs" / "validation.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "validation.md"
+NEAREST = ROOT / "terrace" / "simulate" / bands.FILE
 
 _HEAD = """# The cost model against published figures
 
@@ -47,23 +54,25 @@ def tables() -> list[Table]:
     ]
 
 
-def page() -> str:
-    """Return the text of `docs/validation.md`."""
-    every = tables()
+def page(every: Sequence[Table]) -> str:
+    """Return the text of `docs/validation.md`, of the tables `every`."""
     heads = ("source", "rows", "mean error", "largest", "bias", "limits")
+    bands_section = nearest.section(nearest.nearest_rows(every))
     return _HEAD + "\n".join(
-        [markdown_table(heads, [table.summary() for table in every]), *(t.markdown() for t in every)]
+        [markdown_table(heads, [table.summary() for table in every]), bands_section, *(t.markdown() for t in every)]
     )
 
 
 def main() -> int:
-    """Write the page and print its summary; return the exit status."""
+    """Write page and rows, and print the page's summary; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.validation", description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 when an error passes its limit")
     options = parser.parse_args()
-    PAGE.write_text(page(), encoding="utf-8")
+    every = tables()
+    PAGE.write_text(page(every), encoding="utf-8")
+    NEAREST.write_text(bands.csv_text(nearest.nearest_rows(every)), encoding="utf-8")
     missed = False
-    for table in tables():
+    for table in every:
         print(": ".join((table.summary()[0], ", ".join(table.summary()[1:]))))
         missed |= table.mean_error > table.mean_limit or table.max_error > table.max_limit
     return int(options.check and missed)

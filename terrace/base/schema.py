@@ -175,6 +175,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} = {value!r} is not one of its values{did_you_mean(str(value), choices)}")
         return value
     if origin is tuple:
+        if isinstance(value, str) and get_args(hint) == (str, ...):
+            value = [value]  # a name alone is a list of one, which spares a shell its quotes
         if not isinstance(value, (list, tuple)):
             names = isinstance(value, str) and not dataclasses.is_dataclass(get_args(hint)[0])
             example = f", such as [{json.dumps(value)}]" if names else ""

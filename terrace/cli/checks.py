@@ -17,6 +17,7 @@ from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
 from terrace.report.tables import quantity, seconds
 from terrace.simulate.advice import Job, advice, fullest_stage, worst_words
+from terrace.simulate.bands import band_of
 from terrace.train.config import RunConfig
 from terrace.train.prediction import resolved_run
 
@@ -129,7 +130,7 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
     except PlanError as error:
         yield Finding(level="fine", about="speed", words=f"the planner cannot price this plan ({error})")
         return
-    step, waits = seconds(slow.step_s), f"{100 * slow.share:.0f} %"
+    step, waits = f"{seconds(slow.step_s)} {band_of(run.cluster, run.plan)}", f"{100 * slow.share:.0f} %"
     mean = " in the mean of a cycle" if run.plan.outer is not None else ""
     words = f"predicted step {step}{mean}, of which {waits} wait for messages on tier {slow.tier}"
     fix = "" if better is None else f"{_better_words(task, better)}; to have it written: {plan_command}"

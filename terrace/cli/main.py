@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
-from terrace.base.extras import EXTRAS, needs
 from terrace.base.sealed import ChangedFile
+from terrace.cli.aliases import translated
 from terrace.cli.output import Terminated, drop_stdout, printable_output
 
 # Listed here, so that --help needs none of their modules.
@@ -73,7 +73,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         words, command = list(sys.argv[1:] if arguments is None else arguments), list[str]()
         if words[:1] == ["rehearse"]:
             words, command = import_module("terrace.cli.rehearse").split_command(words)
-        options, rest = _parser(words[:1]).parse_known_args(words or ["--help"])
+        words, said = translated(words or ["--help"])
+        for line in said:
+            print(f"terrace: {line}", file=sys.stderr)
+        options, rest = _parser(words[:1]).parse_known_args(words)
         options.command_words = command
         if getattr(options, "headroom", None) is not None:  # as a TOML text, so that 6 is refused for its missing unit
             rest.append(f"--cluster.device.headroom='{options.headroom}'")
@@ -88,6 +91,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         # Scripts can tell a failed run from bad input, which would fail again.
         return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
     except ModuleNotFoundError as error:
+        from terrace.base.extras import EXTRAS, needs  # here alone: most commands end well
+
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
@@ -138,7 +143,7 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    if not named or named[0] in ("-h", "--help", "-V", "--version"):
+    if named and named[0] in ("-h", "--help", "-V", "--version"):
         for name, words in _HELP.items():
             commands.add_parser(name, help=words)
         return parser

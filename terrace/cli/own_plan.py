@@ -16,6 +16,8 @@ from terrace.planner.scaling import evaluate_plan
 from terrace.planner.task import Task
 from terrace.planner.verdicts import lack, size_words
 from terrace.report.tables import seconds
+from terrace.report.uncertainty import is_tie
+from terrace.simulate.bands import band_of
 from terrace.train.config import section
 
 DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
@@ -34,7 +36,9 @@ class OwnPlan(NamedTuple):
         longer, device = 100 * (cost.step_s / best.step_s - 1), task.cluster.device
         compared = f"{abs(longer):.1f} % {'longer' if longer >= 0 else 'shorter'} than the best"
         numbers = f"micro-batch {plan.micro_batch} x {cost.num_micros}"
-        words = f"your plan {plan.name}, {numbers}: step {seconds(cost.step_s)}, {compared}"
+        compared += ", a tie" if is_tie(cost.step_s, best.step_s) else ""
+        step = f"{seconds(cost.step_s)} {band_of(task.cluster, plan)}"
+        words = f"your plan {plan.name}, {numbers}: step {step}, {compared}"
         if cost.needed_bytes > device.usable_bytes:
             return f"{words}; it does not fit: {lack(task, cost)}"
         needed, needed_by_best = (size_words(each.needed_bytes) for each in (cost, best))

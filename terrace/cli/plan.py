@@ -3,7 +3,6 @@ train`.
 """
 
 import argparse
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +33,11 @@ from terrace.planner.loops import Loop, island_pins, island_task, least_loop, ro
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
-from terrace.planner.ranking import TIE, Estimate
+from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
-from terrace.planner.search import Found
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.planner.ties import FINALISTS, Ties, settle
 from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
@@ -47,7 +46,9 @@ from terrace.report.loops import formats_words, loop_words
 from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import parse_tokens, throughput_words, training_words
+from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
 from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.bands import Band, band_of
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
 
@@ -89,7 +90,9 @@ def add_parser(commands: Any) -> None:
         help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
         "joined by commas (default: layers)",
     )
-    parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
+    parser.add_argument(
+        "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
+    )
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
     parser.add_argument(
         "--output",
@@ -130,12 +133,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         searched = find_allowed(space, allowed, options.best, options.limit)
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
-    best, task = searched.found.best[0], searched.space.task
+    task, ties = searched.space.task, settle(searched.space.task, searched.found.best)
+    best = ties.best[0]
     plan, loop = _chosen(task, best), None
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
     answers = Answers(tokens, options.price, own)
-    _show(options, searched, allowed, plan, loop, answers)
+    _show(options, searched, ties, allowed, plan, loop, answers)
     return 0
 
 
@@ -160,13 +164,14 @@ class Answers(NamedTuple):
 def _show(
     options: argparse.Namespace,
     searched: Searched,
+    ties: Ties,
     allowed: Allowed,
     plan: Plan,
     loop: Loop | None,
     answers: Answers,
 ) -> None:
     # The search sees one island; the file and the figures are of all.
-    space, best, console = searched.space, searched.found.best[0], Terminal()
+    space, best, console = searched.space, ties.best[0], Terminal()
     task = whole = space.task
     shown = best
     if loop is not None:
@@ -174,10 +179,12 @@ def _show(
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(whole)}\n")
     of = "" if loop is None else "of an island "
-    console.print(plans_table(task, searched.found.best, f"the best plans {of}with the {axes_words(space.axes)}"))
-    print(f"{_how(searched.found)}\n")
+    console.print(plans_table(task, ties.best, f"the best plans {of}with the {axes_words(space.axes)}"))
+    about = plan_bands_words(task, ties.best), ties_words(ties), search_words(searched.found)
+    print("\n".join(filter(None, about)) + "\n")
     if answers.own is not None:
-        print(f"{textwrap.fill(answers.own.words(whole, shown), 80)}\n")
+        print(f"{filled(answers.own.words(whole, shown))}\n")
+    band = band_of(whole.cluster, plan)
     console.print(plan_table(whole.cluster, plan))
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
@@ -186,9 +193,10 @@ def _show(
         console.print(cycle_table(loop.cycle))
         print(f"{cycle_words(loop.cycle, None)}\n")
     cost = throughput_words(whole, shown), training_words(whole, shown, answers.tokens, answers.price)
-    print("\n".join(textwrap.fill(each, 80) for each in cost if each))
-    _show_figures(whole, plan, shown, console)
-    rooms = headrooms(space, searched.evaluator, best, options.limit)
+    print("\n".join(filled(f"{each} ({band})") for each in cost if each))
+    print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
+    _show_figures(whole, plan, shown, band, console)
+    rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
     console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
@@ -206,9 +214,8 @@ def _show(
     print(outcome)
 
 
-def _show_figures(task: Task, plan: Plan, shown: Estimate, console: Terminal) -> None:
-    print(f"{figures_words(task, shown)}\n")
-    console.print(split_table(shown.time_s, "seconds of a step", "s"))
+def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: Terminal) -> None:
+    console.print(split_table(shown.time_s, f"seconds of a step, {band}", "s"))
     device = task.cluster.device
     title = f"memory of a device at its fullest moment (a category may peak at another), of {device.room_words}"
     console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
@@ -219,21 +226,15 @@ def _show_figures(task: Task, plan: Plan, shown: Estimate, console: Terminal) ->
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
 
 
-def _how(found: Found) -> str:
-    words = f"{counted(found.num_evaluated, 'plan')} simulated of {found.num_roots} shapes and micro-batches"
-    if found.proved:
-        return f"{words}; no other of the space ranks above these (less than {TIE:.1%} apart is equally fast)"
-    return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
-
-
 def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace) -> str:
     # The planner also prices plans that the runtime cannot train yet.
     refused = refusal(task.cluster, plan, task.blocks)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
+    step = f"{seconds(shown.step_s)} {band_of(task.cluster, plan)}"
     head = (
         f"# Found by terrace plan for {counted(task.batch, 'sequence')} of {counted(task.sequence, 'token')} a step on "
         f"cluster {name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
-        f"predicted step {seconds(shown.step_s)}. [task] below says what it was made for.\n"
+        f"predicted step {step}. [task] below says what it was made for.\n"
     )
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)

@@ -29,9 +29,11 @@ from terrace.planner.scaling import Scaling, curve, sizes_up_to
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.planner.ties import FINALISTS, settle
 from terrace.planner.verdicts import lack
 from terrace.report.plans import missing_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
+from terrace.report.uncertainty import scaling_bands_words
 from terrace.train.config import section
 from terrace.train.planned import Planned, read_planned
 
@@ -85,9 +87,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         write_file("--output", options.output, scaling_svg(named, title))
     print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
     for scaling, title in titles.items():
-        console.print(scaling_table(curves[scaling], title, outer.name, options.price))
-        missing = missing_words(curves[scaling], outer.name)
-        print(f"{missing}\n\n" if missing else "", end="")
+        points, full = curves[scaling], options.full_attention_flops
+        console.print(scaling_table(points, title, outer.name, options.price, full=full))
+        about = scaling_bands_words(points, plan, outer.name), missing_words(points, outer.name)
+        print("\n".join(filter(None, about)) + "\n")
     if options.output is not None:
         print(f"wrote {options.output}")
     return 0
@@ -114,10 +117,12 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
         # A preset's wire formats are part of it.
         own = replace(task, wire=base.wire)
         placements = (placement_of(own, base),)
-    found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=placements), count=1)
+    # Numbers of a preset are the fastest; a plan of our own is that of `terrace plan`.
+    count = 1 if placements else FINALISTS
+    found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=placements), count=count)
     if not found.best:
         failed = f"preset {name!r} does not run" if name is not None else "no data-parallel plan runs"
         why = lack(own, found.nearest) if found.nearest else f"a batch of {task.batch} does not divide over the ranks"
         raise PlanError(f"{failed} at the largest size: {why}; use more nodes or another --batch")
-    candidate = found.best[0].candidate
+    candidate = settle(own, found.best).best[0].candidate
     return plan_of(own, candidate, name=name or "planned"), plan_words(own, candidate)

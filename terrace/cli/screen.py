@@ -28,6 +28,7 @@ from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg
 from terrace.report.stage_tables import stage_comparison_table
 from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
+from terrace.simulate.bands import band_of
 from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
@@ -101,7 +102,8 @@ class Screen:
         print(
             f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n"
             f"  {links}\n"
-            f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step))
+            f"predicted step: {seconds(predicted.step_s)} {band_of(cluster, self._job.run.plan)}"
+            + (f"; resuming after step {first_step}" * bool(first_step))
         )
         if self._job.run.plan.balance == "cost":
             print(ASSIGNED)

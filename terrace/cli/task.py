@@ -35,6 +35,11 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
         choices=("bf16", "fp32", "fp64"),
         help="dtype of parameters and messages (default: bf16; where fp32 is faster, fp32, with messages in bf16)",
     )
+    parser.add_argument(
+        "--full-attention-flops",
+        action="store_true",
+        help="also show MFU with attention counted as its full square, as published tables count it",
+    )
 
 
 def read_task(

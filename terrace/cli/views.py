@@ -45,7 +45,9 @@ from terrace.report.tables import (
     time_table,
     wire_words,
 )
+from terrace.report.uncertainty import predicted_words
 from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
 from terrace.simulate.changes import best_changes, changes
 from terrace.simulate.critical import critical_words
@@ -100,6 +102,10 @@ class StepView:
     def candidates(self) -> list[Change]:
         """Single changes, shortest step first."""
         return changes(step_of(self.run), base=self.predicted)
+
+    @property
+    def band(self) -> Band:
+        return band_of(self.run.cluster, self.run.plan)
 
     @property
     def is_pipelined(self) -> bool:
@@ -237,6 +243,7 @@ def show_time(view: StepView) -> None:
     """Seconds by category, of each stage."""
     reports = view.predicted.reports
     view.console.print(stage_time_table(reports) if view.is_pipelined else time_table(reports[0]))
+    print(f"{predicted_words(view.predicted.step_s, view.band)}\n")
 
 
 def show_cycle(view: StepView) -> None:
@@ -302,7 +309,7 @@ def show_advice(view: StepView) -> None:
         print(f"{critical_words(view.recorded.path)}\n{view.advice}\n")
         return
     predicted = view.predicted
-    print(f"step {seconds(predicted.step_s)}; bubble {100 * predicted.bubble:.1f} % of the stages' time")
+    print(f"step {seconds(predicted.step_s)} {view.band}; bubble {100 * predicted.bubble:.1f} % of the stages' time")
     print(f"{path_sentence(view.recorded)}\n{view.advice}\n{played_words(view.recorded)}\n")
 
 

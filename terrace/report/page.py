@@ -31,6 +31,7 @@ from terrace.report.palette import colour_key
 from terrace.report.svg import Row, memory_svg, memory_totals
 from terrace.report.tables import bytes_words, plan_rows, quantity, seconds, time_categories
 from terrace.report.timeline import TimelineChart, chart_data, joined
+from terrace.simulate.bands import band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import CriticalPath, critical_words
 from terrace.simulate.curve import MemoryCurve
@@ -88,7 +89,7 @@ def page_html(
         f"on the cluster's figures. {escape(_sources(cluster))}</p>",
     ]
     figures = [
-        (seconds(step_s), "step"),
+        (seconds(step_s), f"step, {band_of(cluster, program.plan)}"),
         (f"{waits} %", "of it waiting for messages"),
         (quantity(curve.peak[0], "B"), f"memory at its peak, of {cluster.device.room_words}"),
         (quantity(sum(report.sent_bytes.values()), "B"), "sent by a rank"),

@@ -14,6 +14,7 @@ from terrace.planner.task import Candidate, Task, expert_words, plan_of
 from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
+from terrace.simulate.bands import Band
 
 _PLAN_WIDTH = 37  # of the words of a plan, so that the table fits in 80 columns
 
@@ -109,9 +110,13 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
     return table
 
 
-def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:
-    """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs."""
-    headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
+def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None, *, full: bool = False) -> Table:
+    """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs.
+
+    With `full` it has MFU with the full square of attention, too.
+    """
+    squared = ["MFU, full square"] if full else []
+    headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", *squared, "memory"]
     headings += ["per million tokens"] if price is not None else []
     found = new_table(title, headings)
     # The smallest sizes may lack the memory, so efficiency is relative to the first that runs.
@@ -123,7 +128,9 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
             found.add_row(*start, *("-" for _ in headings[3:]))
             continue
         step, rate, used, memory = _figures(point.task, estimate)
-        cells = [step, rate, percent(point.per_device / first), used, memory]
+        cells = [step, rate, percent(point.per_device / first), used]
+        cells += [percent(mfu(point.task, estimate, full=True))] if full else []
+        cells.append(memory)
         cells += [f"{point.cost_per_million(price):.4g}"] if price is not None else []
         found.add_row(*start, *cells)
     return found
@@ -155,12 +162,14 @@ def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
     return curves_svg(lines, title=title, x_label="devices", y_label="% of the smallest size's tokens/s per device")
 
 
-def figures_words(task: Task, estimate: Estimate) -> str:
-    """Utilisations with their formulas, in two lines."""
-    return (
-        f"MFU {percent(mfu(task, estimate))} = 3 x forward FLOPs of the batch / (step x devices x peak)\n"
-        f"HFU {percent(hfu(task, estimate))} = the same with the forwards that are run again counted"
-    )
+def figures_words(task: Task, estimate: Estimate, band: Band, *, full: bool = False) -> str:
+    """Utilisations with their formulas, a line each; with `full` also MFU with the full square of attention."""
+    used = percent(mfu(task, estimate))
+    lines = [f"MFU {used} ({band}) = 3 x forward FLOPs (causal) / (step x devices x peak)"]
+    if full:
+        lines.append(f"MFU {percent(mfu(task, estimate, full=True))} = the same with attention's full square")
+    lines.append(f"HFU {percent(hfu(task, estimate))} = the same with its full square and forwards that run again")
+    return "\n".join(lines)
 
 
 def percent(share: float) -> str:

@@ -12,6 +12,7 @@ from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, STAGES, T
 from terrace.planner.roles.placement import IterationReport, PoolReport, RoleReport
 from terrace.planner.roles.pools import pool_cluster
 from terrace.report.tables import STEP_BAND, new_table, quantity, seconds
+from terrace.simulate.bands import widest_band
 
 _OF_ROLES = (GENERATE, PREPARE, TRAIN)
 
@@ -72,7 +73,10 @@ def iteration_words(report: IterationReport) -> str:
     if report.dataflow.ahead:
         rest = f"the larger of {generate} and {prepare} + {train}"
     stages = f"{RESHARD} {seconds(report.stages[RESHARD])} + {rest}"
-    lines = [f"iteration {seconds(report.seconds)} = {stages}; {quantity(report.tokens_per_s, 'tokens/s')}"]
+    # Nobody published an iteration with all that it depends on.
+    band = widest_band("an iteration with generation")
+    rate = quantity(report.tokens_per_s, "tokens/s")
+    lines = [f"iteration {seconds(report.seconds)} {band} = {stages}; {rate}"]
     if len(report.pools) > 1:
         lines += [_waits(report, stage) for stage in _OF_ROLES]
     sent = [f"{quantity(size, 'B')} over {tier}" for tier, size in [*report.sent_bytes.items()][::-1] if size]
@@ -104,7 +108,7 @@ def measured_words(report: IterationReport, measured: Mapping[str, float]) -> st
     lines.append(f"    {'step':14s} {seconds(report.seconds):>10s} {seconds(whole_s):>10s}")
     error = (report.seconds - whole_s) / whole_s
     verdict = "within" if abs(error) <= STEP_BAND else "OUTSIDE"
-    lines.append(f"predicted step time {100 * error:+.0f} %, {verdict} its band of {100 * STEP_BAND:.0f} %")
+    lines.append(f"predicted step time {100 * error:+.0f} %, {verdict} its limit of {100 * STEP_BAND:.0f} %")
     return "\n".join(lines)
 
 

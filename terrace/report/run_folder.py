@@ -30,6 +30,7 @@ from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
 from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, time_categories
 from terrace.report.timeline import TimelineChart
+from terrace.simulate.bands import band_of
 from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
@@ -181,7 +182,7 @@ def _notes(left: _Left) -> list[str]:
     # A damaged file may have steps of no length, which have no shares.
     if measured_s > 0:
         notes.append(
-            f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)} "
+            f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)}{_band(left)} "
             f"({100 * (predicted_s / measured_s - 1):+.0f} %). Rank 0 waits for messages for "
             f"{100 * waits_s / measured_s:.0f} % of it."
         )
@@ -195,6 +196,15 @@ def _notes(left: _Left) -> list[str]:
     if left.run is not None and left.run.plan.balance == "cost":
         notes.append("Messages of attention depend on the documents of a batch, and no prediction has them.")
     return notes
+
+
+def _band(left: _Left) -> str:
+    if left.run is None:
+        return ""
+    try:
+        return f" {band_of(left.cluster or left.run.cluster, left.run.plan)}"
+    except TerraceError:  # a plan that does not suit its cluster, in settings that were changed
+        return ""
 
 
 def _figures(left: _Left, num_starts: int) -> list[tuple[str, str]]:

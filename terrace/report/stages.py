@@ -28,6 +28,7 @@ from terrace.report.stages_svg import close_up, memories_svg, memory_rows, stage
 from terrace.report.svg import memory_svg, memory_totals
 from terrace.report.tables import new_table, plan_rows, quantity, seconds, sent_rows, time_categories
 from terrace.report.timeline import TimelineChart, chart_data
+from terrace.simulate.bands import band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import path_words
 from terrace.simulate.recorded import RecordedStep
@@ -103,7 +104,7 @@ def stages_page(
     charts += [] if cycle is None else [cycle.chart]
     capacity, exposed_s = cluster.device.usable_bytes, sum(recorded.exposed_s.values())
     figures = [
-        (seconds(step_s), "step"),
+        (seconds(step_s), f"step, {band_of(cluster, recorded.step.plan)}"),
         (f"{100 * recorded.prediction.bubble:.1f} %", "of the stages' time idle (bubble)"),
         (f"{100 * exposed_s / step_s:.1f} %", "messages that nothing hides, busiest stage"),
         (quantity(fullest.peak[0], "B"), f"on stage {recorded.fullest} at most, of {cluster.device.room_words}"),

@@ -203,7 +203,7 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
             # One number for many stages is the worst one, and says which.
             where = f" at most (stage {worst})" if len(stages) > 1 else ""
             sentences.append(
-                f"predicted {name} {100 * errors[worst]:+.0f} %{where}, {verdict} its band of {100 * band:.0f} %"
+                f"predicted {name} {100 * errors[worst]:+.0f} %{where}, {verdict} its limit of {100 * band:.0f} %"
             )
     if len(stages) > 1:
         differ = [

@@ -24,6 +24,12 @@ def piece_tokens(window: int, sequence: int) -> int:
     return min(sequence, max(window, CPU_SHORT_PIECE)) if window else sequence
 
 
+def causal_pairs(sequence: int, window: int = 0) -> int:
+    """(query, key) pairs of one causal sequence in which a query sees at most `window` tokens (0: all)."""
+    seen = min(sequence, window) if window else sequence
+    return seen * (seen + 1) // 2 + (sequence - seen) * seen
+
+
 def core_keys(work: Work, backend: str) -> tuple[int, bool]:
     """Keys that the core of attention multiplies with each query, on average, and whether its kernel is causal.
 

@@ -11,7 +11,7 @@ causal sequences of S tokens, less under a sliding window. The embedding lookup,
 
 **Hardware FLOPs** are executed: the full square B S^2 of attention, as in a kernel that skips nothing, and once more
 the forward of every recomputed block, or the attention of layers that recompute it alone (Korthikanti et al.
-2205.05198, section 6). `terrace plan` predicts with the full square in both, as published tables do.
+2205.05198, section 6). `terrace plan` and `terrace scale` count both in the same way.
 
 Every token of the batch counts, trained on or not. Documents packed into one sequence count as one.
 """
@@ -24,6 +24,7 @@ from terrace.model.config import ModelConfig, active_numel
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, recomputed_parts
+from terrace.simulate.masks import causal_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +56,6 @@ class Utilisation:
     def hfu(self, step_s: float) -> float:
         """Hardware FLOPs utilisation of a step of `step_s` seconds."""
         return self.flops.hardware / (step_s * self.num_devices * self.peak_flops_per_s)
-
-
-def causal_pairs(sequence: int, window: int = 0) -> int:
-    """(query, key) pairs of one causal sequence in which a query sees at most `window` tokens (0: all)."""
-    seen = min(sequence, window) if window else sequence
-    return seen * (seen + 1) // 2 + (sequence - seen) * seen
 
 
 def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batch: int, sequence: int) -> StepFlops:

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.validation import fsdp, fsmoe_layers
-from bench.validation.__main__ import PAGE, page, tables
+from bench.validation import fsdp, fsmoe_layers, nearest
+from bench.validation.__main__ import NEAREST, PAGE, page, tables
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import ring_s
 from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import num_params
+from terrace.plan.presets import preset
+from terrace.simulate.bands import CPU, band_of, csv_text, tie_share, validated
 from terrace.simulate.work import Work
 from tests.support.one_bus import on_one_bus_s
 
@@ -60,7 +62,45 @@ def test_no_table_is_left_out() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     """`python -m bench.validation` writes it."""
-    assert PAGE.read_text(encoding="utf-8") == page()
+    assert PAGE.read_text(encoding="utf-8") == page(list(_tables().values()))
+
+
+def test_the_rows_that_bands_are_taken_from_are_those_of_the_page() -> None:
+    """`python -m bench.validation` writes them, too."""
+    assert NEAREST.read_text(encoding="utf-8") == csv_text(nearest.nearest_rows(list(_tables().values())))
+    assert NEAREST.stat().st_size < 30_000
+
+
+def test_every_table_is_of_whole_steps_or_is_said_to_be_of_parts() -> None:
+    """So that no published step is left out of the bands unseen."""
+    assert sorted([*nearest.STEPS, *nearest.PARTS]) == sorted(TITLES)
+
+
+def test_the_page_has_the_bands_that_commands_show() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    cluster = load_cluster("dgx-h100").resized(1)
+    one = replace(cluster, tiers=tuple(replace(tier, size=1) for tier in cluster.tiers))
+    band = band_of(one, preset("ddp", one))
+    assert "no validated step is near" in band.words
+    assert re.search(rf"^\| Hopper \| data axis \| .* \| {100 * band.share:.1f}% \|$", text, re.M)
+    assert f"off each other by less than {tie_share():.1%}." in " ".join(text.split())
+
+
+def test_a_rate_that_is_too_low_is_a_step_that_is_too_long() -> None:
+    rows = [row for row in validated() if row.task == "Qwen3-235B-A22B"]
+    (published,) = (row for row in _tables()["Megatron, mixtures of experts"].rows if row.cells[0] == rows[0].task)
+    assert [row.error for row in rows] == [pytest.approx(published.published / published.modelled - 1, abs=1e-4)]
+    assert rows[0].axes == {"experts", "pipeline"}
+    assert rows[0].generation == "Blackwell"
+
+
+def test_predictions_on_probed_cpus_are_rows() -> None:
+    cpu = [row for row in validated() if row.generation == CPU]
+    assert {row.axes for row in cpu} >= {frozenset(), frozenset(("outer",)), frozenset(("outer", "pipeline"))}
+    slow = (ROOT / "docs/benchmarks/slow-predictions.md").read_text(encoding="utf-8")
+    errors = [float(error) / 100 for error in re.findall(r"\| [\d.]+ \| [\d.]+ \| ([+-][\d.]+)% ", slow)]
+    found = [row.error for row in cpu if row.task == "slow link"]
+    assert found == pytest.approx(errors, abs=2e-3)
 
 
 QUOTES = {

@@ -9,16 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomli_w
 
-from terrace import __version__
 from terrace.checkpoint.layout import decode, encode
 from terrace.cli import worker
-from terrace.cli.main import main
-from terrace.train.config import resolve_table
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
-from tests.support.command_line import CommandLine, Said, leave_launcher, without_torch
+from tests.support.command_line import CommandLine, Said, leave_launcher
 from tests.support.tiny_runs import environment, one_line, terrace, write_run
 
 pytestmark = pytest.mark.timeout(360)
@@ -378,36 +374,3 @@ def test_a_cluster_of_other_machines_is_refused_and_rehearsed(here: Here, monkey
     monkeypatch.setenv("TERRACE_PACE", "0.5")
     assert here.say("train", "--config", here.config, *words).code == 0
     assert here.started == 1
-
-
-def test_terrace_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["--help"]):
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        assert end.value.code == 0
-        assert "find the fastest plan" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["-V"])
-    assert capsys.readouterr().out == f"terrace {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train",),
-        ("rl", "--task", "sort"),
-        ("generate", "run", "--prompt", "x"),
-        ("eval", "run", "--data", "run"),
-        ("export", "run", "out"),
-        ("probe", "--out", "new.toml"),
-        ("replay", "run", "--step", "1"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_without_the_extras_a_command_says_what_gets_them(words: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps(resolve_table(None, {}, {})))
-    done = without_torch(*words, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert one_line(done.stderr).startswith("terrace: error: ")
-    assert done.stderr.rstrip().endswith(": pip install 'terrace-train[train]'"), done.stderr

@@ -348,8 +348,8 @@ def test_a_step_is_computing_waiting_for_stages_and_waiting_for_others() -> None
 def test_every_stage_counts_in_the_verdict() -> None:
     good, slow = (_report(1.0), _report(1.0)), (_report(1.0), _report(2.0))
     said = stage_band_words([good, slow, good])
-    assert "predicted step time -50 % at most (stage 1), OUTSIDE its band of 20 %" in said
-    assert "predicted model state +0 % at most (stage 0), within its band of 10 %" in said
+    assert "predicted step time -50 % at most (stage 1), OUTSIDE its limit of 20 %" in said
+    assert "predicted model state +0 % at most (stage 0), within its limit of 10 %" in said
     assert said.endswith("bytes equal on every stage")
     wrong = (_report(1.0), _report(1.0, sent=6))
     assert stage_band_words([good, wrong]).endswith("bytes DIFFERENT on stage 1")

@@ -55,8 +55,8 @@ def test_time_and_price_of_a_training_by_hand() -> None:
 def test_a_plan_says_what_tokens_take(here: Planning) -> None:
     code, out, _ = here.say("plan", *SMALL, "--tokens", "1e9", "--price", "2")
     assert code == 0
-    assert re.search(r"^throughput: [\d.]+ k tokens/s of all devices, [\d.]+ k of one$", out, re.M)
-    steps = re.search(r"^1 G tokens: ([\d,]+) steps, .* device-hours, price [\d.,]+$", out, re.M)
+    assert re.search(r"^throughput: [\d.]+ k tokens/s of all devices, [\d.]+ k of one \(\+-\d+ %\)$", out, re.M)
+    steps = re.search(r"^1 G tokens: ([\d,]+) steps, .* device-hours, price [\d.,]+ \(\+-\d+ %\)$", out, re.M)
     assert steps is not None
     assert int(steps[1].replace(",", "")) == -(-(10**9) // (16 * 256))
     assert "tokens: " not in here.say("plan", *SMALL, "--force")[1]
@@ -99,7 +99,7 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
     run = resolve(None, flags, sizes | {"plan": {"prefetch": 2, "compute": "bf16"}})
     step_s = predict_step(run.step()).step_s
     line = re.search(
-        r"your plan zero3, micro-batch (\d+) x \d+: step ([\d.]+ \w+), ([\d.]+) % longer than", joined(out)
+        r"your plan zero3, micro-batch (\d+) x \d+: step ([\d.]+ \w+) \+-\d+ %, ([\d.]+) % longer than", joined(out)
     )
     assert line is not None
     assert (int(line[1]), line[2]) == (run.plan.micro_batch, seconds(step_s))

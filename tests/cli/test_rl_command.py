@@ -44,7 +44,7 @@ def test_a_task_runs_and_goes_on(here: CommandLine) -> None:
         "update",
         "hand-over: predicted",
         "predicted beside measured:",
-        "its band of 20 %",
+        "its limit of 20 %",
     ):
         assert words in said.out
     # Steps after the checkpoint, as of a run that was killed before its next one.

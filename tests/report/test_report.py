@@ -127,8 +127,8 @@ def test_a_prediction_outside_its_band_says_so(factor: float, verdict: str) -> N
 
     said = band_words(report(factor, 108), report(1.0, 100))
     assert said == (
-        f"predicted step time {100 * (factor - 1):+.0f} %, {verdict} its band of 20 %; "
-        "predicted model state +8 %, within its band of 10 %"
+        f"predicted step time {100 * (factor - 1):+.0f} %, {verdict} its limit of 20 %; "
+        "predicted model state +8 %, within its limit of 10 %"
     )
     assert band_words(report(1.0, 0), report(0.0, 100)) == ""
     miss = largest_miss([(report(1.0, 100), report(1.0, 100)), (report(factor, 108), report(1.0, 100))])

@@ -68,7 +68,7 @@ def test_what_was_measured_stands_beside_it(
     measured = {stage: share * seconds for stage, seconds in reports[0].stages.items()}
     measured["step"] = share * reports[0].seconds
     words = measured_words(reports[0], measured)
-    assert f"predicted step time {verdict} its band of 20 %" in words
+    assert f"predicted step time {verdict} its limit of 20 %" in words
     rows = [line.split() for line in words.splitlines()[1:6]]
     assert [row[0] for row in rows] == ["reshard", "generate", "prepare", "train", "step"]
     assert all(row[1:3] != row[3:5] for row in rows[1:])  # whole parameters need no hand-over

@@ -23,6 +23,7 @@ from terrace.model.spec import freeze
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
 from terrace.simulate.layers import hardware_flops, model_flops
+from terrace.simulate.masks import causal_pairs
 from terrace.simulate.work import Work
 from terrace.train.config import RunConfig, TrainConfig, resolve
 from terrace.train.job import RunJob
@@ -31,7 +32,7 @@ from terrace.train.prediction import predict
 from terrace.train.recorder import read_events, recorded
 from terrace.train.steps import parse_steps
 from terrace.train.trackers import check_installed, check_names, open_trackers, values_of
-from terrace.train.utilisation import StepFlops, Utilisation, causal_pairs, step_flops, utilisation
+from terrace.train.utilisation import StepFlops, Utilisation, step_flops, utilisation
 from tests.support.mixtures import SHARED, mixture
 
 MODEL = parse_model(

@@ -1,0 +1,74 @@
+"""Finalists of a search that predictions cannot tell apart, and which of them comes first.
+
+The search ranks by predicted seconds, and ends there. Two plans of one search share most of their errors, so what tells
+them apart is their relative error (`terrace.simulate.bands.tie_share`), which is less than the error of a step.
+Finalists within it of the fastest tie. Among them comes first:
+
+1. the plan that sends the fewest bytes across the slowest tier: predictions depend on these bytes most, and other jobs
+   disturb them; amounts within `AS_FEW` of the fewest are equal;
+2. of those, the plan with the fewest axes, then the fewest keys that no preset has;
+3. of those, the faster.
+
+Plans beyond the tie keep their order. A plan that is slower by more than `tie_share` never comes before the fastest.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from terrace.plan.plan import AXES
+from terrace.plan.presets import PRESETS
+from terrace.planner.ranking import Estimate
+from terrace.planner.task import Task, plan_of
+from terrace.simulate.bands import tie_share
+from terrace.simulate.links import rate_bytes_per_s
+
+AS_FEW = 0.05
+FINALISTS = 5  # of a search whose ties are settled, where the user names no number
+# What a plan chooses, but for its axes, and for numbers that every plan has.
+_KEYS = ("params", "grads", "optimizer", "params_backward", "experts", "recompute", "unit", "schedule")
+
+
+class Ties(NamedTuple):
+    """Estimates, the `num_tied` that tie with the fastest first, in the order of the rule."""
+
+    best: tuple[Estimate, ...]
+    num_tied: int
+    tier: str | None  # the slowest; None where nothing is sent
+
+    @property
+    def fastest(self) -> int:
+        """Place of the plan with the shortest step, from 0."""
+        return min(range(self.num_tied), key=lambda place: self.best[place].step_s)
+
+
+def settle(task: Task, estimates: Sequence[Estimate]) -> Ties:
+    """Settle the ties of the finalists of a task, of which there is at least one."""
+    tier, end_s = slowest_tier(task), (1 + tie_share()) * min(each.step_s for each in estimates)
+    tied = [each for each in estimates if each.step_s <= end_s]
+    fewest = min(crossing_bytes(each, tier) for each in tied)
+
+    def place(each: Estimate) -> tuple[float, int, int, float]:
+        sent = crossing_bytes(each, tier)
+        return (0 if sent <= (1 + AS_FEW) * fewest else sent, *_complexity(task, each), each.step_s)
+
+    others = [each for each in estimates if each not in tied]
+    return Ties(best=(*sorted(tied, key=place), *others), num_tied=len(tied), tier=tier)
+
+
+def slowest_tier(task: Task) -> str | None:
+    """The tier with the lowest rate of one device among those that join several; of equal ones the outermost."""
+    joining = [index for index, tier in enumerate(task.cluster.tiers) if tier.size > 1]
+    slowest = min(reversed(joining), key=lambda index: rate_bytes_per_s(task.cluster, index, 0), default=None)
+    return None if slowest is None else task.cluster.tiers[slowest].name
+
+
+def crossing_bytes(estimate: Estimate, tier: str | None) -> int:
+    """Bytes that a rank sends across a tier in a step."""
+    return sum(size for (_, crossed), size in estimate.sent_bytes.items() if crossed == tier)
+
+
+def _complexity(task: Task, estimate: Estimate) -> tuple[int, int]:
+    plan = plan_of(task, estimate.candidate)
+    presets = [build(task.cluster) for build in PRESETS.values()]
+    own = min(sum(getattr(plan, key) != getattr(preset, key) for key in _KEYS) for preset in presets)
+    return sum(estimate.candidate.mesh.total(axis) > 1 for axis in AXES), own

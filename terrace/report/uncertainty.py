@@ -1,0 +1,93 @@
+"""How far predicted figures may miss, in words: bands, plans that tie, how much a search has proved."""
+
+import textwrap
+from collections.abc import Sequence
+
+from terrace.base.words import counted
+from terrace.plan.plan import Plan
+from terrace.planner.ranking import TIE, Estimate
+from terrace.planner.search import Found
+from terrace.planner.task import Task, plan_of
+from terrace.planner.ties import Ties, crossing_bytes
+from terrace.planner.verdicts import Point
+from terrace.report.tables import quantity, seconds
+from terrace.simulate.bands import Band, band_of, percent, tie_share
+
+_WIDTH = 80
+
+
+def predicted_words(step_s: float, band: Band) -> str:
+    """A predicted step with its band, and the rows that the band is from."""
+    return filled(f"predicted step {seconds(step_s)} {band}: {band.words}")
+
+
+def plan_bands_words(task: Task, estimates: Sequence[Estimate]) -> str:
+    """The bands of plans that are numbered from 1."""
+    bands = [band_of(task.cluster, plan_of(task, each.candidate)) for each in estimates]
+    return _bands_words("plan", [str(number) for number, _ in enumerate(bands, start=1)], bands)
+
+
+def scaling_bands_words(points: Sequence[Point], plan: Plan, tier: str) -> str:
+    """The bands of a plan at the sizes of a scaling curve that it runs at."""
+    ran = [point for point in points if point.estimate]
+    return _bands_words(
+        tier, [str(point.num_outermost) for point in ran], [band_of(point.task.cluster, plan) for point in ran]
+    )
+
+
+def _bands_words(what: str, names: Sequence[str], bands: Sequence[Band]) -> str:
+    """A paragraph for each band: what it is of, its figures and its rows."""
+    alike: dict[float, list[int]] = {}
+    for place, band in enumerate(bands):
+        alike.setdefault(band.share, []).append(place)
+    lines = []
+    for places in alike.values():
+        of = f" of {what} {', '.join(names[place] for place in places)}" if len(alike) > 1 else ""
+        band = bands[places[0]]
+        lines.append(filled(f"step, tokens/s and MFU{of} {band}: {band.words}"))
+    return "\n".join(lines)
+
+
+def ties_words(ties: Ties) -> str:
+    """Which plans tie, by which rule the first of them was chosen, and which is the fastest."""
+    off = f"predictions of two plans are off each other by up to {_tie()}"
+    if ties.num_tied == 1:
+        return "" if len(ties.best) == 1 else filled(f"no other of these ties with plan 1: {off}")
+    fewest = ""
+    if ties.tier is not None:
+        sent = quantity(crossing_bytes(ties.best[0], ties.tier), "B")
+        fewest = f"the fewest bytes across the slowest tier, {ties.tier} ({sent} a rank), then "
+    shortest = "the shortest predicted step, too"
+    if ties.fastest:
+        shortest = f"the shortest predicted step is that of plan {ties.fastest + 1}, "
+        shortest += seconds(ties.best[ties.fastest].step_s)
+    return filled(
+        f"plans 1 to {ties.num_tied} tie: {off}. The first has {fewest}the fewest axes and keys that no preset has; "
+        f"{shortest}"
+    )
+
+
+def is_tie(step_s: float, other_s: float) -> bool:
+    """Whether predictions cannot tell two steps of one task apart."""
+    return max(step_s, other_s) <= (1 + tie_share()) * min(step_s, other_s)
+
+
+def search_words(found: Found) -> str:
+    """How far a search went, and within which difference its first plan is proved the fastest."""
+    words = f"{counted(found.num_evaluated, 'plan')} simulated of {found.num_roots} shapes and micro-batches"
+    if not found.proved:
+        return filled(f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}")
+    return filled(
+        f"{words}; proved: no other of the space has a shorter predicted step (up to {percent(TIE)} is equally long), "
+        f"within the {_tie()} by which predictions of two plans may be off each other"
+    )
+
+
+def filled(words: str) -> str:
+    """A paragraph of lines, with no break before a percent sign."""
+    kept = words.replace(" %", "\N{NO-BREAK SPACE}%")
+    return textwrap.fill(kept, _WIDTH, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _tie() -> str:
+    return f"{100 * tie_share():.1f} %"

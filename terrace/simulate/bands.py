@@ -1,0 +1,200 @@
+"""Error bands of predicted figures: how far validated predictions near a plan miss.
+
+`validated.csv` has the rows of docs/validation.md that are of whole steps, and those of predictions on probed CPUs
+(docs/benchmarks/slow-predictions.md, docs/probing.md): the generation of the device, the axes beside data, the number
+of devices, and the error. `python -m bench.validation` writes it; tests/bench/test_nearest.py holds it to the rows.
+
+A row misses by the factor between both figures, less one: 8 % where the larger is 1.08 times the smaller. So one band
+serves seconds and rates. The band of a plan, `band_of`:
+
+- Rows are **near** if they have the plan's generation, its axes, and at most `NEAR` times more or fewer devices. With
+  at least `FEWEST` of them, the band is the quantile `OF_NEAR` of their misses.
+- Else it is the quantile `OF_FAR` of all misses of the generation.
+- A generation with fewer than `FEWEST` rows is as good as new: the band is that of the generation that is missed most.
+
+The quantile of n misses is their ceil((n + 1) share)-th, at most the largest: with that share at least, the next row of
+the kind lies below it (split conformal prediction, Lei et al. 1604.04173, section 2.2).
+
+Two plans of one search share most of their errors: clocks, kernels, links. Their *relative* error is the factor between
+their two errors. `TIE` of pairs of rows of one task (one machine, model and sequence) with at most `PAIR` times as many
+devices stay below `tie_share`, which is never more than `MOST_TIE`: plans that are closer cannot be told apart.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import combinations
+from typing import NamedTuple
+
+from terrace.base.words import counted
+from terrace.cluster.cluster import Cluster
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import AXES, Plan
+
+STEP = "step"  # the kind of a row of a whole step; others serve to compare plans alone
+CPU = "CPU"  # generation of ranks on a probed CPU
+NEAR, FEWEST = 4, 5
+OF_NEAR, OF_FAR = 0.8, 0.95
+PAIR, TIE, MOST_TIE = 2, 0.8, 0.05
+FILE = "validated.csv"
+_AXES = (*AXES, "experts", "outer")
+_HEADS = ("kind", "generation", "axes", "devices", "task", "error")
+# Names of devices with the same units and memory; the first that a name contains.
+_GENERATIONS = {
+    "GB200": "Blackwell",
+    "GB300": "Blackwell",
+    "B200": "Blackwell",
+    "B300": "Blackwell",
+    "GH200": "Hopper",
+    "H100": "Hopper",
+    "H200": "Hopper",
+    "H800": "Hopper",
+    "H20": "Hopper",
+    "A100": "Ampere",
+    "A800": "Ampere",
+    "MI250": "CDNA 2",
+    "MI300": "CDNA 3",
+    "MI325": "CDNA 3",
+}
+
+
+class Validated(NamedTuple):
+    """A validated row. `error`: predicted over measured seconds, less one."""
+
+    kind: str
+    generation: str
+    axes: frozenset[str]  # beside data: those of a mapping, "experts", "outer"
+    devices: int
+    task: str
+    error: float
+
+    @property
+    def miss(self) -> float:
+        """The larger over the smaller of both figures, less one."""
+        return math.expm1(abs(math.log1p(self.error)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """`share`: by which part a predicted figure may miss; `words`: from which rows, in a sentence."""
+
+    share: float
+    words: str
+
+    def __str__(self) -> str:
+        return f"+-{percent(self.share)}"
+
+
+def percent(share: float) -> str:
+    """Whole percents, or a digit more where one would be nothing."""
+    return f"{100 * share:.{0 if share >= 0.0095 else 1}f} %"
+
+
+def csv_text(rows: Iterable[Validated]) -> str:
+    """The text of the file of validated rows."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_HEADS)
+    writer.writerows([*row[:2], " ".join(sorted(row.axes)), *row[3:]] for row in rows)
+    return out.getvalue()
+
+
+@cache
+def validated() -> tuple[Validated, ...]:
+    """Every row of the file."""
+    text = (resources.files(__package__) / FILE).read_text(encoding="utf-8")
+    return tuple(
+        Validated(
+            line["kind"],
+            line["generation"],
+            frozenset(line["axes"].split()),
+            int(line["devices"]),
+            line["task"],
+            float(line["error"]),
+        )
+        for line in csv.DictReader(io.StringIO(text))
+    )
+
+
+def generation_of(device: str) -> str:
+    """The generation of a device by its name; "" where it is not known."""
+    return next((generation for name, generation in _GENERATIONS.items() if name in device), "")
+
+
+def band_of(cluster: Cluster, plan: Plan) -> Band:
+    """The band of every figure that is predicted for a plan: seconds, rates, shares of the peak, prices."""
+    device, mesh = cluster.device, Mesh.of(cluster, plan)
+    generation = generation_of(device.name)
+    if device.backend == "cpu":
+        # Figures of a description are no measured ones.
+        generation = CPU if cluster.is_measured else ""
+    axes = {axis for axis in AXES if axis != "data" and mesh.total(axis) > 1}
+    axes |= {"experts"} if plan.experts else set()
+    axes |= {"outer"} if plan.outer is not None else set()
+    return _band(generation, frozenset(axes), cluster.world_size)
+
+
+@cache
+def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
+    steps = [row for row in validated() if row.kind == STEP]
+    alike = [row for row in steps if generation and row.generation == generation]
+    near = [row for row in alike if row.axes == axes and max(row.devices, devices) <= NEAR * min(row.devices, devices)]
+    if len(near) >= FEWEST:
+        widths = sorted({row.devices for row in near})
+        span = counted(widths[0], "device") if len(widths) == 1 else f"{widths[0]} to {widths[-1]} devices"
+        words = f"{percent(OF_NEAR)} of {len(near)} validated steps like it miss by less ({generation}, "
+        return Band(share=quantile([row.miss for row in near], OF_NEAR), words=f"{words}{axes_words(axes)}, {span})")
+    here = f"{generation or 'this device'}, {axes_words(axes)}, {counted(devices, 'device')}"
+    if len(alike) < FEWEST:
+        return widest_band(here)
+    share = quantile([row.miss for row in alike], OF_FAR)
+    words = f"no validated step is near ({here}); {percent(OF_FAR)} of all {len(alike)} on {generation} miss by less"
+    return Band(share=share, words=words)
+
+
+def widest_band(what: str) -> Band:
+    """The band of `what`, of which too little was validated: that of the generation that is missed most."""
+    misses: dict[str, list[float]] = {}
+    for row in validated():
+        if row.kind == STEP:
+            misses.setdefault(row.generation, []).append(row.miss)
+    share = max(quantile(each, OF_FAR) for each in misses.values())
+    taken = f"band taken from all {sum(map(len, misses.values()))} rows, of the devices missed most"
+    return Band(share=share, words=f"no validated step is near ({what}): {taken}")
+
+
+def axes_words(axes: Iterable[str]) -> str:
+    """The axes of a plan beside data, in words."""
+    named = sorted(axes, key=_AXES.index)
+    if len(named) < 2:
+        return f"{named[0] if named else 'data'} axis"
+    return f"{', '.join(named[:-1])} and {named[-1]} axes"
+
+
+@cache
+def tie_share() -> float:
+    """By which part the predicted steps of two plans of one search may differ and still tie."""
+    return min(MOST_TIE, quantile(relative_errors(validated()), TIE))
+
+
+def relative_errors(rows: Iterable[Validated]) -> list[float]:
+    """The relative error of each pair of rows of one task with about as many devices."""
+    by_task: dict[str, list[Validated]] = {}
+    for row in rows:
+        if row.generation != CPU:  # whose rows differ by the load of a machine at the time, too
+            by_task.setdefault(row.task, []).append(row)
+    return [
+        math.expm1(abs(math.log1p(one.error) - math.log1p(other.error)))
+        for alike in by_task.values()
+        for one, other in combinations(alike, 2)
+        if max(one.devices, other.devices) <= PAIR * min(one.devices, other.devices)
+    ]
+
+
+def quantile(misses: Sequence[float], share: float) -> float:
+    """The miss that a further one stays below with probability `share`, as far as the rows are alike."""
+    return sorted(misses)[min(len(misses), math.ceil(share * (len(misses) + 1))) - 1]

@@ -1,0 +1,109 @@
+"""Finalists that predictions cannot tell apart: fewest bytes across the slowest tier, then the simpler plan."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terrace.planner import ties
+from terrace.planner.ranking import Estimate
+from terrace.planner.search import find
+from terrace.planner.space import Space
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Candidate, Placement
+from terrace.planner.ties import AS_FEW, crossing_bytes, settle, slowest_tier
+from terrace.report.uncertainty import is_tie, search_words, ties_words
+from terrace.simulate.bands import tie_share
+from tests.support.planner_cases import CLUSTERS, mesh_of, small_task
+
+TASK = small_task(CLUSTERS["dgx 4x2"])  # 4 devices a node, 2 nodes, whose link is the slower one
+_DATA, _TENSOR = mesh_of((4, 1, 1, 1), (2, 1, 1, 1)), mesh_of((2, 2, 1, 1), (2, 1, 1, 1))
+ZERO1 = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, 1), _DATA)
+
+
+@pytest.fixture(autouse=True)
+def _a_tie_of_two_percents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ties, "tie_share", lambda: 0.02)
+
+
+def estimate(step_s: float, sent: int, candidate: Candidate = ZERO1) -> Estimate:
+    return Estimate(
+        candidate=candidate,
+        num_micros=1,
+        step_s=step_s,
+        time_s={"forward": step_s},
+        memory_bytes={"params": 1},
+        sent_bytes={("sync", "system"): sent, ("gather", "node"): 10**9 - sent},
+    )
+
+
+def test_fewest_bytes_across_the_slowest_tier_come_first_within_a_tie() -> None:
+    assert slowest_tier(TASK) == "system"
+    many, few, slower = estimate(1.0, 200), estimate(1.015, 100), estimate(1.03, 1)
+    found = settle(TASK, [many, few, slower])
+    assert found.best == (few, many, slower)
+    assert (found.num_tied, found.fastest, found.tier) == (2, 1, "system")
+    words = ties_words(found)
+    assert words.startswith("plans 1 to 2 tie: ")
+    assert "system (100 B a rank)" in words
+    assert "plan 2, 1.00 s" in " ".join(words.split())
+
+
+def test_of_as_few_bytes_the_simpler_plan_comes_first_then_the_faster() -> None:
+    again = ZERO1._replace(recompute=1)
+    recomputed, simple = estimate(1.0, 100, again), estimate(1.01, round(100 * (1 + AS_FEW)))
+    axes, faster = estimate(1.0, 100, ZERO1._replace(mesh=_TENSOR)), estimate(1.005, 100)
+    assert settle(TASK, [recomputed, simple]).best == (simple, recomputed)
+    assert settle(TASK, [axes, recomputed]).best == (recomputed, axes), "an axis is more than a key"
+    assert settle(TASK, [simple, faster]).best == (faster, simple)
+    more = replace(simple, sent_bytes={("sync", "system"): 106})
+    assert settle(TASK, [recomputed, more]).best == (recomputed, more)
+
+
+def test_a_plan_beyond_the_tie_never_wins() -> None:
+    """Not even one that sends nothing, in as many finalists as there may be."""
+    fast, slow = estimate(1.0, 10**9), estimate(1.021, 0)
+    assert settle(TASK, [fast, slow]).best == (fast, slow)
+    assert "no other of these ties with plan 1" in ties_words(settle(TASK, [fast, slow]))
+    assert ties_words(settle(TASK, [fast])) == ""
+
+
+@given(st.lists(st.tuples(st.floats(1, 1.1), st.integers(0, 10)), min_size=1, max_size=8))
+def test_the_first_is_within_the_tie_of_the_fastest_and_none_is_lost(drawn: list[tuple[float, int]]) -> None:
+    given_ = [estimate(step_s, sent) for step_s, sent in drawn]
+    found = settle(TASK, given_)
+    least_s = min(each.step_s for each in given_)
+    assert sorted(map(id, found.best)) == sorted(map(id, given_))
+    end_s = 1.02 * least_s
+    assert [each.step_s <= end_s for each in found.best].count(True) == found.num_tied
+    assert all(each.step_s <= end_s for each in found.best[: found.num_tied])
+    assert found.best[found.fastest].step_s == least_s
+    fewest = min(crossing_bytes(each, "system") for each in found.best[: found.num_tied])
+    assert crossing_bytes(found.best[0], "system") <= (1 + AS_FEW) * fewest
+
+
+def test_one_device_sends_nothing() -> None:
+    cluster = CLUSTERS["dgx 4x2"]
+    task = small_task(replace(cluster, tiers=tuple(replace(tier, size=1) for tier in cluster.tiers)))
+    assert slowest_tier(task) is None
+    found = settle(task, find(Space(task=task), count=3)[0].best)
+    assert "fewest bytes" not in ties_words(found)
+
+
+def test_a_search_says_within_what_it_has_proved() -> None:
+    found, _ = find(Space(task=TASK, axes=("data",)), count=2)
+    assert found.proved
+    words = " ".join(search_words(found).split())
+    assert "proved: no other of the space has a shorter predicted step" in words
+    assert f"within the {100 * tie_share():.1f} % by which predictions of two plans may be off" in words
+    stopped = search_words(replace(found, proved=False, least_s=0.5))
+    assert "stopped at --limit" in stopped
+    assert "500.0 ms" in stopped
+
+
+def test_a_tie_has_no_direction() -> None:
+    near = 1 + 0.9 * tie_share()
+    assert is_tie(1.0, near)
+    assert is_tie(near, 1.0)
+    assert not is_tie(1.0, 1 + 1.1 * tie_share())
