@@ -172,6 +172,7 @@ def task_of(run: RunConfig, cluster: Cluster) -> Task:
         compute=plan.compute,
         messages=plan.messages,
         master=plan.master,
+        optimizer_states=plan.optimizer_states,
         wire=plan.wire,
     )
 

@@ -27,9 +27,10 @@ from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
 from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
-from terrace.planner.formats import Allowed, Searched, find_allowed, parse_allowed
+from terrace.planner.formats import Allowed, Searched, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
+from terrace.planner.narrow_states import find_stored, parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
@@ -42,7 +43,7 @@ from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
-from terrace.report.loops import formats_words, loop_words
+from terrace.report.loops import formats_words, loop_words, stored_words
 from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import parse_tokens, throughput_words, training_words
@@ -77,7 +78,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="CLASS=FORMAT",
         help="let messages of a class travel in a format where that shortens the step: sync=int8, "
-        "outer.system=int4+feedback",
+        "outer.system=int4+feedback; or states be stored in one: optimizer_states=int8, master=bf16",
     )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
@@ -120,17 +121,18 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
-    allowed = parse_allowed(options.allow, task, islands=bounds is not None)
+    ways, formats = parse_ways(options.allow, task)
+    allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
-    searched = find_allowed(space, allowed, options.best, options.limit)
+    searched, plain_s = find_stored(space, allowed, ways, options.best, options.limit)
     waiting = None if bounds is None or searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        searched = find_allowed(space, allowed, options.best, options.limit)
+        searched, plain_s = find_stored(space, allowed, ways, options.best, options.limit)
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
     task, ties = searched.space.task, settle(searched.space.task, searched.found.best)
@@ -138,7 +140,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     plan, loop = _chosen(task, best), None
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
-    answers = Answers(tokens, options.price, own)
+    answers = Answers(tokens, options.price, own, stored_words(ways, task, best.step_s, plain_s))
     _show(options, searched, ties, allowed, plan, loop, answers)
     return 0
 
@@ -154,11 +156,14 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 
 
 class Answers(NamedTuple):
-    """What is asked beyond the best plan: a number of tokens and a price, and how a plan of the user's compares."""
+    """What is asked beyond the best plan: tokens and a price; and words about a plan of the user's and about narrow
+    states.
+    """
 
     tokens: int | None
     price: float | None
     own: "OwnPlan | None"
+    stored: str
 
 
 def _show(
@@ -188,6 +193,8 @@ def _show(
     console.print(plan_table(whole.cluster, plan))
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
+    if answers.stored:
+        print(f"{filled(answers.stored)}\n")
     if loop is not None:
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))

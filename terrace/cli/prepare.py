@@ -28,7 +28,6 @@ from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
 from terrace.model.hf.mixtures import OWN_KEYS
 from terrace.plan.layout import Layout
-from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.adapted import FACT, fact_of
@@ -241,9 +240,7 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
     each = checkpoint_bytes(
         config.blocks(),
         config.optimizer,
-        FORMATS[config.plan.master].element_bytes,
-        FORMATS[config.plan.compute].element_bytes,
-        outer=config.plan.outer,
+        config.plan,
         num_islands=Layout.of(config.cluster, config.plan).num_islands,
     )
     num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1

@@ -128,4 +128,11 @@ def check_output(path: Path, options: argparse.Namespace) -> None:
 
 def with_formats(task: Task, plan: Any) -> Task:
     """The task with a plan's dtypes and wire formats."""
-    return replace(task, compute=plan.compute, messages=plan.messages, master=plan.master, wire=plan.wire)
+    return replace(
+        task,
+        compute=plan.compute,
+        messages=plan.messages,
+        master=plan.master,
+        optimizer_states=plan.optimizer_states,
+        wire=plan.wire,
+    )

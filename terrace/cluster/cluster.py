@@ -25,6 +25,7 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of wh
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 _TUNED_HEAD = 128  # head size of `Kernels.attention`
+_FLASH2_HALF_HEAD = 16.0  # `attention_half_head` of flash attention 2: heads of 64 reach 0.9 of what heads of 128 do
 _MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
@@ -44,6 +45,8 @@ class Kernels:
     stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
     attention: float = 1.0  # share of the peak that flash attention reaches forward, long rows and heads of 128
     attention_backward: float = 0.0  # the same backward, of the FLOPs of its five products; 0: as forward
+    flash2: float = 0.0  # share of flash attention 2, where torch's `attention` is another kernel; 0: as `attention`
+    flash2_backward: float = 0.0  # the same backward
     attention_half_head: float = 0.0  # head size that reaches half of what endless heads would; see `attention_share`
     attention_half_keys: float = 0.0  # number of keys that reaches half of the share
     codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
@@ -52,14 +55,20 @@ class Kernels:
     optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
     source: str = ""
 
-    def attention_share(self, head_dim: int, keys: float = math.inf, *, backward: bool = False) -> float:
+    def attention_share(
+        self, head_dim: int, keys: float = math.inf, *, backward: bool = False, flash2: bool = False
+    ) -> float:
         """Share of the peak that flash attention reaches with heads of `head_dim`, over `keys` keys a row.
 
-        Kernels are tuned for heads of up to 128: longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
+        With `flash2` of its version 2, which varlen attention and rings call. Kernels are tuned for heads of up to 128:
+        longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
         """
         share = self.attention_backward if backward and self.attention_backward else self.attention
-        head = min(head_dim, _TUNED_HEAD)
-        share *= head / (head + self.attention_half_head) * (1 + self.attention_half_head / _TUNED_HEAD)
+        head, half_head = min(head_dim, _TUNED_HEAD), self.attention_half_head
+        if flash2 and self.flash2:
+            share = self.flash2_backward if backward and self.flash2_backward else self.flash2
+            half_head = _FLASH2_HALF_HEAD
+        share *= head / (head + half_head) * (1 + half_head / _TUNED_HEAD)
         return share if math.isinf(keys) else share * keys / (keys + self.attention_half_keys)
 
 
@@ -309,7 +318,7 @@ def _check_kernels(kernels: Kernels) -> None:
         value = getattr(kernels, name)
         if not 0 <= value <= _LONGEST_S:
             raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
-    for name in ("stream", "attention_backward"):
+    for name in ("stream", "attention_backward", "flash2", "flash2_backward"):
         value = getattr(kernels, name)
         if not 0 <= value <= 1:
             raise ClusterError(f"device.kernels.{name} = {value} must lie between 0 and 1: it is a share of a peak")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.attention import AttentionPlans
+from terrace.model.attention_plans import AttentionPlans, plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.experts.mixture import Mixture
@@ -126,7 +126,7 @@ def build_blocks(
     # Built on meta first, so that no layer draws from the global random generator.
     embedding = _placed(Embedding(config, **meta), device)
     # One object, so that all layers share a micro-batch's mask plan.
-    plans = AttentionPlans(config.sliding_window)
+    plans = plans_of(config)
     layers = [
         _placed(DecoderLayer(config.of_layer(index), rotary, plans, **meta), device)
         for index in range(config.num_layers)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import AttentionPlans, PerLength, PerMicroBatch, Plans, attend
+from terrace.model.attention import PerLength, PerMicroBatch, Plans, attend
+from terrace.model.attention_plans import plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.operation import Runs, keeping
@@ -110,7 +111,7 @@ class Attention(nn.Module):
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
         self.rotary = rotary
-        self.plans: Plans = plans or AttentionPlans(config.sliding_window)
+        self.plans: Plans = plans or plans_of(config)
         self.query = nn.Linear(hidden, query_size, bias=bias, **where)
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)

@@ -19,6 +19,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
+from terrace.plan.state_formats import element_bytes
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
@@ -267,7 +268,7 @@ class Estimator:
         numel = self.numels.all(mesh)[self.task.kinds.order[lender]]
         # The gradient is already reduced, so each rank sends its own shard.
         held = numel / math.prod(mesh.state[: candidate.placement.grads + 1])
-        return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.master].element_bytes)
+        return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.sums].element_bytes)
 
     def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
         work = self.work(mesh, micro_batch)
@@ -276,7 +277,8 @@ class Estimator:
 
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
         """Seconds of the optimizer on a rank's shard of `numel` parameters."""
-        return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))
+        owned = numel / math.prod(degrees[: placement.optimizer + 1])
+        return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes)
 
     def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
         """State layout over `degrees` data ranks, and a plan with this placement."""
@@ -296,13 +298,14 @@ class Estimator:
 
     def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
         layout, plan = self.layout(degrees, placement)
-        master = FORMATS[self.task.master].element_bytes
+        summed = FORMATS[self.task.sums].element_bytes
         copies = self.item / layout.span(layout.params)
         # The secondary copy is sharded over fewer ranks than the parameters, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
-        # Two moments of AdamW, and the master weights if they are kept apart from the parameters.
-        moments = master * (3 if keeps_master(plan, layout) else 2)
-        return copies + master / layout.span(layout.grads) + moments / layout.span(layout.optimizer)
+        # Two moments of AdamW, and the master weights if apart.
+        owned = 2 * element_bytes(self.task.optimizer_states or self.task.sums)
+        owned += FORMATS[self.task.master].element_bytes if keeps_master(plan, layout) else 0
+        return copies + summed / layout.span(layout.grads) + owned / layout.span(layout.optimizer)
 
     def whole_bytes(self, tensors_bytes: float) -> float:
         """Memory of a process with `tensors_bytes` of tensors, allocator and context included."""
@@ -376,14 +379,13 @@ class Estimator:
         """Bytes by category on a rank of a stage."""
         task = self.task
         cluster, plan = task.whole(self._plan(candidate))
-        chunks = [self._blocks_of(kinds_of(runs)) for runs in needs.part.chunks]
         found = stage_footprint(
             cluster,
             plan,
             task.kinds,
             task.sequence,
             num_micros,
-            chunks,
+            [self._blocks_of(kinds_of(runs)) for runs in needs.part.chunks],
             needs.waiting,
             due=needs.due,
             model=task.model,

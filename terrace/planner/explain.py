@@ -17,7 +17,7 @@ from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, expert_forms, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Candidate, Placement, Task, expert_words, num_micros, plan_of
+from terrace.planner.task import Candidate, Placement, Task, expert_words, num_micros, plan_of, with_dtypes
 from terrace.planner.verdicts import Verdict, lack
 from terrace.program.schedules.registry import takes_unit
 
@@ -42,7 +42,7 @@ def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
 
 
 def _preset_verdict(name: str, task: Task, pins: Pins) -> Verdict:
-    plan = replace(preset(name, task.cluster), compute=task.compute, messages=task.messages, master=task.master)
+    plan = with_dtypes(task, preset(name, task.cluster))
     try:
         layout = validate(task.cluster, plan, task.blocks)
         num_micro_batches(plan, layout, task.batch)

@@ -71,7 +71,7 @@ def _units(step: Step) -> Sequence[int]:
         is_free = takes_unit(plan_schedule(plan)[0])
     else:
         is_free = max(layout.span(layout.params), layout.span(layout.grads)) > 1
-    longest = _MOST if plan.compute == plan.master else LONGEST_ROUNDED_UNIT
+    longest = _MOST if plan.compute == plan.sums else LONGEST_ROUNDED_UNIT
     return _divisors(step.num_micros, longest) if is_free else (1,)
 
 

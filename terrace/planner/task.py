@@ -15,11 +15,12 @@ from terrace.plan.context import Heads, attention_heads
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
-from terrace.plan.plan import Plan
+from terrace.plan.plan import Plan, sums_of
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
 from terrace.simulate.block_tape import Backend
+from terrace.simulate.layers import rounding_bytes
 
 _MOST = 10**9  # so that divisors are found at once
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
@@ -59,7 +60,8 @@ class Task:
     batch: int
     sequence: int
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
-    master: Literal["fp32", "fp64"] = "fp32"
+    master: Literal["bf16", "fp32", "fp64"] = "fp32"
+    optimizer_states: Literal["bf16", "int8"] | None = None
     messages: Literal["bf16", "fp32"] | None = None  # as in a plan
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
@@ -97,6 +99,16 @@ class Task:
                 f"sequence = {self.sequence} is longer than the {self.model.max_positions} positions the model has: "
                 f"use at most {self.model.max_positions}"
             )
+
+    @property
+    def sums(self) -> str:
+        """As `Plan.sums`."""
+        return sums_of(self.master)
+
+    @cached_property
+    def rounding_bytes(self) -> float:
+        """What rounding of states adds to an update (terrace.simulate.layers)."""
+        return rounding_bytes(self.cluster.device, self.master, self.optimizer_states)
 
     @property
     def backend(self) -> Backend:
@@ -209,12 +221,24 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         compute=task.compute,
         messages=task.messages,
         master=task.master,
+        optimizer_states=task.optimizer_states,
         micro_batch=candidate.micro_batch,
         recompute=task.recompute if candidate.recompute else (),
         unit=candidate.unit,
         schedule=schedule_text(candidate.schedule, candidate.chunks) if candidate.mesh.total("pipeline") > 1 else None,
     )
     return crossing(task.cluster, found) if task.wire else found
+
+
+def with_dtypes(task: Task, plan: Plan) -> Plan:
+    """A plan with the task's dtypes in place of its own."""
+    return replace(
+        plan,
+        compute=task.compute,
+        messages=task.messages,
+        master=task.master,
+        optimizer_states=task.optimizer_states,
+    )
 
 
 def schedule_text(schedule: str, chunks: int) -> str:

@@ -14,6 +14,9 @@ from torch import nn
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model import attention
+from terrace.model.attention_plans import AttentionPlans
+from terrace.model.block_masks import BlockMasked
+from terrace.model.documents import Documents
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
 from terrace.plan.recompute import operations_in
@@ -72,7 +75,9 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
 
     Functions that depend on where documents begin stay uncompiled: every batch would compile them again.
     """
-    for owner, name in ((attention.PerMicroBatch, "get"), (attention, "attend_in_pieces")):
+    plans = ((each, "attend") for each in (Documents, BlockMasked))
+    made = ((attention.PerMicroBatch, "get"), (AttentionPlans, "made"))
+    for owner, name in (*made, *plans, (attention, "attend_in_pieces")):
         function = getattr(owner, name)
         # Patched once per process; a second engine finds it done.
         if not hasattr(function, "_torchdynamo_disable"):

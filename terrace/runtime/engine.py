@@ -62,12 +62,14 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place of
     `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. A message that takes longer
-    than `timeout` is an error. `compiled` runs each block through `torch.compile`. `balance` names losses of the
-    routers of mixtures and moves their bias, `seed` draws their noise. Rank 0 verifies the stages of a pipeline against
-    each other, unless they are `verified` already; every rank verifies its own program.
+    than `timeout` is an error. `compiled` runs blocks through `torch.compile`. `balance` names losses of routers and
+    moves their bias, `seed` draws noise. Rank 0 verifies the stages of a pipeline against each other if not `verified`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
+
+    _forward: Program | None = None  # the default of `evaluate`, made by its first call
+    _given: Program | None = None  # the last that `evaluate` was given
 
     def __init__(
         self,
@@ -109,8 +111,6 @@ class Engine:
         self._num_steps, self._of_cycles = 0, (0, Counter[_Key]())  # of whole cycles of islands: steps, their bytes
         self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
         self._programs: dict[Exchange | None, Program] = {None: self.program}
-        self._forward: Program | None = None  # the default of `evaluate`, made by its first call
-        self._given: Program | None = None  # the last that `evaluate` was given
         self._given_up, self._outside = Counter[_Key](), Counter[_Key]()  # bytes: of steps not finite; of evaluations
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
@@ -128,6 +128,7 @@ class Engine:
             initial=initial,
             device=self.device,
             meter=self.comm.meter,
+            seed=seed,
         )
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()

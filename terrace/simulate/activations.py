@@ -291,7 +291,7 @@ class _Tape(MlpTape):
         self._core()
         # Fused kernels write heads merged already; plain products and pieces need a contiguous copy.
         merged = "mixed"
-        if (self._plain or self.in_pieces) and not self._is_spread:
+        if (self._plain or self.in_pieces) and not self.work.is_spread:
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
@@ -301,10 +301,6 @@ class _Tape(MlpTape):
     @property
     def _plain(self) -> bool:
         return not self.work.flash
-
-    @property
-    def _is_spread(self) -> bool:
-        return self.work.ulysses * self.work.places > 1
 
     def _seen(self) -> tuple[str, ...]:
         # Windows and masks make attention copy its keys and values.
@@ -317,7 +313,7 @@ class _Tape(MlpTape):
         return "query", "key", "value", "copied key", "copied value"
 
     def _core(self) -> None:
-        if self._is_spread:
+        if self.work.is_spread:
             self._spread_core()
             return
         model, reads = self.work.model, self._seen()
@@ -327,17 +323,21 @@ class _Tape(MlpTape):
             # The gradient of the output, times the output, is summed per token and head.
             self._add("attention", reads, "mixed", (*reads, "mixed", "log-sums"), backward_adds=statistics)
             return
-        # Queries and keys are scaled first; in fp32, and for every query head, as plain products take them.
+        # In fp32, with scaled queries; torch repeats keys for every query head, the form for a CPU does not.
         inputs = ("scaled query", "scaled key", "wide value")
+        keyed = self.sizes["key"] // self.item if self.backend == "cpu" else self.query
         sequence = self.work.sequence
         keys = min(sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else sequence
         scores = self.work.tokens * self.heads * keys
-        self.sizes |= dict.fromkeys(inputs, self.query * self.wide) | {"softmax": scores * self.wide}
+        self.sizes |= dict.fromkeys(inputs[1:], keyed * self.wide)
+        self.sizes |= {"scaled query": self.query * self.wide, "softmax": scores * self.wide}
         # Without grouped heads in fp32 or fp64, widening is a no-op, so the values are the layer's own tensor.
         if self.item == self.wide and model.num_kv_heads == model.num_heads:
             inputs = ("scaled query", "scaled key", "value")
         adds = 2 * self.sizes["softmax"]
-        self._add("attention", reads, "mixed", (*inputs, "softmax"), forward_adds=adds, backward_adds=adds)
+        # torch adds a mask to the scores; the form for a CPU has it in the product.
+        forward_adds = adds // 2 if self.backend == "cpu" else adds
+        self._add("attention", reads, "mixed", (*inputs, "softmax"), forward_adds=forward_adds, backward_adds=adds)
 
     def _spread_core(self) -> None:
         """Attention over context ranks (terrace.runtime.context); it keeps its operands and output where it runs.

@@ -49,8 +49,7 @@ class BlockTape:
         self.hidden = -(-model.hidden_size // work.columns)
         self.residual = work.tokens * self.hidden // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
-        # Piece by piece on a CPU, else over whole rows.
-        self.in_pieces = self.backend == "cpu" and work.is_masked
+        self.in_pieces = work.is_masked and work.kernel_on(self.backend) == "pieces"
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
         # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.

@@ -28,6 +28,7 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.model.attention_kernel import AttentionChoice
 from terrace.model.config import ModelConfig, model_of
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
 from terrace.plan.kinds import Kinds
@@ -220,10 +221,11 @@ def work_of(
     sequence: int,
     backend: Backend | None = None,
     documents: bool = False,
+    attention: AttentionChoice = "auto",
 ) -> Work:
     """The work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
 
-    `documents` tells that a row may hold several.
+    `documents` tells that a row may hold several; `attention` is the kernel that the run asks for.
     """
     expert, rows = Mesh.of(cluster, plan).expert_degrees
     # Nothing is recomputed here: the plan's patterns are applied per block.
@@ -239,8 +241,11 @@ def work_of(
         balance=plan.balance,
         pooled=axis_degree(cluster, plan, "data"),
         compute=plan.compute,
-        flash=has_flash_attention(model, sequence, plan.compute, backend or cluster.device.backend, documents),
+        flash=has_flash_attention(
+            model, sequence, plan.compute, backend or cluster.device.backend, documents, attention
+        ),
         documents=documents,
+        attention=attention,
         expert=expert,
         expert_rows=rows,
         expert_chunks=plan.num_chunks,

@@ -24,6 +24,7 @@ from terrace.comm.groups import TierGroup
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
 from terrace.comm.stage_p2p import StageP2P
+from terrace.model.attention_plans import choose_kernel
 from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
@@ -151,6 +152,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
     config, dtype = replace(run.model, num_layers=1, vocab_size=1, experts=experts), DTYPES[run.plan.compute]
     blocks = build_blocks(config)
+    choose_kernel(blocks, run.train.attention)
     initialise(blocks, config, 0, dtype, engine.device)
     mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
     if is_context_parallel(mesh, run.plan):

@@ -6,7 +6,6 @@ the file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a 
 directory.
 """
 
-import fnmatch
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside
+from terrace.model.attention_kernel import AttentionChoice
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
@@ -39,6 +39,7 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
+from terrace.train.rules import check_attention, check_moved
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
 
@@ -72,6 +73,7 @@ class TrainConfig:
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
     weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
     compile: bool = False  # each block through torch.compile
+    attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
     rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
@@ -184,7 +186,14 @@ class RunConfig:
             blocks=self.blocks(),
             num_micros=self.num_micros(),
             sequence=self.train.sequence,
-            work=work_of(self.cluster, self.plan, self.model, self.train.sequence, documents=self.has_documents),
+            work=work_of(
+                self.cluster,
+                self.plan,
+                self.model,
+                self.train.sequence,
+                documents=self.has_documents,
+                attention=self.train.attention,
+            ),
         )
 
 
@@ -332,6 +341,7 @@ def _check(run: RunConfig) -> None:
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     check_objective(run)
+    check_attention(run)
     run.num_micros()
     if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
         raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
@@ -342,7 +352,7 @@ def _check(run: RunConfig) -> None:
         )
     check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
     if run.balance is not None and run.balance.bias:
-        _check_moved(run, blocks)
+        check_moved(run, blocks)
     lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
     for name in run.train.error_budget:
         if name not in lossy:
@@ -358,20 +368,6 @@ def _check(run: RunConfig) -> None:
         )
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
-
-
-def _check_moved(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
-    if run.lora is not None:
-        raise ConfigError(
-            "balance.bias moves a bias of the base model, and [lora] leaves the base as it is: leave one of them out"
-        )
-    moved = [f"{block.name}.{param.name}" for block in blocks for param in block.params if param.is_moved]
-    for pattern in run.train.freeze:
-        if found := fnmatch.filter(moved, pattern):
-            raise ConfigError(
-                f"balance.bias moves {found[0]}, and train.freeze pattern {pattern!r} names it: leave balance.bias "
-                "out, or freeze other parameters"
-            )
 
 
 def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.saving import Saver
 from terrace.cluster.cluster import Cluster
-from terrace.comm.collectives import DTYPES
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches
@@ -35,7 +34,6 @@ from terrace.launch.world import World
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
-from terrace.model.pair_kernels import describe
 from terrace.plan.context import is_context_parallel
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
@@ -44,6 +42,7 @@ from terrace.runtime.step_sums import StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.attention_cost import kept_cost, work_cost
+from terrace.train.attention_words import attention_words
 from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.compared import compare_stages
 from terrace.train.context_batches import ContextBatches
@@ -250,8 +249,7 @@ class RankOfRun:
         # Checkpoints are copied to main memory first, which the user must have room for.
         staged_mb = self.saver.staging_bytes / 1e6
         self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
-        if self.cost is not None:
-            self.observer.note(f"attention pairs: {describe(self.engine.device, DTYPES[self.run.plan.compute])}")
+        self.observer.note(attention_words(self.run, self.engine.device))
         if self.job.resume is None:
             self._save(0)  # a folder that cannot be written ends the run in its first minute
         # The time left is estimated without the first checkpoint.

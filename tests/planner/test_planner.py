@@ -116,8 +116,8 @@ GROUPED = replace(SMALL, num_kv_heads=2)
     ("cluster", "numbers", "flash"),
     [
         ("frontier 2x2x2", {}, True),
+        ("frontier 2x2x2", {"compute": "fp32", "model": GROUPED}, True),
         # The decoder attends with plain products here; `terrace simulate` says so, and the planner says the same.
-        ("frontier 2x2x2", {"compute": "fp32", "model": GROUPED}, False),
         ("frontier 2x2x2", {"compute": "fp64", "master": "fp64"}, False),
         ("lab 2x2x2", {"compute": "bf16", "sequence": 128}, False),
         ("lab 2x2x2", {"compute": "bf16", "sequence": 129}, True),

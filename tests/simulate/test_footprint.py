@@ -174,7 +174,8 @@ def test_tensor_and_pipeline_ranks() -> None:
     [
         ("cuda", "bf16", 8, 64, True),
         ("cuda", "fp32", 32, 64, True),
-        ("cuda", "fp32", 8, 64, False),
+        ("cuda", "fp32", 8, 64, True),
+        ("cuda", "fp64", 8, 64, False),
         ("cpu", "fp32", 8, 64, True),
         ("cpu", "bf16", 8, 128, False),
         ("cpu", "bf16", 8, 129, True),
