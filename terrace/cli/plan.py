@@ -46,7 +46,7 @@ from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.loops import formats_words, loop_words, stored_words
 from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, seconds, sent_table
-from terrace.report.training_cost import parse_tokens, throughput_words, training_words
+from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.bands import Band, band_of
@@ -88,8 +88,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--recompute",
         metavar="OPERATIONS",
-        help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
-        "joined by commas (default: layers)",
+        help="recompute these operations where memory asks for it: attention, mlp, norms, joined by commas, or layers "
+        "(default: the least of all that fits)",
     )
     parser.add_argument(
         "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
@@ -199,7 +199,11 @@ def _show(
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))
         print(f"{cycle_words(loop.cycle, None)}\n")
-    cost = throughput_words(whole, shown), training_words(whole, shown, answers.tokens, answers.price)
+    cost = (
+        throughput_words(whole, shown),
+        training_words(whole, shown, answers.tokens, answers.price),
+        energy_words(whole, shown, answers.tokens),
+    )
     print("\n".join(filled(f"{each} ({band})") for each in cost if each))
     print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
     _show_figures(whole, plan, shown, band, console)

@@ -65,5 +65,5 @@ def _check_activations(config: RunConfig, program: Program) -> None:
             f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "
             f"model state, and a plan may take {device.room_words} of the device: take a schedule that keeps fewer "
             "micro-batches ('1f1b' keeps one a stage ahead), recompute layers (recompute = ['layers.*']), or lower "
-            "micro_batch"
+            "micro_batch; terrace doctor with the same options names a plan that fits"
         )

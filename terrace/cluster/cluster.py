@@ -24,6 +24,7 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of wh
 
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
+_MOST_WATTS = 1e6
 _TUNED_HEAD = 128  # head size of `Kernels.attention`
 _FLASH2_HALF_HEAD = 16.0  # `attention_half_head` of flash attention 2: heads of 64 reach 0.9 of what heads of 128 do
 _MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
@@ -89,6 +90,7 @@ class Device:
     backend: Literal["cuda", "cpu"] = "cuda"  # whose kernels run (ROCm's count as cuda): they decide what is kept
     headroom: str = DEFAULT  # memory that plans leave free: a share or bytes (terrace.cluster.headroom)
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
+    power_watts: float = 0.0  # that it takes at most; 0: not known
     spread: float = 0.0  # standard deviation of the clocks of such devices, over their mean
     kernels: Kernels = Kernels()
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
@@ -291,6 +293,11 @@ def _check_device(device: Device) -> None:
     for name in ("overlap_penalty", "spread"):
         if not 0 <= getattr(device, name) <= 1:
             raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")
+    if not 0 <= device.power_watts <= _MOST_WATTS:
+        raise ClusterError(
+            f"device.power_watts = {device.power_watts} must lie between 0 (not known) and {_MOST_WATTS:g}: give the "
+            "watts of one device"
+        )
     _check_kernels(device.kernels)
     known = {each.name for each in fields(Device) if each.init} | {f"kernels.{each.name}" for each in fields(Kernels)}
     known |= {f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s}

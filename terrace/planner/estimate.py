@@ -18,13 +18,13 @@ from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.recompute import WHOLE, operations_in
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.state_formats import element_bytes
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
 from terrace.planner.numels import Numels
-from terrace.planner.operations import operations_s
 from terrace.planner.parts import Needs, Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
@@ -48,7 +48,7 @@ from terrace.simulate.work import Work
 class Seconds(NamedTuple):
     """Seconds of one block on one micro-batch, messages of its tensor and context ranks included.
 
-    `backward_s` excludes recomputation, which takes `again_s`; `weight_s` is the part that can be delayed.
+    `weight_s` is the part of `backward_s` that can be delayed. Recomputing the whole block takes `again_s` more.
     """
 
     forward_s: float
@@ -85,6 +85,7 @@ class Estimator:
         found = self._works.get(key)
         if found is None:
             tensor, columns, ulysses, ring = mesh.inside_degrees
+            parts = self.task.recomputations.values[recompute].parts if recompute else ()
             found = self._works[key] = Work(
                 model=self.task.model,
                 sequence=self.task.sequence,
@@ -93,8 +94,8 @@ class Estimator:
                 columns=columns,
                 ulysses=ulysses,
                 ring=ring,
-                recompute="full" if recompute and not self.task.operations else "none",
-                operations=self.task.operations if recompute else (),
+                recompute="full" if parts == WHOLE else "none",
+                operations=operations_in(parts),
                 flash=self._flash,
                 compute=self.task.compute,
                 expert=mesh.expert_degrees[0],
@@ -180,7 +181,7 @@ class Estimator:
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
             own.weight_s + put_off_s,
-            own.forward_s + again_s if not self.task.operations else operations_s(self.task, self.specs[kind], work),
+            own.forward_s + again_s,
         )
 
     def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
@@ -379,18 +380,12 @@ class Estimator:
         """Bytes by category on a rank of a stage."""
         task = self.task
         cluster, plan = task.whole(self._plan(candidate))
-        found = stage_footprint(
-            cluster,
-            plan,
-            task.kinds,
-            task.sequence,
-            num_micros,
-            [self._blocks_of(kinds_of(runs)) for runs in needs.part.chunks],
-            needs.waiting,
-            due=needs.due,
-            model=task.model,
-            whole=self._whole_chunks(candidate, needs.part),
-        )
+        chunks = [self._blocks_of(kinds_of(runs)) for runs in needs.part.chunks]
+        if candidate.first:  # then blocks of a kind differ
+            chunks = [tuple(range(len(task.blocks)))]
+        rank = cluster, plan, task.kinds, task.sequence, num_micros, chunks, needs.waiting
+        whole = self._whole_chunks(candidate, needs.part)
+        found = stage_footprint(*rank, due=needs.due, model=task.model, whole=whole)
         return {name: size for name, size in found.items() if size}
 
     def _plan(self, candidate: Candidate) -> Plan:

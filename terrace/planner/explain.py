@@ -99,8 +99,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
         unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
         found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
     found += [(f"experts = {words}", candidate._replace(mesh=other)) for words, other in _expert_neighbours(free, mesh)]
-    word = "none" if candidate.recompute else ", ".join(task.recompute)
-    found.append((f"recompute = {word}", candidate._replace(recompute=1 - candidate.recompute)))
+    found += _recompute_neighbours(task, candidate)
     micros = num_micros(task, candidate)
     if takes_unit(candidate.schedule):
         options = passing_units(free, micros)
@@ -110,6 +109,18 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
     for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
         found.append((f"unit = {unit}", candidate._replace(unit=unit)))
     return found
+
+
+def _recompute_neighbours(task: Task, candidate: Candidate) -> list[tuple[str, Candidate]]:
+    """Nothing, and the first that all layers recompute, and whole layers, less what the candidate does."""
+    axes = {axis: candidate.mesh.total(axis) > 1 for axis in ("tensor", "context")}
+    chain = task.recomputations.chain(**axes, partly=False)
+    # The candidate may have a value of its own, with the first layers apart.
+    others = dict.fromkeys(
+        value for value in (*chain[:2], chain[-1]) if (value, 0) != (candidate.recompute, candidate.first)
+    )
+    words = {value: "; ".join(task.recomputed(value)) or "none" for value in others}
+    return [(f"recompute = {words[value]}", candidate._replace(recompute=value, first=0)) for value in others]
 
 
 def _expert_neighbours(space: Space, mesh: Mesh) -> list[tuple[str, Mesh]]:

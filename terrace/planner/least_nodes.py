@@ -15,8 +15,10 @@ from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
+from terrace.planner.needs import recomputations
 from terrace.planner.ranking import Estimate
-from terrace.planner.search import Search, in_units, recomputations, schedules, units_of
+from terrace.planner.schedule_pins import schedules
+from terrace.planner.search import Search, in_units, units_of
 from terrace.planner.space import OpenMesh, Space, closed, micro_batches, open_meshes, placements
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Placement, Task
@@ -96,7 +98,7 @@ def fits_somewhere(space: Space, evaluator: Evaluator, capacity_bytes: float, li
 
     for shape in open_meshes(space):
         for micro_batch in micro_batches(space, shape.mesh.total("data")):
-            for again in recomputations(space):
+            for again in recomputations(space, shape.mesh):
                 outline = bounds.outline(shape, micro_batch, again)
                 push(outline, ((place, 1) for place in placements(space, shape.mesh)), whole=False)
     tried = 0

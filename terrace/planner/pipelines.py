@@ -7,6 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from terrace.plan.mesh import Mesh
+from terrace.plan.recompute import WHOLE
+from terrace.planner.operations import operations_s
 from terrace.planner.parts import Needs, Part, Work, parts_of, work_of_runs
 from terrace.planner.stages import Trait, has_halves, pipeline
 from terrace.program.schedules.counts import Waiting, most_due
@@ -141,8 +143,16 @@ def block_work(
     `context`, `exact` and `halves` as in `Estimator.least_block`.
     """
     block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context, exact=exact, halves=halves)
+    again_s = 0.0
     # `recompute` in a plan does not name look-ups and logits.
-    again_s = block.again_s if recompute and not estimator.specs[kind].at_an_end else 0.0
+    if recompute and not estimator.specs[kind].at_an_end:
+        parts = estimator.task.recomputations.values[recompute].parts
+        if parts == WHOLE:
+            again_s = block.again_s
+        else:
+            # Attention is not recomputed by itself where ranks share it; other operations depend on tokens alone.
+            work = estimator.work(forms[0], micro_batch)
+            again_s = operations_s(estimator.task.cluster.device, estimator.specs[kind], work, parts)
     return block.forward_s, block.backward_s + again_s, block.weight_s
 
 

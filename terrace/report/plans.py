@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from terrace.base.words import counted
 from terrace.plan.plan import AXES
+from terrace.plan.recompute import WHOLE
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
@@ -185,9 +187,18 @@ def _axes_words(task: Task, candidate: Candidate) -> str:
     return ", ".join(f"{name} {degree}{factors.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 
 
+def again_words(task: Task, candidate: Candidate) -> str:
+    """What a candidate recomputes: `layers`, `mlp of 8 layers`, `8 layers, mlp of the others`."""
+    again, first = task.recomputations.values[candidate.recompute], candidate.first
+    if again.parts == WHOLE:
+        words = counted(first, "layer") if first else "layers"
+    else:
+        words = ", ".join(again.parts) + (f" of {counted(first, 'layer')}" if first else "")
+    return f"{words}; {', '.join(again.others)} of the others" if first and again.others else words
+
+
 def _notes(task: Task, candidate: Candidate) -> str:
-    again = ", ".join(task.operations) or "layers"
-    notes = [f"{again} run again"] if candidate.recompute else []
+    notes = [f"{again_words(task, candidate)} run again"] if candidate.recompute else []
     if candidate.unit > 1:
         notes.append(f"units of {candidate.unit}")
     if candidate.placement.backward >= 0:

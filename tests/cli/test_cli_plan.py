@@ -3,15 +3,20 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from terrace.cli.main import main
+from terrace.cli.remedy import nodes_words
 from terrace.cluster.presets import load_cluster
+from terrace.model.config import parse_model
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS
+from terrace.planner.space import Space
+from terrace.planner.task import Task
 from terrace.planner.verdicts import size_words
 from terrace.program.lowering import build
 from terrace.report.plot import round_ticks
@@ -277,8 +282,21 @@ def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
     """What is said to fit where nothing does is planned as it is written."""
     tight = ("--cluster.device.memory_bytes", "1.58e9", "--headroom", "0%")
     error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
-    nodes, batch = re.findall(r"--nodes (\d+) --batch (\d+), the fewest", error)[0]
-    assert here.say("plan", "--nodes", nodes, "--axes", "data", *tight, batch=int(batch))[0] == 0
+    assert "with --axes all one fits: " in error
+    assert here.say("plan", "--nodes", "1", *tight, batch=8)[0] == 0
+    device = replace(load_cluster("frontier").device, memory_bytes=1.58e9)
+    cluster = replace(load_cluster("frontier").resized(1), device=device)
+    task = Task(model=parse_model(GPT), cluster=cluster, batch=8, sequence=256)
+    words = nodes_words(Space(task=task, axes=("data",)), 400)
+    nodes, batch = re.findall(r"--nodes (\d+) --batch (\d+), the fewest", words)[0]
+    assert here.say("plan", "--nodes", nodes, "--axes", "data", *tight, "--force", batch=int(batch))[0] == 0
+
+
+def test_a_pin_that_leaves_nothing_is_told(here: Planning) -> None:
+    tight = ("--nodes", "1", "--cluster.device.memory_bytes", "1.58e9")
+    error = here.refused("plan", *tight, "--pin", "optimizer=device", "--pin", "data=8")
+    assert "without optimizer=device and data=8 one fits: " in error
+    assert here.say("plan", *tight)[0] == 0
 
 
 @pytest.mark.parametrize(("command", "word"), [("train", "mine.toml"), ("train", "zero3")])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from terrace.cli.own_plan import own_plan
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import Cost
 from terrace.report.tables import seconds
-from terrace.report.training_cost import duration, parse_tokens, throughput_words, training_words
+from terrace.report.training_cost import duration, energy_words, parse_tokens, throughput_words, training_words
 from terrace.simulate.step import predict_step
 from terrace.train.config import resolve
 from tests.support.planner_cases import CLUSTERS, small_task
@@ -52,6 +53,16 @@ def test_time_and_price_of_a_training_by_hand() -> None:
     ]
 
 
+def test_energy_by_hand() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], batch=16)  # eight devices of 400 W
+    said = "energy, at the 400 W that a device takes at most: {} a step{}, without hosts, links and cooling"
+    assert energy_words(task, cost(4.5), None) == said.format("4 Wh", "")
+    # 2,441,407 steps of 4 Wh.
+    assert energy_words(task, cost(4.5), 10**10) == said.format("4 Wh", ", 9.77 MWh for 10 G tokens")
+    unknown = replace(task, cluster=replace(task.cluster, device=replace(task.cluster.device, power_watts=0.0)))
+    assert energy_words(unknown, cost(4.5), 10**10) == ""
+
+
 def test_a_plan_says_what_tokens_take(here: Planning) -> None:
     code, out, _ = here.say("plan", *SMALL, "--tokens", "1e9", "--price", "2")
     assert code == 0
@@ -59,6 +70,8 @@ def test_a_plan_says_what_tokens_take(here: Planning) -> None:
     steps = re.search(r"^1 G tokens: ([\d,]+) steps, .* device-hours, price [\d.,]+ \(\+-\d+ %\)$", out, re.M)
     assert steps is not None
     assert int(steps[1].replace(",", "")) == -(-(10**9) // (16 * 256))
+    energy = r"energy, at the 280 W that a device takes at most: [\d.]+ k?Wh a step, [\d.]+ [kM]Wh for 1 G tokens"
+    assert re.search(energy, joined(out))
     assert "tokens: " not in here.say("plan", *SMALL, "--force")[1]
     assert "a million tokens: price" in here.say("plan", *SMALL, "--force", "--price", "2")[1]
 

@@ -98,10 +98,10 @@ def test_a_task_of_the_search_takes_few_evaluations() -> None:
     model = gpt(96, 12288, 96)
     task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
     found, _ = find(Space(task=task))
-    # What takes the time, whatever the machine: 163, 7 and 10 were counted.
-    assert 8_000 < found.num_roots < 10_000
-    assert found.num_opened < 200  # the others are bounded by their group alone
-    assert found.num_played <= 12
+    # What takes the time, whatever the machine: 348, 18 and 10 were counted.
+    assert 14_000 < found.num_roots < 17_000
+    assert found.num_opened < 400  # the others are bounded by their group alone
+    assert found.num_played <= 24
     assert found.num_evaluated <= 15
     assert found.proved
     assert len(found.best) == 5
@@ -294,7 +294,7 @@ def test_what_fits_nowhere_names_the_nearest() -> None:
     found, _ = find(Space(task=task, axes=("data",)))
     assert not found.best
     assert found.nearest is not None
-    assert found.nearest.candidate.recompute == 1
+    assert task.recomputed(found.nearest.candidate.recompute) == ("layers.*",)
     assert found.nearest.candidate.placement == Placement(1, 1, 1)
     assert found.nearest.candidate.micro_batch == 1
 

@@ -37,7 +37,8 @@ def sized(name: str, *sizes: int, memory_bytes: float | None = None) -> Cluster:
 
 
 def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> Task:
-    return Task(model=model, cluster=cluster, batch=batch, sequence=256)
+    """A task whose plans recompute whole layers or nothing."""
+    return Task(model=model, cluster=cluster, batch=batch, sequence=256, operations=())
 
 
 def evaluator_of(task: Task) -> Evaluator:

@@ -123,7 +123,8 @@ def scoring_plans(flow: Dataflow, role: Role, cluster: Cluster) -> list[Plan]:
                 optimizer=place,
                 mapping={inner.name: {"tensor": tensor, "data": inner.size // tensor}} if tensor > 1 else {},
                 compute=flow.compute,
-                master="fp64" if flow.compute == "fp64" else "fp32",
+                master=flow.masters,
+                messages=flow.messages,
                 micro_batch=max(1, min(rows, SCORED_TOKENS // flow.sequence)),
             )
         )

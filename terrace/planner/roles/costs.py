@@ -94,8 +94,10 @@ class Costs:
             batch=flow.update_batch,
             sequence=flow.sequence,
             compute=flow.compute,
-            master="fp64" if flow.compute == "fp64" else "fp32",
+            master=flow.masters,
+            messages=flow.messages,
             declared=role.blocks,
+            operations=(),  # one of many searches, so whole layers alone
         )
 
     def key(self, role: Role) -> tuple[object, ...]:
