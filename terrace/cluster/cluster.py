@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
-from terrace.cluster.headroom import DEFAULT, headroom_bytes, room_words
+from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
 
@@ -282,14 +282,8 @@ def _check_device(device: Device) -> None:
                 f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
                 f"give the vendor's figure in {_unit(name)}"
             )
-    try:
-        kept = headroom_bytes(device.headroom, device.memory_bytes)
-    except ValueError as error:
-        raise ClusterError(f"device.headroom = {error}") from error
-    if kept >= device.memory_bytes:
-        raise ClusterError(
-            f"device.headroom = {device.headroom!r} leaves nothing of {device.memory_bytes / 1e9:.4g} GB: give less"
-        )
+    if wrong := headroom_error(device.headroom, device.memory_bytes):
+        raise ClusterError(f"device.headroom = {device.headroom!r} {wrong}")
     for name in ("overlap_penalty", "spread"):
         if not 0 <= getattr(device, name) <= 1:
             raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")

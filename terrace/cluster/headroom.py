@@ -14,17 +14,22 @@ DEFAULT = "5%"
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
-def split_headroom(headroom: str) -> tuple[float, str]:
-    """Its number and its unit, "%" or one of bytes; raises `ValueError` for another text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%|[kMGT]?B|[MG]iB)", headroom)
-    if found is None:
-        raise ValueError(f"{headroom!r} must be a share of the memory or bytes of it: write 5% or 4GB")
-    return float(found[1]), found[2]
+_FORM = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kMGT]?B|[MG]iB)")
+
+
+def headroom_error(headroom: str, memory_bytes: float) -> str:
+    """The rule that a headroom breaks, and the fix; "" for none."""
+    if _FORM.fullmatch(headroom) is None:
+        return "must be a share of the memory or bytes of it: write 5% or 4GB"
+    nothing = headroom_bytes(headroom, memory_bytes) >= memory_bytes
+    return f"leaves nothing of {memory_bytes / 1e9:.4g} GB: give less" if nothing else ""
 
 
 def headroom_bytes(headroom: str, memory_bytes: float) -> float:
-    """Bytes of `memory_bytes` that `headroom` keeps free; raises `ValueError` as `split_headroom`."""
-    number, unit = split_headroom(headroom)
+    """Bytes of `memory_bytes` that `headroom` keeps free."""
+    found = _FORM.fullmatch(headroom)
+    assert found is not None, "a device checks its headroom"
+    number, unit = float(found[1]), found[2]
     return number / 100 * memory_bytes if unit == "%" else number * _UNITS[unit]
 
 
