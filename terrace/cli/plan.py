@@ -44,12 +44,13 @@ from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.loops import formats_words, loop_words, stored_words
-from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
+from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.bands import Band, band_of
+from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
 
@@ -191,6 +192,8 @@ def _show(
         print(f"{filled(answers.own.words(whole, shown))}\n")
     band = band_of(whole.cluster, plan)
     console.print(plan_table(whole.cluster, plan))
+    if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
+        print(f"{filled(rests)}\n")
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
     if answers.stored:

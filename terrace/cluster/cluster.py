@@ -19,58 +19,18 @@ from typing import Literal, get_args
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
 from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
+from terrace.cluster.kernels import IDEAL
+from terrace.cluster.kernels import Kernels as Kernels
+from terrace.cluster.width import Tree, wrong_width
+from terrace.cluster.wiring import by_degree, wrong_links
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
 
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 _MOST_WATTS = 1e6
-_TUNED_HEAD = 128  # head size of `Kernels.attention`
-_FLASH2_HALF_HEAD = 16.0  # `attention_half_head` of flash attention 2: heads of 64 reach 0.9 of what heads of 128 do
 _MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Shares of a device's peaks that kernels reach. The defaults are ideal.
-
-    A tile is (rows, columns, its share of `gemm`): the part of a product's result that one core computes at a time.
-    """
-
-    gemm: float = 1.0  # share of the peak that a large matrix product reaches
-    gemm_half_depth: float = 0.0  # inner size at which a product reaches half of that
-    num_cores: int = 0  # cores that take tiles; 0: any number of tiles keeps the device full
-    tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
-    memory: float = 1.0  # share of the memory bandwidth
-    stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
-    attention: float = 1.0  # share of the peak that flash attention reaches forward, long rows and heads of 128
-    attention_backward: float = 0.0  # the same backward, of the FLOPs of its five products; 0: as forward
-    flash2: float = 0.0  # share of flash attention 2, where torch's `attention` is another kernel; 0: as `attention`
-    flash2_backward: float = 0.0  # the same backward
-    attention_half_head: float = 0.0  # head size that reaches half of what endless heads would; see `attention_share`
-    attention_half_keys: float = 0.0  # number of keys that reaches half of the share
-    codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
-    launch_s: float = 0.0  # what a kernel takes beyond its work
-    host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
-    optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
-    source: str = ""
-
-    def attention_share(
-        self, head_dim: int, keys: float = math.inf, *, backward: bool = False, flash2: bool = False
-    ) -> float:
-        """Share of the peak that flash attention reaches with heads of `head_dim`, over `keys` keys a row.
-
-        With `flash2` of its version 2, which varlen attention and rings call. Kernels are tuned for heads of up to 128:
-        longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
-        """
-        share = self.attention_backward if backward and self.attention_backward else self.attention
-        head, half_head = min(head_dim, _TUNED_HEAD), self.attention_half_head
-        if flash2 and self.flash2:
-            share = self.flash2_backward if backward and self.flash2_backward else self.flash2
-            half_head = _FLASH2_HALF_HEAD
-        share *= head / (head + half_head) * (1 + half_head / _TUNED_HEAD)
-        return share if math.isinf(keys) else share * keys / (keys + self.attention_half_keys)
 
 
 @hashed_once
@@ -92,7 +52,7 @@ class Device:
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
     power_watts: float = 0.0  # that it takes at most; 0: not known
     spread: float = 0.0  # standard deviation of the clocks of such devices, over their mean
-    kernels: Kernels = Kernels()
+    kernels: Kernels = IDEAL
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
     pace: float = field(
@@ -101,12 +61,10 @@ class Device:
 
     @cached_property
     def usable_bytes(self) -> float:
-        """Memory that a plan may take: all but the headroom."""
         return self.memory_bytes - headroom_bytes(self.headroom, self.memory_bytes)
 
     @property
     def room_words(self) -> str:
-        """`usable_bytes` in words."""
         return room_words(self.memory_bytes, self.headroom)
 
     @property
@@ -130,6 +88,12 @@ class Tier:
     shared: bool = False  # True: the ranks below share one link, and the figure is already a rank's share
     shared_by: str = ""  # tier inside this one whose devices share a link; "" where shared: all inside share one
     direct: bool = False  # True: members are wired in pairs without a switch, each pair with its part of the bandwidth
+    # (Device, device, number of links) of a group's devices that are wired by different numbers of links; the bandwidth
+    # is then that of one link (terrace.cluster.wiring).
+    links: tuple[tuple[int, int, int], ...] = ()
+    tree: Tree | None = None  # the algorithm for small messages among many members; None: rings alone
+    # (Members, share of the rate among so many), as a fabric carries many members at less than full rate.
+    contention: tuple[tuple[int, float], ...] = ()
     efficiency: float = 1.0  # share of the bandwidth that large messages reach
     half_bytes: float = 0.0  # size of a message that reaches half of that
     overlap_penalty: float | None = None  # how much compute slows while messages travel here; None: as the device says
@@ -138,6 +102,8 @@ class Tier:
     bus: Mapping[str, float] = field(default_factory=dict, hash=False)
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
+    # Of `links`, those over which each of 2, 3, ... members sends; the cluster finds them.
+    by_degree: tuple[int, ...] = field(default=(), metadata={"key": False})
 
 
 def expected_most(number: int) -> float:
@@ -174,11 +140,21 @@ class Cluster:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
+        object.__setattr__(self, "tiers", tuple(self._wired(index, tier) for index, tier in enumerate(self.tiers)))
         # Ranks wait for each other in every step, so the slowest device sets the pace of all.
         number = max(self.world_size, self.around)
         device = replace(self.device)
         object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
         object.__setattr__(self, "device", device)
+
+    def _wired(self, index: int, tier: Tier) -> Tier:
+        # Known already: this is a part of a cluster, on the links of the whole.
+        if not tier.links or tier.by_degree:
+            return tier
+        inner = self.ranks_within(index - 1)
+        if (wrong := wrong_links(tier.name, tier.links, inner * tier.size)) is not None:
+            raise ClusterError(wrong)
+        return replace(tier, by_degree=by_degree(tier.links, inner, tier.size))
 
     @property
     def is_measured(self) -> bool:
@@ -368,7 +344,11 @@ def _check_tier(tier: Tier) -> None:
         )
     if tier.overlap_penalty is not None and not 0 <= tier.overlap_penalty <= 1:
         raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
-    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})
+    if tier.links and tier.direct:
+        raise ClusterError(f"tiers.{tier.name}.direct has no effect beside links, which say how devices are wired")
+    if (wrong := wrong_width(tier.name, tier.tree, tier.contention, _LONGEST_S)) is not None:
+        raise ClusterError(wrong)
+    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)} - {"by_degree"})
 
 
 def _check_shared_by(tier: Tier, inside: Sequence[str]) -> None:

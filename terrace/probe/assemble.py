@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from terrace.cluster.cluster import Cluster, Device, Kernels, Mark, Tier
+from terrace.cluster.width import share
 from terrace.probe.fit import (
     bus_share,
     fit_attention,
@@ -19,6 +20,7 @@ from terrace.probe.fit import (
     overlap_penalty,
 )
 from terrace.probe.samples import Samples, TierSamples
+from terrace.simulate.links import wired
 
 _SOURCE = "terrace probe"
 _OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Adam step
@@ -143,6 +145,10 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
     was = before if start.overlap_penalty is None else start.overlap_penalty
     name, before_bytes_per_s = start.name, start.bandwidth_bytes_per_s * start.efficiency
     rate, half = fit.bandwidth_bytes_per_s, fit.half_bytes
+    # What is not measured stays: how fewer members are wired, and how many share a fabric. Beside these a bandwidth is
+    # that of one link, and of few members.
+    if not start.direct:
+        rate /= wired(start, 0) * share(start.contention, start.size)
     rows = [
         Constant(f"{name}.latency_s", "s", start.latency_s, latency_s, "measured"),
         Constant(f"{name}.bandwidth_bytes_per_s", "B/s", before_bytes_per_s, rate, "fitted", fit.error, fit.is_bound),

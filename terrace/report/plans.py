@@ -17,8 +17,10 @@ from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.bands import Band
+from terrace.simulate.hidden import HiddenMessages
 
 _PLAN_WIDTH = 37  # of the words of a plan, so that the table fits in 80 columns
+_MUCH_HIDDEN = 0.05  # part of a step from which on it rests on what it hides; predictions are off by as much
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
@@ -43,6 +45,16 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
             ]
         )
     return new_table(title, headings, left=[*left, "notes"], rows=rows)
+
+
+def hidden_words(found: HiddenMessages | None) -> str:
+    """Says so where a step rests on the messages that it hides; else empty."""
+    if found is None or found.exposed_s < (1.0 + _MUCH_HIDDEN) * found.step_s:
+        return ""
+    return (
+        f"this plan hides {seconds(found.hidden_s)} of messages on tier {found.tier} behind computing: a step that hid "
+        f"none of them would take {seconds(found.exposed_s)} instead of {seconds(found.step_s)}"
+    )
 
 
 def _figures(task: Task, estimate: Cost) -> list[str]:

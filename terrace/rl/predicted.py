@@ -83,6 +83,11 @@ def found_placements(config: RlConfig) -> FoundPlacements:
             f"--place auto finds plans that round no message, and the run has wire {formats}: leave out plan.wire, or "
             "the preset that has it, or leave out --place"
         )
+    if config.plan.optimizer_states is not None:
+        raise ConfigError(
+            f"--place auto finds plans that store moments as they are, and the run has plan.optimizer_states = "
+            f"{config.plan.optimizer_states!r}: leave it out, or leave out --place"
+        )
     together = dataflow_of(replace(config, pool=()))
     if not config.run.max_lag:
         return find(together, config.cluster)

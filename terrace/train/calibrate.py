@@ -139,7 +139,11 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
         tier,
         latency_s=latency_s,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        direct=False,  # the measured rate is already that of this run's groups
+        direct=False,  # the measured rate is already that of this run's groups, by its algorithm
+        links=(),
+        by_degree=(),
+        tree=None,
+        contention=(),
         efficiency=1.0,
         half_bytes=0.0,
         marks={"latency_s": "measured", "bandwidth_bytes_per_s": "measured"},

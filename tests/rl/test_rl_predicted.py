@@ -152,6 +152,7 @@ def test_a_found_placement_keeps_the_dtypes_of_the_run() -> None:
         (["--run.rows", "2"], "run.rows = 2 has no effect with --place auto"),
         (["--plan", "zero++"], "and the run has wire gather.system = 'int8', "),
         (["--plan.wire.sync.system", "bf16"], "and the run has wire sync.system = 'bf16': leave out plan.wire"),
+        (["--plan.optimizer_states", "int8"], "and the run has plan.optimizer_states = 'int8'"),
     ],
 )
 def test_what_a_found_placement_cannot_keep_is_refused(

@@ -36,6 +36,12 @@ def sized(name: str, *sizes: int, memory_bytes: float | None = None) -> Cluster:
     return replace(cluster, tiers=tiers, device=device)
 
 
+def without_penalties(cluster: Cluster) -> Cluster:
+    """A cluster whose messages slow no computing."""
+    tiers = tuple(replace(tier, overlap_penalty=0.0) for tier in cluster.tiers)
+    return replace(cluster, device=replace(cluster.device, overlap_penalty=0.0), tiers=tiers)
+
+
 def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> Task:
     """A task whose plans recompute whole layers or nothing."""
     return Task(model=model, cluster=cluster, batch=batch, sequence=256, operations=())

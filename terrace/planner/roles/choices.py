@@ -11,7 +11,7 @@ from typing import TypeVar
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, Computes
-from terrace.plan.plan import Plan
+from terrace.plan.plan import Plan, sums_of
 from terrace.plan.wire import FORMATS
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
@@ -62,9 +62,10 @@ class Choices:
     def least_bytes(self, role: Role) -> float:
         """Bytes that all devices together hold of a role at least: each of its states once."""
         compute = FORMATS[self.dataflow.compute].element_bytes
-        master = max(compute, FORMATS["fp32"].element_bytes)
+        master = FORMATS[self.dataflow.masters].element_bytes
         # Gradient, two moments, and a master of another dtype.
-        states = master * (4 if master != compute else 3) if role.trains else 0
+        gradient = FORMATS[sums_of(self.dataflow.masters)].element_bytes
+        states = gradient + master * (3 if master != compute else 2) if role.trains else 0
         numel = sum(param.numel for block in role.blocks for param in block.params)
         return numel * (compute + states) if role.trains or role.scores else 0.0
 
