@@ -62,8 +62,8 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place of
     `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. A message that takes longer
-    than `timeout` is an error. `compiled` runs blocks, or their parts, through `torch.compile`. `balance` names losses of
-    routers and moves their bias, `seed` draws noise. Rank 0 verifies stages against each other if not `verified`.
+    than `timeout` is an error. `compiled` runs blocks, or their parts, through `torch.compile`. `balance` names losses
+    of routers and moves their bias, `seed` draws noise. Rank 0 verifies stages against each other if not `verified`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
