@@ -290,7 +290,7 @@ def test_a_pinned_axis_that_is_not_searched_is_named(here: Planning) -> None:
 
 def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
     """What is said to fit where nothing does is planned as it is written."""
-    tight = ("--cluster.device.memory_bytes", "1.58e9")
+    tight = ("--cluster.device.memory_bytes", "1.58e9", "--headroom", "0%")
     error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
     assert "with --axes all one fits: " in error
     assert here.say("plan", "--nodes", "1", *tight, batch=8)[0] == 0
