@@ -158,6 +158,7 @@ CASES: dict[tuple[int, ...], list[Case]] = {
     (2,): [
         case("ddp", (2,)),
         case("zero3", (2,), "gpt2", recompute=("*",)),
+        case("zero1", (2,), "llama tied", optimizer_states="int8"),
         case("zero1", (2,), "wide llama, 2 kv heads", mapping={"package": {"tensor": 2}}),
         case("zero1", (2,), "llama tied", mapping={"package": {"context": {"ring": 2}}}),
     ],
@@ -237,6 +238,7 @@ def test_a_run_and_its_metrics(tmp_path: Path) -> None:
 
 
 REFUSED = [
+    ({"master": "bf16"}, "llama tied", "with master = 'bf16', which is less precise: use master = 'fp32'"),
     ({"messages": "bf16"}, "llama tied", "with messages = 'bf16'"),
     ({"wire": {"sync": {"package": "int8"}}}, "llama tied", "with formats for sync"),
     ({"products": "fp8"}, "llama of sixteens", "devices with 8-bit floats have bf16"),

@@ -146,6 +146,20 @@ def test_what_is_recomputed_has_the_same_bits(recompute: tuple[str, ...], comput
     assert torch.equal(kept.parameters, again.parameters)
 
 
+def test_narrow_states_and_compiled_parts_go_with_them() -> None:
+    """The first forward has the bits of the plan without them, and every later loss is near."""
+    plain = case("ddp", (1,), "fp8:row", 2)
+    plain = replace(plain, plan=replace(plain.plan, compute="bf16"), optimizer=ADAMW)
+    wanted, unscaled = alone(plain), alone(replace(plain, plan=replace(plain.plan, products=None)))
+    assert wanted.losses[0] != unscaled.losses[0]
+    narrow = replace(plain, plan=replace(plain.plan, master="bf16", optimizer_states="int8"))
+    found = alone(narrow)
+    assert found.losses[0] == wanted.losses[0]
+    close(found.losses, wanted.losses, 2e-2)
+    compiled = alone(replace(plain, compiled=True))
+    close(compiled.losses, wanted.losses, 1e-2)
+
+
 def test_layers_alone_and_evaluations_too() -> None:
     """Embedding, norms and head stay as they are; a loss is the same in an evaluation."""
     engine = engine_of(WORLD, cluster_of(1), case("ddp", (1,), "fp8", 1))
