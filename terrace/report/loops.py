@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from terrace.base.words import counted
 from terrace.plan.plan import Plan
@@ -9,11 +10,13 @@ from terrace.plan.wire import MessageClass
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
 from terrace.planner.narrow_states import Way
-from terrace.planner.products import ProductsFound
 from terrace.planner.task import Task
 from terrace.report.learned import formats_learned
 from terrace.report.plans import percent
 from terrace.report.tables import outer_words, seconds
+
+if TYPE_CHECKING:
+    from terrace.planner.products import ProductsFound
 
 
 def loop_words(loop: Loop) -> str:
@@ -33,7 +36,7 @@ def loop_words(loop: Loop) -> str:
     return "\n".join(lines)
 
 
-def products_words(found: ProductsFound, step_s: float) -> str:
+def products_words(found: "ProductsFound", step_s: float) -> str:
     """Whether a plan multiplies in the 8 bits that were allowed, with the best step of either kind; "" without any.
 
     `step_s` is the step of the plan that is shown, which may tie with the fastest.
