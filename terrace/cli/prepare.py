@@ -22,7 +22,7 @@ from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import clear_leftovers
 from terrace.cli.programs import check_passes, checked_programs
 from terrace.data.batches import Batches, Source
-from terrace.data.prepared import compare_facts, prepare_sources
+from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
@@ -33,6 +33,7 @@ from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
+from terrace.train.eval_rules import eval_batches_of
 from terrace.train.facts import OBJECTIVE
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
@@ -89,10 +90,14 @@ def prepare(
     if resume is None and (said := check_weights(config)):
         print(said, flush=True)
     sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
-    for source in sources:
+    evaluated = prepare_eval_sources(
+        config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)
+    )
+    for source in (*sources, *evaluated):
         source.tokens.check_vocab(config.model.vocab_size)
-    # Raises where the data is too short for a batch.
-    Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
+    # Raises where the data is too short for a batch, or has nothing to evaluate.
+    batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
+    eval_batches_of(config, batches, evaluated)
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
         raise CompleteError(
@@ -119,6 +124,7 @@ def prepare(
         run=replace(config, plan=plan),
         folder=chosen,
         sources=sources,
+        eval_sources=evaluated,
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
         config="" if earlier is None else run_toml(config),
@@ -248,7 +254,9 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
     )
     num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
     # The new checkpoint is complete before an old one is removed.
-    num_at_once = min(num_saves + 1, train.keep_checkpoints + 1)  # an old one stays until the new one is complete
+    num_saves += -(-train.steps // train.eval_every) if train.keep_best else 0
+    num_kept = train.keep_checkpoints + bool(train.keep_best)
+    num_at_once = min(num_saves + 1, num_kept + 1)  # an old one stays until the new one is complete
     existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
     try:
         usage = shutil.disk_usage(existing)

@@ -22,7 +22,7 @@ from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
-from terrace.data.sources import beside
+from terrace.data.sources import beside, eval_beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
@@ -35,6 +35,7 @@ from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
+from terrace.train.eval_rules import check_evaluation
 from terrace.train.folder import with_folder
 from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
@@ -246,6 +247,7 @@ def _check(run: RunConfig) -> None:
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     check_objective(run)
+    check_evaluation(run)
     run.num_micros()
     if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
         raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
@@ -297,6 +299,7 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
         paths = {key: at for key, at in data.items() if key in PATHS and isinstance(at, str)}
         named: dict[str, Any] = {key: str(folder / at) for key, at in paths.items() if at not in ("", PATHS[key])}
         named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
+        named |= {"eval": eval_beside(folder, data["eval"])} if "eval" in data else {}
         result["data"] = merge(result["data"], named)
     train = own.get("train")
     if isinstance(train, Mapping) and isinstance(train.get("weights"), str) and train["weights"]:

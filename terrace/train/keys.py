@@ -30,6 +30,9 @@ class TrainConfig:
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
+    eval_every: int = 0  # steps between evaluations, and one at the end; 0: none
+    eval_batches: int = 100  # most batches of `batch` sequences of each source in an evaluation; 0: all
+    keep_best: str = ""  # what is evaluated whose best checkpoint is kept: "holdout" or a name in data.eval
     peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
     weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
@@ -48,7 +51,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1, "slow_steps": 4}
-        least |= {"checkpoint_every": 0, "keep_checkpoints": 1, "peer_copies_every": 0}
+        least |= {
+            "eval_every": 0,
+            "eval_batches": 0,
+            "checkpoint_every": 0,
+            "keep_checkpoints": 1,
+            "peer_copies_every": 0,
+        }
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
