@@ -81,7 +81,7 @@ def rank_of(world: World, job: RunJob) -> dict[Any, int]:
     sample._SAMPLE_TOKENS = 1
     end = train(world, job, Silent())
     assert isinstance(end, Outcome)
-    return dict(end.measured.sent_bytes)
+    return {key: size for key, size in end.measured.sent_bytes.items() if size}
 
 
 def trained(pool: LocalPool, table: dict[str, Any], run: Path, going_on: bool = False) -> list[dict[str, Any]]:
