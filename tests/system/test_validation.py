@@ -1,23 +1,40 @@
 """Evaluations during a run: the numbers of one process and of `terrace eval` under every plan, and a run as without."""
 
 import json
+import math
+import re
+import shutil
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
+from terrace.base.errors import DataError, TerraceError
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.prepare import prepare
+from terrace.cli.progress import eval_words
+from terrace.data.batches import Batches
 from terrace.data.corpus import read_documents
+from terrace.data.documents import Documents
+from terrace.data.prepared import prepare_sources
+from terrace.data.text_rows import TextRows
+from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.start import LocalPool, World
+from terrace.report.plot import loss_svg
+from terrace.report.run_folder import run_view
 from terrace.train import sample
 from terrace.train.config import parse_run, resolve_table
 from terrace.train.evaluate import evaluate
 from terrace.train.job import RunJob
 from terrace.train.loop import train
-from terrace.train.metrics import Outcome, Silent
+from terrace.train.metrics import Outcome, Silent, eval_lines, read_metrics
+from terrace.train.trackers import values_of as values_of_trackers
 from terrace.train.trained import load_trained
 from tests.support.chats import CHATML, TALK, write_lines
 from tests.support.tiny_runs import MODEL, metrics, write_run
@@ -193,3 +210,125 @@ def test_other_models_and_loops_find_what_terrace_eval_finds_and_go_on_as_withou
     assert values_of(tmp_path / "run") == values_of(tmp_path / "plain")
     loss, num_tokens = of_export(tmp_path / "run", tmp_path)
     assert found(lines)[-2][2:] == (pytest.approx(loss, rel=1e-10), num_tokens)
+
+
+def plain_loss(run: Path, table: dict[str, Any]) -> tuple[float, int]:
+    """Loss and tokens of the hold-out by plain blocks, row by row."""
+    job = parse_run(table)
+    tokenizer = load_tokenizer("bytes")
+    batches = Batches(prepare_sources(job.data, tokenizer, SEQUENCE), SEQUENCE, 1, 0, holdout=job.data.holdout)
+    model, total, num_tokens = load_trained(run, dtype="fp64"), 0.0, 0
+    for row in range(batches.num_holdout_samples):
+        inputs, labels, positions = map(torch.from_numpy, batches.holdout([row]))
+        x = inputs
+        for block in model.blocks:
+            x = block(x, positions)
+        total += float(F.cross_entropy(x[0], labels[0], ignore_index=-100, reduction="sum"))
+        num_tokens += int((labels != -100).sum())
+    return total / num_tokens, num_tokens
+
+
+def test_the_best_checkpoint_stays_and_a_run_goes_on_with_the_same_evaluations(pool: LocalPool, tmp_path: Path) -> None:
+    """A rate so high that the loss rises: the best checkpoint is an early one."""
+    keys = {"keep_best": "holdout", "keep_checkpoints": 1, "eval_every": 1, "schedule": "constant"}
+    table = table_of(tmp_path, 1, 2, plan={}, train=keys, optimizer={"lr": 0.5})
+    run, again = tmp_path / "run", tmp_path / "again"
+    first = {**table, "train": table["train"] | {"steps": 3}}
+    lines = trained(pool, first, run)
+    losses = [line["eval"]["holdout"]["loss"] for line in lines]
+    best = 1 + losses.index(min(losses))
+    assert best < 3, losses
+    assert kept(run) == [best, 3]
+    shutil.copytree(run, again)
+    whole = trained(pool, table, tmp_path / "whole")
+    assert found(trained(pool, table, again, going_on=True)) == found(whole)
+    assert kept(again) == kept(tmp_path / "whole")
+    loss, num_tokens = plain_loss(run, table)
+    assert list(lines[-1]["eval"]["holdout"].values()) == [pytest.approx(loss, rel=1e-10), num_tokens]
+    assert f"after step {best}, kept as step-{best:08d}" in (run / "events.jsonl").read_text()
+
+
+def kept(run: Path) -> list[int]:
+    """The steps of the checkpoints of a run."""
+    return [int(path.name[5:]) for path in sorted((run / "checkpoints").iterdir())]
+
+
+def test_curve_page_and_trackers_have_the_evaluations(pool: LocalPool, tmp_path: Path) -> None:
+    table = table_of(tmp_path, 1, plan={}, train={"eval_batches": 1})
+    trained(pool, table, tmp_path / "run")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    values = values_of_trackers(records[-1])
+    loss = records[-1].eval["holdout"]["loss"]
+    assert values["eval/holdout/loss"] == loss
+    assert values["eval/holdout/perplexity"] == pytest.approx(math.exp(loss))
+    assert {"eval/other/loss", "eval/chats/tokens"} < values.keys()
+    assert not any(name.startswith("eval/") for name in values_of_trackers(records[0]))
+    assert any(f"holdout: loss {loss:.4f}" in words for words in eval_words(records[-1]))
+    lines = eval_lines(records)
+    assert [step for step, _ in lines["holdout"]] == [EVERY, STEPS]
+    (curve,) = (curve for curve in run_view(tmp_path / "run").curves if curve.title == "Loss")
+    assert dict(curve.lines) == {"loss": [(each.step, each.loss) for each in records]} | lines
+    picture = loss_svg([1, 2], [3.0, 2.0], title="t", evaluated=lines)
+    assert picture.count("<polyline") == 2 + len(lines)
+    assert ">holdout</text>" in picture
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({"data": {"holdout": 0.0, "eval": {}, "chat_template": ""}}, "there is nothing to evaluate: hold out"),
+    "no steps": ({"train": {"eval_every": 0, "eval_batches": 100}}, "data.eval has no effect: train.eval_every = 0"),
+    "unknown": ({"train": {"keep_best": "holdut"}}, "'holdut' names nothing that is evaluated; did you mean 'holdout'"),
+    "its name": ({"data": {"eval": {"holdout": "x"}}}, "a source named 'holdout'"),
+    "a key": ({"data": {"eval": {"x": {"path": "y", "weight": 2}}}}, "unknown key data.eval.x.weight"),
+    "no effect": ({"data": {"eval": {"x": {"path": "y", "too_long": "cut"}}}}, "data.eval.x.too_long has no effect"),
+    "pairs": ({"data": {"eval": {"x": {"path": "y", "format": "pairs"}}}}, "data.eval.x holds pairs"),
+    "no path": ({"data": {"eval": {"x": 3}}}, "data.eval.x must be a table"),
+    "not there": ({"data": {"eval": {"x": "missing.txt"}, "chat_template": ""}}, "missing.txt"),
+    "negative": ({"train": {"eval_every": -1}}, "train.eval_every = -1 must be at least 0"),
+    "too much": ({"data": {"holdout": 100000}}, "leaves nothing to train on"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_evaluated_is_refused_before_the_start(tmp_path: Path, name: str) -> None:
+    keys, words = WRONG[name]
+    with pytest.raises(TerraceError, match=re.escape(words)) as error:
+        prepare(parse_run(table_of(tmp_path, 1, plan={}, **keys)), tmp_path / "run", None)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_texts_with_nothing_to_predict_are_refused(tmp_path: Path) -> None:
+    table = table_of(tmp_path, 1, plan={}, data={"eval": {"x": str(tmp_path / "one.jsonl")}, "chat_template": ""})
+    write_lines(tmp_path / "one.jsonl", [{"text": ""}, {"text": "a"}])
+    job = prepare(parse_run(table), tmp_path / "run", None)  # behind the end of a text, one token is predicted
+    (source,) = job.eval_sources
+    with pytest.raises(DataError, match="x of data\\.eval has no token to predict"):
+        replace(source, context=None).samples(SEQUENCE)
+
+
+@pytest.mark.parametrize("context", [None, 256])
+@pytest.mark.parametrize("sequence", [4, 7, 64])
+def test_every_token_of_a_text_is_predicted_once_in_its_window(context: int | None, sequence: int) -> None:
+    """Against a loop over texts: each window reaches as far back as there is room."""
+    rng = np.random.default_rng(sequence)
+    texts = [rng.integers(0, 200, size).tolist() for size in (1, 2, 3, 4, 5, 8, 9, 30, 63, 64, 65)]
+    whole = [[250, 251, *text, 256] for text in texts]
+    starts = np.cumsum([0, *map(len, whole[:-1])])
+    documents = Documents("x", np.concatenate(whole), starts)
+    rows = TextRows(documents, sequence, (250, 251), 256, context)
+    wanted, seen = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+    for text in texts:
+        w = [*([] if context is None else [context]), *text]
+        for start in range(0, len(w) - 1, sequence):
+            end = min(start + sequence, len(w) - 1)
+            low = max(0, end - sequence)
+            labels = [w[each + 1] if each >= start else -100 for each in range(low, end)]
+            wanted[tuple(w[low:end]), tuple(labels)] += 1
+    for row, parts in enumerate(rows.parts(np.arange(rows.num_samples))):
+        inputs, labels, positions = (np.full(sequence, 7) for _ in range(3))
+        rows.fill(row, inputs, labels, positions)
+        for low, high in parts:
+            assert positions[low:high].tolist() == list(range(high - low))
+            seen[tuple(inputs[low:high].tolist()), tuple(labels[low:high].tolist())] += 1
+        assert (labels[parts[-1][1] :] == -100).all()
+    assert seen == wanted
