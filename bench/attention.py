@@ -31,7 +31,8 @@ from bench.claims import Claim, compared, judge, options_for_claims, print_table
 from bench.common import alternate
 from bench.pair_attention import attend_pairs
 from terrace.comm.collectives import DTYPES
-from terrace.model.attention import AttentionPlans, attend
+from terrace.model.attention import attend
+from terrace.model.attention_plans import AttentionPlans
 from terrace.model.blockwise import DensePair, dense_mask
 from terrace.model.pair_kernels import describe
 from terrace.sequence.pairs import Stretch, pairs_within

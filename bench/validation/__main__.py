@@ -45,7 +45,7 @@ def tables() -> list[Table]:
         passes.table(),
         recomputation.table(),
         bandwidth.table("perlmutter", mean_limit=0.03, max_limit=0.05),
-        bandwidth.table("frontier", mean_limit=0.60, max_limit=1.10),
+        bandwidth.table("frontier", mean_limit=0.12, max_limit=0.42),
         balance.table(),
         fsmoe.table(),
         fsmoe_layers.table(),

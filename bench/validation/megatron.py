@@ -60,6 +60,7 @@ def setting(line: dict[str, str]) -> tuple[Task, Candidate]:
         cluster=load_cluster("dgx-a100").resized(num_nodes),
         batch=int(line["global_batch"]),
         sequence=_SEQUENCE,
+        operations=(),  # whole layers are recomputed
     )
     interleaved = "interleaved" if chunks > 1 else "1f1b"
     candidate = Candidate(

@@ -32,7 +32,9 @@ from terrace.checkpoint.islands import Islands, has_momentum
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.plan.expert_counts import choices_bytes
-from terrace.plan.outer import Outer
+from terrace.plan.plan import Plan
+from terrace.plan.state_formats import stored_bytes
+from terrace.plan.wire import FORMATS
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import ADAMW, FROZEN, KINDS, OUTER_MOMENTUM, group_of
 
@@ -80,25 +82,39 @@ def latest(run_folder: Path) -> Path | None:
 def checkpoint_bytes(
     blocks: Sequence[BlockSpec],
     optimizer: OptimizerConfig,
-    master_bytes: int,
-    compute_bytes: int,
+    plan: Plan,
     *,
-    outer: Outer | None = None,
     num_islands: int = 1,
 ) -> int:
     """Size on disk of a checkpoint of whole blocks, without headers and without numbers of islands."""
-    total = 0
+    compute, master, summed = (FORMATS[each].element_bytes for each in (plan.compute, plan.master, plan.sums))
+    state, outer, total = stored_bytes(plan.optimizer_states or plan.sums, 1), plan.outer, 0
     for index, block in enumerate(blocks):
         for param in block.params:
             group = group_of(param, optimizer, is_layer(blocks, index))
-            frozen_bytes = max(compute_bytes, _FP32_BYTES) if param.is_moved else compute_bytes
-            num_kinds = len(KINDS[group])
-            if outer is not None and group != FROZEN:
+            each = master + (len(KINDS[group]) - 1) * state
+            if group == FROZEN:
+                each = max(compute, _FP32_BYTES) if param.is_moved else compute
+            elif outer is not None:
                 # The momentum; each island's kinds, start and message. The anchor is the model's.
-                num_kinds = 1 + has_momentum(outer) + num_islands * (num_kinds + 2 * (outer.delay > 0))
-            total += param.numel * num_kinds * (frozen_bytes if group == FROZEN else master_bytes)
+                each = num_islands * (each + 2 * (outer.delay > 0) * summed) + (1 + has_momentum(outer)) * summed
+            total += param.numel * each
         total += choices_bytes(block)
     return total
+
+
+def stored_as(plan: Plan) -> list[str]:
+    """How a plan's parameters and optimizer states are stored, for the manifest."""
+    return [plan.master, plan.optimizer_states or plan.sums]
+
+
+def stored_note(where: str, stored: Sequence[str], plan: Plan) -> str:
+    """What a run says about states that its plan stores in another way than a checkpoint had them; "" if in none."""
+    own = stored_as(plan)
+    if not stored or list(stored) == own:
+        return ""
+    theirs, ours = (f"parameters in {each[0]} and optimizer states in {each[1]}" for each in (stored, own))
+    return f"{where} was saved with {theirs}, and goes on with {ours}"
 
 
 def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:

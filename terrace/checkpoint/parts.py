@@ -73,6 +73,11 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
     return found
 
 
+def is_in_blocks(flat: FlatParam) -> bool:
+    """Whether states of a flat parameter are in 8-bit blocks, so that parts of it have decoded copies."""
+    return flat.optimizer is not None and any(state.is_coded for state in flat.optimizer.states)
+
+
 def _anchored(flat: FlatParam, part: StatePart, *, at_anchor: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of a part by kind, of the model and of this island; `at_anchor`: the inner optimizer's is the model's."""
     outer, inner = flat.outer_state, dict(part.values)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.base.errors import CheckpointError, ConfigError
-from terrace.checkpoint.layout import Files, decode, manifest_of
+from terrace.checkpoint.layout import Files, decode, manifest_of, stored_as
 from terrace.checkpoint.memory import (
     MANIFEST,
     ROOT,
@@ -66,7 +66,7 @@ class PeerCopies:
         self._group = _group(partners.members(world.rank), timeout)
         self._snapshot = snapshot_of(engine.state)
         self._keeper, self._kept = partners.keeper(world.rank), partners.kept(world.rank)
-        self._feedback = digest(engine.program)
+        self._feedback, self._stored = digest(engine.program), stored_as(engine.program.plan)
         # A resumed run brings its residuals.
         self._snapshot.lay_out()
         self._parts = dict[int, dict[str, Any]]()
@@ -197,7 +197,7 @@ class PeerCopies:
         files: Files = {file.path.name: entry}
         state = self._engine.state
         manifest = manifest_of(state.specs, state.settings, step, num_updates, self._facts, files)
-        return manifest | {"feedback": self._feedback, "life": self._life}
+        return manifest | {"feedback": self._feedback, "stored": self._stored, "life": self._life}
 
     def _swap_parts(self) -> None:
         # Headers and pieces are the same for most copies, so they do not travel with each.

@@ -27,6 +27,7 @@ from terrace.checkpoint.layout import (
     is_checkpoint_name,
     is_intact,
     step_of,
+    stored_note,
     tensor_name,
 )
 from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, choices_of, held, parts_of, slices_of
@@ -40,6 +41,7 @@ from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.states import FROZEN, OUTER_MOMENTUM
+from terrace.runtime.stored import opened
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -69,6 +71,7 @@ class Checkpoint:
             self.step, self.num_updates = _counts(manifest["step"], manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
             self.feedback = str(manifest.get("feedback", ""))  # of terrace.checkpoint.residuals; "": it has none
+            self.stored = tuple(map(str, manifest.get("stored", ())))  # as `stored_as`; (): by an earlier version
             islands = manifest.get("islands")
             self.islands = None if islands is None else Islands.parse(islands)
             self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
@@ -297,7 +300,8 @@ def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
 def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     """Load this rank's part of parameters and optimizer state, and its residuals of error feedback. Every rank calls
     this, and `Engine.refresh` afterwards: the checkpoint holds master values, and until then the working copies of
-    parameters are stale. Returns a note if residuals start at zero or islands at the anchor, else "".
+    parameters are stale. Returns a note if residuals start at zero, islands at the anchor, or states are stored in
+    another way than before, else "".
 
     Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one rank
     first: this checks only the elements it reads.
@@ -309,6 +313,7 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     slices, islands = slices_of(state.program.mesh, state.rank), Islands.of(state.program)
     goes_on = checkpoint.islands is not None and checkpoint.islands.goes_on(islands)
     said = note(checkpoint.folder.name, checkpoint.islands, islands) if checkpoint.step else ""
+    stored = stored_note(checkpoint.folder.name, checkpoint.stored, state.program.plan) if checkpoint.step else ""
     with torch.no_grad():
         for flat in state:
             restore_flat(flat, checkpoint, slices, goes_on=goes_on)
@@ -320,7 +325,7 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
             else:  # of an earlier version: as in the first step
                 part.values[COUNTS].zero_()
         residuals = restore_residuals(state, checkpoint.folder, checkpoint.feedback)
-    return "; ".join(filter(None, (said, residuals)))
+    return "; ".join(filter(None, (said, stored, residuals)))
 
 
 def not_finite(where: Path, name: str, kind: str = "") -> CheckpointError:
@@ -334,16 +339,17 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
 
     With `goes_on` also its island's own state; else an island begins at the anchor.
     """
-    # Padding is not stored, and must not keep the values it was initialised with.
-    for each in held(flat):
-        for values in each.values.values():
-            values.zero_()
-    parts = wanted_parts(flat, checkpoint, slices, goes_on=goes_on)
-    checkpoint.fill(flat.name, parts)
-    for part in parts:
-        for kind, values in part.values.items():
-            if not is_finite(values):
-                raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
+    with opened(() if flat.optimizer is None else flat.optimizer.states):
+        # Padding is not stored, and must not keep the values it was initialised with.
+        for each in held(flat):
+            for values in each.values.values():
+                values.zero_()
+        parts = wanted_parts(flat, checkpoint, slices, goes_on=goes_on)
+        checkpoint.fill(flat.name, parts)
+        for part in parts:
+            for kind, values in part.values.items():
+                if not is_finite(values):
+                    raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
     if flat.optimizer is not None:
         flat.optimizer.num_steps = checkpoint.num_updates
     if flat.spec.trainable and flat.layout.num_islands > 1:

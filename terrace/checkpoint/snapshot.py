@@ -20,7 +20,7 @@ from torch import Tensor
 
 from terrace.base.boxes import to_text
 from terrace.checkpoint.layout import tensor_name
-from terrace.checkpoint.parts import BoxValues, parts_of
+from terrace.checkpoint.parts import BoxValues, is_in_blocks, parts_of
 from terrace.checkpoint.residuals import named_residuals
 from terrace.comm.rounding import Origin
 from terrace.plan.holdings import Slices
@@ -35,7 +35,8 @@ class Snapshot:
     """Pieces that no earlier rank holds, as the content of one file.
 
     `slices` gives the rank's slice of each parameter, `beside` more parts, each under its block, `edges` origins of
-    what blocks send to other stages. Tensors must keep their storage: every `take` copies from them.
+    what blocks send to other stages. Tensors must keep their storage: every `take` copies from them. States in 8-bit
+    blocks are decoded for each.
     """
 
     def __init__(
@@ -49,12 +50,21 @@ class Snapshot:
         # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
         self.num_updates = 0
         self._flats, self._edges, self._pieces = list(flats), list(edges), list[tuple[str, Tensor]]()
-        for block, part in (*parts_of(self._flats, slices, first=True), *beside):
-            self.pieces.setdefault(block, {}).setdefault(part.parameter, []).append(to_text(part.box))
-            for kind, values in part.values.items():
-                self._pieces.append((tensor_name(block, part.parameter, part.box, kind), values.detach()))
+        self._slices, self._in_blocks = slices, [flat for flat in self._flats if is_in_blocks(flat)]
+        for flat in self._flats:
+            for block, part in parts_of([flat], slices, first=True):
+                self._add(block, part, flat in self._in_blocks)
+        for block, part in beside:
+            self._add(block, part, False)
         self._staging: Tensor | None = None
         self._lay_out([])
+
+    def _add(self, block: str, part: BoxValues, in_blocks: bool) -> None:
+        self.pieces.setdefault(block, {}).setdefault(part.parameter, []).append(to_text(part.box))
+        for kind, values in part.values.items():
+            # What is decoded for each copy has a place here, but no memory between copies.
+            live = values.detach().to("meta") if in_blocks else values.detach()
+            self._pieces.append((tensor_name(block, part.parameter, part.box, kind), live))
 
     def lay_out(self) -> None:
         """Give the residuals that messages have made since a place in the file."""
@@ -66,10 +76,10 @@ class Snapshot:
     def _lay_out(self, residuals: list[tuple[str, Tensor]]) -> None:
         # Widest elements first, so that each tensor is aligned to its own size.
         live = sorted([*self._pieces, *residuals], key=lambda named: -named[1].element_size())
-        self._num_residuals, self._live = len(residuals), [values for _, values in live]
+        self._num_residuals, self._live = len(residuals), live
         self.header = _header(live)
-        self.num_bytes = sum(values.nbytes for values in self._live)
-        self._on_cuda = any(values.is_cuda for values in self._live)
+        self.num_bytes = sum(values.nbytes for _, values in live)
+        self._on_cuda = any(values.is_cuda for _, values in live) or any(flat.full.is_cuda for flat in self._in_blocks)
         self.release()
 
     def take(self) -> None:
@@ -84,11 +94,19 @@ class Snapshot:
         """The same into `num_bytes` bytes of the caller's, the file without its header, in the layout of `lay_out`."""
         optimizers = [flat.optimizer for flat in self._flats if flat.optimizer is not None]
         self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
-        start = 0
-        for values in self._live:
-            part = staging[start : start + values.nbytes]
-            part.view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
+        start, decoded = 0, dict[str, Tensor]()
+        for name, values in self._live:
+            place = staging[start : start + values.nbytes].view(values.dtype).view(values.shape)
+            if values.is_meta:
+                decoded[name] = place
+            else:
+                place.copy_(values, non_blocking=True)
             start += values.nbytes
+        for flat in self._in_blocks:  # one decoded at a time
+            for block, part in parts_of([flat], self._slices, first=True):
+                for kind, values in part.values.items():
+                    place = decoded[tensor_name(block, part.parameter, part.box, kind)]
+                    place.copy_(values, non_blocking=True)
         # Training may change the state right after this call.
         if self._on_cuda:
             torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.checkpoint.islands import Islands
-from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of
+from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of, stored_as
 from terrace.checkpoint.parts import choices_of, numbers_of, slices_of
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.snapshot import Snapshot
@@ -125,7 +125,7 @@ def commit(
         path.unlink()
     islands = Islands.of(state.program)
     manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files, islands)
-    manifest["feedback"] = digest(state.program)
+    manifest |= {"feedback": digest(state.program), "stored": stored_as(state.program.plan)}
     write_atomic(partial / "manifest.json", encode(manifest))
     sync_folder(partial)
     # A run that resumed before this checkpoint replaces it. A rename onto a folder fails unless it is empty, so the

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted
 from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.headroom import headroom_bytes, room_words
 from terrace.launch.launchers import is_launched
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
 from terrace.planner.task import Task
@@ -15,7 +17,7 @@ from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
 from terrace.report.tables import quantity, seconds
-from terrace.simulate.advice import Job, advice, fullest_stage, worst_words
+from terrace.simulate.advice import Job, fullest_stage, worst_words
 from terrace.simulate.bands import band_of
 from terrace.train.config import RunConfig
 from terrace.train.prediction import resolved_run
@@ -32,30 +34,45 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
         known = resolved_run(run)
         checked_programs(known)
     except TerraceError as error:
-        return [Finding(level="blocks", about="plan", words=str(error))]
+        return [Finding(level="blocks", about="plan", words=str(error), fix=_remedy(run, _LIMIT, plan_command))]
     ranks = run.cluster.world_size
     # The programs were built and verified: no rule is broken.
     words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {counted(ranks, 'rank')} and this model"
     return [
         Finding(level="fine", about="plan", words=words),
-        _memory(known),
+        _memory(known, plan_command),
         *_place(known, machine),
         *_speed(run, plan_command),
     ]
 
 
-def _memory(run: RunConfig) -> Finding:
+def _memory(run: RunConfig, plan_command: str) -> Finding:
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     stage, needed = fullest_stage(job, run.blocks(), run.train.sequence)
-    capacity, total = run.cluster.device.memory_bytes, sum(needed.values())
+    device, total = run.cluster.device, sum(needed.values())
     of_stage = f" on stage {stage}" if any(row.get("pipeline") for row in run.plan.mapping.values()) else ""
-    words = f"a rank needs {quantity(total, 'B')}{of_stage} of the device's {quantity(capacity, 'B')}"
-    if total <= capacity:
+    words = f"a rank needs {quantity(total, 'B')}{of_stage} of {device.room_words}"
+    if total <= device.usable_bytes:
         worst = worst_words(job, run.blocks(), run.train.sequence)
         return Finding(level="fine", about="memory of a rank", words=f"{words}; {worst}" if worst else words)
-    # The sentence of the advice begins with the figures already shown.
-    tips = advice(run.cluster, run.plan, run.blocks(), run.train.sequence, run.num_micros())
-    return Finding(level="blocks", about="memory of a rank", words=words, fix=tips.sentence.split("; ", 1)[-1])
+    return Finding(
+        level="blocks",
+        about="memory of a rank",
+        words=words,
+        fix=_remedy(run, _LIMIT, plan_command),
+    )
+
+
+def _remedy(run: RunConfig, limit: int, plan_command: str = "") -> str:
+    if run.plan.outer is not None:  # a search of islands needs bounds of their loop
+        return "terrace plan --outer searches the plans of islands that fit"
+    # Of all starts only one that is refused searches for more nodes.
+    from terrace.cli.remedy import fitting_words
+
+    try:
+        return fitting_words(task_of(run, run.cluster), limit, plan_command)
+    except TerraceError as error:
+        return f"the planner knows no other plan: {error}"
 
 
 def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
@@ -100,6 +117,7 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
     """Raise `PlanError` for local ranks that this machine's memory cannot hold.
 
     `device_bytes`: the memory of each CUDA device; with fewer of these than ranks, the ranks share `memory_bytes`.
+    Of either, the headroom of the cluster's device stays free.
     """
     run, ranks = resolved_run(run), run.cluster.world_size
     if len(device_bytes) >= ranks:
@@ -108,13 +126,23 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
         have, words = min(device_bytes), "a rank needs about"
     else:
         needed, have, words = _local_bytes(run), memory_bytes, f"{counted(ranks, 'local rank')} need about"
-    if needed > have:
+    headroom = run.cluster.device.headroom
+    if needed > have - headroom_bytes(headroom, have):
         place = "a CUDA device here" if len(device_bytes) >= ranks else "this machine"
+        remedy = _local_remedy(run, have, len(device_bytes) >= ranks)
         raise PlanError(
-            f"{words} {quantity(needed, 'B')}, and {place} has {quantity(have, 'B')}: take a smaller model, batch or "
-            f"cluster, or start it on the machines of a cluster, as {torchrun(run.cluster, 'train ...')} (or srun "
-            "terrace train ...); terrace doctor with the same options says more"
+            f"{words} {quantity(needed, 'B')}, and {place} has {room_words(have, headroom)}: take a plan that needs "
+            f"less ({remedy}), a smaller model, batch or --headroom, or start it on the machines of a cluster, as "
+            f"{torchrun(run.cluster, 'train ...')} (or srun terrace train ...); terrace doctor with the same options "
+            "says more"
         )
+
+
+def _local_remedy(run: RunConfig, have_bytes: int, is_of_one: bool) -> str:
+    rank_bytes = have_bytes if is_of_one else have_bytes // run.cluster.world_size
+    device = replace(run.cluster.device, memory_bytes=rank_bytes)
+    # A start that is refused may take a moment longer, not minutes.
+    return _remedy(replace(run, cluster=replace(run.cluster, device=device)), _FEW)
 
 
 def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
@@ -168,6 +196,7 @@ def task_of(run: RunConfig, cluster: Cluster) -> Task:
         compute=plan.compute,
         messages=plan.messages,
         master=plan.master,
+        optimizer_states=plan.optimizer_states,
         wire=plan.wire,
     )
 

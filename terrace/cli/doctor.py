@@ -24,12 +24,15 @@ from terrace.report.tables import quantity, seconds
 from terrace.train.config import RunConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from terrace.probe.network import MeasuredTier
 
 _MARKS = {"fine": "ok", "absent": "absent", "note": "note", "blocks": "BLOCKS"}
 _STYLES = {"fine": "", "absent": "dim", "note": "yellow", "blocks": "bold red"}
 _SLOW = 0.5  # of the file's bandwidth: below it predictions are far off
 _MOST_S = 30.0
+_HEAD = 128  # size of heads of most large models
 
 
 def add_parser(commands: Any) -> None:
@@ -80,11 +83,20 @@ def _attention(machine: Machine) -> Iterator[Finding]:
         return
     import torch
 
-    from terrace.model.pair_kernels import describe
+    from terrace.model import attention_plans, pair_kernels
 
-    device = torch.device("cuda" if machine.gpus and machine.has_nccl else "cpu")
-    words = ", ".join(describe(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    device, dtypes = _device(machine), (torch.bfloat16, torch.float32)
+    for about, is_cut in (("attention", False), ("attention, documents", True)):
+        found = (attention_plans.describe(device, dtype, _HEAD, is_grouped=True, is_cut=is_cut) for dtype in dtypes)
+        yield Finding(level="fine", about=about, words=", ".join(found))
+    words = ", ".join(pair_kernels.describe(device, dtype) for dtype in dtypes)
     yield Finding(level="fine", about="attention pairs", words=words)
+
+
+def _device(machine: Machine) -> "torch.device":
+    import torch
+
+    return torch.device("cuda" if machine.gpus and machine.has_nccl else "cpu")
 
 
 def _products(machine: Machine) -> Iterator[Finding]:
@@ -110,9 +122,20 @@ def _run_findings(options: argparse.Namespace, rest: Sequence[str], machine: Mac
 
     try:
         config = resolve_run(options, rest)
-        return check_run(config, machine, _plan_command(options, config))
+        found = check_run(config, machine, _plan_command(options, config))
+        return [*found, *_attention_of_run(config, machine)]
     except TerraceError as error:
         return [Finding(level="blocks", about="settings", words=str(error))]
+
+
+def _attention_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
+    device = _device(machine) if _has_torch(machine) else None
+    # On another machine another kernel may serve.
+    if device is None or device.type != run.cluster.device.backend:
+        return
+    from terrace.train.attention_words import attention_words
+
+    yield Finding(level="fine", about="attention of a run", words=attention_words(run, device).split(": ", 1)[1])
 
 
 def _plan_command(options: argparse.Namespace, config: RunConfig) -> str:

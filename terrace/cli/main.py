@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
-from terrace.base.extras import EXTRAS, needs
 from terrace.base.sealed import ChangedFile
 from terrace.cli.aliases import translated
 from terrace.cli.output import Terminated, drop_stdout, printable_output
@@ -79,6 +78,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             print(f"terrace: {line}", file=sys.stderr)
         options, rest = _parser(words[:1]).parse_known_args(words)
         options.command_words = command
+        if getattr(options, "headroom", None) is not None:  # as a TOML text, so that 6 is refused for its missing unit
+            rest.append(f"--cluster.device.headroom='{options.headroom}'")
         code: int = options.run(options, rest)
         # A closed pipe shows itself here, inside the try, not at interpreter exit.
         sys.stdout.flush()
@@ -90,6 +91,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         # Scripts can tell a failed run from bad input, which would fail again.
         return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
     except ModuleNotFoundError as error:
+        from terrace.base.extras import EXTRAS, needs  # here alone: most commands end well
+
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise

@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 
 from terrace.base.words import counted
+from terrace.cli.remedy import freer_words
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import AXES
-from terrace.planner.least_nodes import MAX_GROWTH, least_nodes
-from terrace.planner.ranking import Estimate
 from terrace.planner.search import Found
 from terrace.planner.space import Space, divisors
-from terrace.planner.task import MOST_SEQUENCES, Task, plan_of
+from terrace.planner.task import MOST_SEQUENCES, Task
 from terrace.planner.unsatisfied import unsatisfied
 from terrace.planner.verdicts import lack
 from terrace.report.plans import plan_words
-from terrace.simulate.advice import advice
 
 
 def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int) -> str:
@@ -34,33 +32,13 @@ def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int)
     if found.nearest is None:
         return _no_shape(space, pinned)
     nearest = found.nearest
-    more = "" if set(axes) == set(AXES) else ", and --axes all shows what other axes would give"
-    of = "" if task.islands is None else " of an island"
+    more, of = "", "" if task.islands is None else " of an island"
     if not found.proved:
         more += f"; the search stopped at --limit {limit}: with a larger one it may find a plan that fits"
     return (
         f"no plan fits; the nearest{of} ({plan_words(task, nearest.candidate)}) {lack(task, nearest)}; "
-        f"{_remedy(space, nearest, limit)}; a shorter --seq needs less{more}"
+        f"{freer_words(space, pinned, limit)}; a shorter --seq needs less{more}"
     )
-
-
-def _remedy(space: Space, nearest: Estimate, limit: int) -> str:
-    task = space.task
-    cluster, plan = task.whole(plan_of(task, nearest.candidate))
-    tips = advice(cluster, plan, task.blocks, task.sequence, nearest.num_micros)
-    # Pins may keep the nearest plan from a change that makes it fit. More islands do not change the memory of one.
-    if task.islands is not None or (tips.job is not None and tips.job.cluster == cluster):
-        # The sentence begins with the missing memory, which the error has already stated.
-        return tips.sentence.split("; ", 1)[-1]
-    larger = least_nodes(space, limit=limit)
-    if larger is None and tuple(space.axes) == ("data",):
-        larger = least_nodes(space, limit=limit, grow_batch=True)
-    if larger is None:
-        return f"nor does one with up to {MAX_GROWTH} times as many members of {cluster.tiers[-1].name!r} fit"
-    there, found = larger
-    batch = "" if there.batch == task.batch else f" --batch {there.batch}"
-    options = f"--nodes {there.cluster.tiers[-1].size}{batch}"
-    return f"{options}, the fewest with which one fits, has room for: {plan_words(there, found.candidate)}"
 
 
 def _no_shape(space: Space, pinned: Sequence[str]) -> str:

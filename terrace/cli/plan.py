@@ -27,9 +27,10 @@ from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
 from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
-from terrace.planner.formats import Allowed, Searched, find_allowed, parse_allowed
+from terrace.planner.formats import Allowed, Searched, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
+from terrace.planner.narrow_states import find_stored, parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
@@ -42,13 +43,14 @@ from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
-from terrace.report.loops import formats_words, loop_words
-from terrace.report.plans import figures_words, headrooms_table, plans_table, split_table, verdicts_table
-from terrace.report.tables import plan_table, quantity, seconds, sent_table
-from terrace.report.training_cost import parse_tokens, throughput_words, training_words
+from terrace.report.loops import formats_words, loop_words, stored_words
+from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
+from terrace.report.tables import plan_table, seconds, sent_table
+from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.bands import Band, band_of
+from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
 from terrace.train.planned import TASK, planned_table
 
@@ -77,7 +79,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="CLASS=FORMAT",
         help="let messages of a class travel in a format where that shortens the step: sync=int8, "
-        "outer.system=int4+feedback",
+        "outer.system=int4+feedback; or states be stored in one: optimizer_states=int8, master=bf16",
     )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
@@ -87,8 +89,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--recompute",
         metavar="OPERATIONS",
-        help="recompute these operations of layers where memory asks for it, not whole layers: attention, mlp, norms, "
-        "joined by commas (default: layers)",
+        help="recompute these operations where memory asks for it: attention, mlp, norms, joined by commas, or layers "
+        "(default: the least of all that fits)",
     )
     parser.add_argument(
         "--best", type=int, default=FINALISTS, metavar="N", help=f"plans to show (default: {FINALISTS})"
@@ -120,17 +122,18 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
-    allowed = parse_allowed(options.allow, task, islands=bounds is not None)
+    ways, formats = parse_ways(options.allow, task)
+    allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
-    searched = find_allowed(space, allowed, options.best, options.limit)
+    searched, plain_s = find_stored(space, allowed, ways, options.best, options.limit)
     waiting = None if bounds is None or searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        searched = find_allowed(space, allowed, options.best, options.limit)
+        searched, plain_s = find_stored(space, allowed, ways, options.best, options.limit)
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
     task, ties = searched.space.task, settle(searched.space.task, searched.found.best)
@@ -138,7 +141,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     plan, loop = _chosen(task, best), None
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
-    answers = Answers(tokens, options.price, own)
+    answers = Answers(tokens, options.price, own, stored_words(ways, task, best.step_s, plain_s))
     _show(options, searched, ties, allowed, plan, loop, answers)
     return 0
 
@@ -154,11 +157,14 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 
 
 class Answers(NamedTuple):
-    """What is asked beyond the best plan: a number of tokens and a price, and how a plan of the user's compares."""
+    """What is asked beyond the best plan: tokens and a price; and words about a plan of the user's and about narrow
+    states.
+    """
 
     tokens: int | None
     price: float | None
     own: "OwnPlan | None"
+    stored: str
 
 
 def _show(
@@ -186,18 +192,26 @@ def _show(
         print(f"{filled(answers.own.words(whole, shown))}\n")
     band = band_of(whole.cluster, plan)
     console.print(plan_table(whole.cluster, plan))
+    if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
+        print(f"{filled(rests)}\n")
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
+    if answers.stored:
+        print(f"{filled(answers.stored)}\n")
     if loop is not None:
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))
         print(f"{cycle_words(loop.cycle, None)}\n")
-    cost = throughput_words(whole, shown), training_words(whole, shown, answers.tokens, answers.price)
+    cost = (
+        throughput_words(whole, shown),
+        training_words(whole, shown, answers.tokens, answers.price),
+        energy_words(whole, shown, answers.tokens),
+    )
     print("\n".join(filled(f"{each} ({band})") for each in cost if each))
     print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
     _show_figures(whole, plan, shown, band, console)
     rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
-    console.print(headrooms_table(task, rooms, f"the fastest plan {of}that leaves a part of the memory free"))
+    console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)
@@ -216,11 +230,9 @@ def _show(
 
 def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: Terminal) -> None:
     console.print(split_table(shown.time_s, f"seconds of a step, {band}", "s"))
-    capacity = task.cluster.device.memory_bytes
-    title = (
-        f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
-    )
-    console.print(split_table(shown.memory_bytes, title, "B", capacity))
+    device = task.cluster.device
+    title = f"memory of a device at its fullest moment (a category may peak at another), of {device.room_words}"
+    console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
     job = Job(cluster=task.cluster, plan=plan, num_micros=shown.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
     print(f"{worst}\n" if worst else "", end="")

@@ -12,53 +12,25 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
+from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
+from terrace.cluster.kernels import IDEAL
+from terrace.cluster.kernels import Kernels as Kernels
+from terrace.cluster.width import Tree, wrong_width
+from terrace.cluster.wiring import by_degree, wrong_links
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of which a device may state its FLOP/s
 
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
-_TUNED_HEAD = 128  # head size of `Kernels.attention`
+_MOST_WATTS = 1e6
 _MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Shares of a device's peaks that kernels reach. The defaults are ideal.
-
-    A tile is (rows, columns, its share of `gemm`): the part of a product's result that one core computes at a time.
-    """
-
-    gemm: float = 1.0  # share of the peak that a large matrix product reaches
-    gemm_half_depth: float = 0.0  # inner size at which a product reaches half of that
-    num_cores: int = 0  # cores that take tiles; 0: any number of tiles keeps the device full
-    tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
-    memory: float = 1.0  # share of the memory bandwidth
-    stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
-    attention: float = 1.0  # share of the peak that flash attention reaches forward, long rows and heads of 128
-    attention_backward: float = 0.0  # the same backward, of the FLOPs of its five products; 0: as forward
-    attention_half_head: float = 0.0  # head size that reaches half of what endless heads would; see `attention_share`
-    attention_half_keys: float = 0.0  # number of keys that reaches half of the share
-    codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
-    launch_s: float = 0.0  # what a kernel takes beyond its work
-    host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
-    optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
-    source: str = ""
-
-    def attention_share(self, head_dim: int, keys: float = math.inf, *, backward: bool = False) -> float:
-        """Share of the peak that flash attention reaches with heads of `head_dim`, over `keys` keys a row.
-
-        Kernels are tuned for heads of up to 128: longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
-        """
-        share = self.attention_backward if backward and self.attention_backward else self.attention
-        head = min(head_dim, _TUNED_HEAD)
-        share *= head / (head + self.attention_half_head) * (1 + self.attention_half_head / _TUNED_HEAD)
-        return share if math.isinf(keys) else share * keys / (keys + self.attention_half_keys)
 
 
 @hashed_once
@@ -67,7 +39,8 @@ class Device:
     """One accelerator (or one process on a CPU).
 
     `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
-    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset.
+    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset. `memory_bytes` is
+    what a process can get of the device, which is less than its chips hold.
     """
 
     name: str
@@ -75,14 +48,24 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
     backend: Literal["cuda", "cpu"] = "cuda"  # whose kernels run (ROCm's count as cuda): they decide what is kept
+    headroom: str = DEFAULT  # memory that plans leave free: a share or bytes (terrace.cluster.headroom)
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
+    power_watts: float = 0.0  # that it takes at most; 0: not known
     spread: float = 0.0  # standard deviation of the clocks of such devices, over their mean
-    kernels: Kernels = Kernels()
+    kernels: Kernels = IDEAL
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
     pace: float = field(
         default=1.0, init=False
     )  # clock of the slowest device of a cluster, over the mean; it sets this
+
+    @cached_property
+    def usable_bytes(self) -> float:
+        return self.memory_bytes - headroom_bytes(self.headroom, self.memory_bytes)
+
+    @property
+    def room_words(self) -> str:
+        return room_words(self.memory_bytes, self.headroom)
 
     @property
     def bf16_slowdown(self) -> float:
@@ -105,6 +88,12 @@ class Tier:
     shared: bool = False  # True: the ranks below share one link, and the figure is already a rank's share
     shared_by: str = ""  # tier inside this one whose devices share a link; "" where shared: all inside share one
     direct: bool = False  # True: members are wired in pairs without a switch, each pair with its part of the bandwidth
+    # (Device, device, number of links) of a group's devices that are wired by different numbers of links; the bandwidth
+    # is then that of one link (terrace.cluster.wiring).
+    links: tuple[tuple[int, int, int], ...] = ()
+    tree: Tree | None = None  # the algorithm for small messages among many members; None: rings alone
+    # (Members, share of the rate among so many), as a fabric carries many members at less than full rate.
+    contention: tuple[tuple[int, float], ...] = ()
     efficiency: float = 1.0  # share of the bandwidth that large messages reach
     half_bytes: float = 0.0  # size of a message that reaches half of that
     overlap_penalty: float | None = None  # how much compute slows while messages travel here; None: as the device says
@@ -113,6 +102,8 @@ class Tier:
     bus: Mapping[str, float] = field(default_factory=dict, hash=False)
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
+    # Of `links`, those over which each of 2, 3, ... members sends; the cluster finds them.
+    by_degree: tuple[int, ...] = field(default=(), metadata={"key": False})
 
 
 def expected_most(number: int) -> float:
@@ -149,11 +140,21 @@ class Cluster:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
             _check_bus(tier, names[:index])
             _check_shared_by(tier, names[:index])
+        object.__setattr__(self, "tiers", tuple(self._wired(index, tier) for index, tier in enumerate(self.tiers)))
         # Ranks wait for each other in every step, so the slowest device sets the pace of all.
         number = max(self.world_size, self.around)
         device = replace(self.device)
         object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
         object.__setattr__(self, "device", device)
+
+    def _wired(self, index: int, tier: Tier) -> Tier:
+        # Known already: this is a part of a cluster, on the links of the whole.
+        if not tier.links or tier.by_degree:
+            return tier
+        inner = self.ranks_within(index - 1)
+        if (wrong := wrong_links(tier.name, tier.links, inner * tier.size)) is not None:
+            raise ClusterError(wrong)
+        return replace(tier, by_degree=by_degree(tier.links, inner, tier.size))
 
     @property
     def is_measured(self) -> bool:
@@ -257,9 +258,16 @@ def _check_device(device: Device) -> None:
                 f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
                 f"give the vendor's figure in {_unit(name)}"
             )
+    if wrong := headroom_error(device.headroom, device.memory_bytes):
+        raise ClusterError(f"device.headroom = {device.headroom!r} {wrong}")
     for name in ("overlap_penalty", "spread"):
         if not 0 <= getattr(device, name) <= 1:
             raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")
+    if not 0 <= device.power_watts <= _MOST_WATTS:
+        raise ClusterError(
+            f"device.power_watts = {device.power_watts} must lie between 0 (not known) and {_MOST_WATTS:g}: give the "
+            "watts of one device"
+        )
     _check_kernels(device.kernels)
     known = {each.name for each in fields(Device) if each.init} | {f"kernels.{each.name}" for each in fields(Kernels)}
     known |= {f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s}
@@ -287,7 +295,7 @@ def _check_kernels(kernels: Kernels) -> None:
         value = getattr(kernels, name)
         if not 0 <= value <= _LONGEST_S:
             raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
-    for name in ("stream", "attention_backward"):
+    for name in ("stream", "attention_backward", "flash2", "flash2_backward"):
         value = getattr(kernels, name)
         if not 0 <= value <= 1:
             raise ClusterError(f"device.kernels.{name} = {value} must lie between 0 and 1: it is a share of a peak")
@@ -336,7 +344,11 @@ def _check_tier(tier: Tier) -> None:
         )
     if tier.overlap_penalty is not None and not 0 <= tier.overlap_penalty <= 1:
         raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
-    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})
+    if tier.links and tier.direct:
+        raise ClusterError(f"tiers.{tier.name}.direct has no effect beside links, which say how devices are wired")
+    if (wrong := wrong_width(tier.name, tier.tree, tier.contention, _LONGEST_S)) is not None:
+        raise ClusterError(wrong)
+    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)} - {"by_degree"})
 
 
 def _check_shared_by(tier: Tier, inside: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ With `piece(i)` the part of a flat buffer that a state placed on tier i keeps (t
                                                                           part of piece(tier-1)
 
 Pieces are contiguous and nested, so a gather is in place and every outer link carries each element
-once. Sums are made in the master dtype whatever the wire format, so a reduce-scatter of a narrower format
+once. Sums are made in `plan.sums` whatever the wire format, so a reduce-scatter of a narrower format
 is an all-to-all and a local sum. On gloo it always is: gloo's own sends as much as an all-reduce, twice
 the bytes.
 
@@ -78,7 +78,7 @@ class Collectives:
         self.plan = plan
         self._ledger = ledger
         self._pacer = pacer
-        self._master = DTYPES[plan.master]
+        self._sums = DTYPES[plan.sums]
         # A category of every report, as in the formula.
         meter.add("buffers", 0)
         self._arenas = {lane: Arena(device, meter) for lane in {INSIDE, *groups.lanes}}
@@ -118,7 +118,7 @@ class Collectives:
     def reduce(self, transfer: Transfer, source: Tensor, origin: Origin) -> Tensor:
         """This rank's piece of the sum of every rank's `source`, on the outermost tier of the reduction.
 
-        The result is in the master dtype and valid until the lane's next collective; without peers on any tier between,
+        The result is in `plan.sums` and valid until the lane's next collective; without peers on any tier between,
         it is `source` itself in its own dtype. Of a transfer of columns, `source` is (slices, columns), as they lie.
         """
         if transfer.reduction:
@@ -248,7 +248,7 @@ class Collectives:
 
     def _sum_messages(self, transfer: Transfer, run: list[Hop], source: Tensor, origin: Origin) -> Tensor:
         messages = self._gathered_codes(transfer, run, source, "whole", origin)
-        result = self._arenas[transfer.lane].take([run[0].numel], self._master).zero_()
+        result = self._arenas[transfer.lane].take([run[0].numel], self._sums).zero_()
         codecs.decode_add(messages, run[0].wire, result)
         return result
 
@@ -257,15 +257,15 @@ class Collectives:
         outgoing = source
         if source.dtype != dtype:
             outgoing = arena.take([source.numel()], dtype).copy_(source)
-        # Sums are made in the master dtype. Gloo's reduce-scatter also sends twice the bytes.
-        if self._groups.backend == "gloo" or dtype != self._master:
+        # Sums are made in `plan.sums`. Gloo's reduce-scatter also sends twice the bytes.
+        if self._groups.backend == "gloo" or dtype != self._sums:
             incoming = arena.take([source.numel()], dtype)
             with self._sending(transfer, group, outgoing.nbytes // group.size * (group.size - 1)):
                 dist.all_to_all_single(incoming, outgoing, group=group.handle)
-            result = arena.take([hop.numel], self._master)
+            result = arena.take([hop.numel], self._sums)
             _sum_rows(incoming.view(hop.degree, hop.numel), result)
         else:
-            result = arena.take([hop.numel], self._master)
+            result = arena.take([hop.numel], self._sums)
             with self._sending(transfer, group, outgoing.nbytes // group.size * (group.size - 1)):
                 _reduce_scatter(result, outgoing, group=group.handle)
         return result
@@ -284,7 +284,7 @@ class Collectives:
         with self._sending(transfer, group, outgoing.nbytes):
             dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
         # The own part is added exactly, then the others' in rank order.
-        result = arena.take([hop.numel], self._master).copy_(rows[own])
+        result = arena.take([hop.numel], self._sums).copy_(rows[own])
         codecs.decode_add(incoming, hop.wire, result)
         return result
 

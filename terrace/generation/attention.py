@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from terrace.generation.pages import PagePool, Span, places_of
-from terrace.model.attention import MaskPlan, additive_mask, attend, cut, document_begins, whole_mask
+from terrace.model.attention import MaskPlan, additive_mask, attend, document_begins
+from terrace.model.attention_kernel import AttentionKernel
+from terrace.model.attention_plans import make_plan
 
 # Elements of a text's keys in a layer, up to which it attends together with others. On one AVX-512 core a call for one
 # text takes some 20 us before it reads keys, in which as many elements are copied.
@@ -44,7 +46,10 @@ class _Together:
 
 
 class Passing:
-    """How the spans of a turn attend, the same in all layers; `key_size` is K D."""
+    """How the spans of a turn attend, the same in all layers.
+
+    `key_size` is K D; `kernel` serves the beginnings of texts.
+    """
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class Passing:
         window: int,
         page_tokens: int,
         key_size: int,
+        kernel: AttentionKernel,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -60,7 +66,7 @@ class Passing:
         num_fresh, num_read = kinds.count(0), kinds.count(1)
         assert kinds == sorted(kinds), "spans must stand as terrace.generation.attention.order says"
         self.num_fresh = sum(span.end for span in spans[:num_fresh])  # tokens
-        self.plan = _plan(spans[:num_fresh], window, device, dtype)
+        self.plan = _plan(spans[:num_fresh], kernel, window, device, dtype)
         begin = self.num_fresh
         self.parts: list[tuple[int, int, int, Tensor]] = []  # index of the span, first and last token + 1, mask
         for index in range(num_fresh, num_fresh + num_read):
@@ -131,14 +137,14 @@ def _length(span: Span) -> int:
     return span.end - span.begin
 
 
-def _plan(spans: Sequence[Span], window: int, device: torch.device, dtype: torch.dtype) -> MaskPlan:
+def _plan(
+    spans: Sequence[Span], kernel: AttentionKernel, window: int, device: torch.device, dtype: torch.dtype
+) -> MaskPlan:
     """The mask plan of beginnings of texts, end to end."""
     if not spans:
         return None
     positions = torch.cat([torch.arange(span.end) for span in spans])[None]
-    begins = document_begins(positions)
-    # Pieces are for a CPU: terrace.model.attention.
-    return cut(begins, window, dtype) if device.type == "cpu" else whole_mask(begins.to(device), window, dtype)
+    return make_plan(kernel, document_begins(positions), window, device, dtype)
 
 
 def _mask(span: Span, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:

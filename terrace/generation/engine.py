@@ -22,6 +22,7 @@ from terrace.generation.pages import BuildPool, GatheredPages, Span, page_bytes
 from terrace.generation.request import Completion, Request
 from terrace.generation.scheduler import Part, Scheduler, Turn
 from terrace.generation.text import Decode
+from terrace.model.attention_plans import plans_of
 from terrace.model.config import ModelConfig
 from terrace.model.experts.config import refuse_looking_ahead
 
@@ -72,6 +73,7 @@ class GenerationEngine:
             "window": config.sliding_window,
             "page_tokens": page_tokens,
             "key_size": config.num_kv_heads * config.head_dim,
+            "kernel": plans_of(config).kernel(weight.device, weight.dtype, config.head_dim, is_cut=True),
             "device": weight.device,
             "dtype": weight.dtype,
         }

@@ -1,4 +1,4 @@
-"""Attention within documents and sliding windows, on one device.
+"""Attention within documents and sliding windows, on one device: ranges, masks, pieces.
 
 A token sees itself and the tokens before it in its own document; with a sliding window of W, itself and the W - 1
 before (Mistral 7B, 2310.06825, section 2). So token q of a row sees the range first(q) ... q. `positions` mark
@@ -8,12 +8,15 @@ document.
 The ranges of a micro-batch are turned into a *mask plan* once, shared by all layers and every recomputation:
 
 - `None`: a row is one document and no window cuts it; a causal kernel;
-- on a CPU, pieces: runs of tokens with exactly the keys they need, so work and memory grow with the squares of
-  documents, not of rows. A document is a piece with a causal kernel. Neighbours with at most 64 tokens together share
-  a piece under a mask, because a kernel call costs as much as that many tokens. A document longer than a window is cut
-  into pieces of a window's length, each of which also sees the piece before, under a band;
-- on other devices one mask over whole rows: pieces would make the host wait for the device that holds the positions;
-- a `Declared` plan, installed from outside in place of `Attention.plans`, which attends by itself.
+- pieces: runs of tokens with exactly the keys they need, so work and memory grow with the squares of documents, not of
+  rows. A document is a piece with a causal kernel. Neighbours with at most 64 tokens together share a piece under a
+  mask, because a kernel call costs as much as that many tokens. A document longer than a window is cut into pieces of a
+  window's length, each of which also sees the piece before, under a band;
+- a mask over whole rows;
+- a `Declared` plan, which attends by itself: documents for torch's varlen kernel (terrace.model.documents), blocks for
+  FlexAttention (terrace.model.block_masks), or one installed from outside in place of `Attention.plans`.
+
+terrace.model.attention_plans chooses among them.
 
 Masks are additive and in the dtype of the query: torch converts a boolean mask to exactly that, once per layer, and
 keeps it.
@@ -21,8 +24,8 @@ keeps it.
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, W window, L queries of a piece.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -30,10 +33,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from terrace.base.errors import ModelError
 
 # On a CPU, bf16, forward and backward, 10 heads of 32 (torch 2.13, one AVX-512 core): the flash kernel takes 2.8
 # times as long as plain products at 64 positions, 2.3 times at 128, as long at 256, half as long at 512.
@@ -60,6 +60,22 @@ class PerMicroBatch:
         version = 0 if of.is_inference() else of._version
         made = self._made.setdefault(of, {})
         return _made(made, (version, key), make)
+
+
+_ON_HOST: Any = WeakTensorKeyDictionary()  # positions on a device -> the same on the host
+
+
+def moved_from(moved: Tensor, host: Tensor) -> None:
+    """Remember that `moved`, on a device, has the values of `host`: who asks for them need not wait for the device."""
+    _ON_HOST[moved] = host
+
+
+def on_host(positions: Tensor) -> Tensor:
+    """`positions` on the host; waits for the device only where `moved_from` was not told of them."""
+    if positions.device.type == "cpu":
+        return positions
+    found: Tensor | None = _ON_HOST.get(positions)
+    return positions.cpu() if found is None else found
 
 
 class PerLength(dict[object, Any]):
@@ -123,38 +139,6 @@ class Plans(Protocol):
         ...
 
 
-class AttentionPlans:
-    """The mask plans of a model, shared by its layers; a `window` of 0 means none."""
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self._packed = PerMicroBatch()
-        self._whole = PerLength()
-
-    def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        """The mask plan for query (B, N, S, D), with documents marked by `positions` (B, S) int64.
-
-        Raises `ModelError` for positions of another shape.
-        """
-        batch, sequence, device, dtype = query.shape[0], query.shape[2], query.device, query.dtype
-        if positions is not None:
-            if positions.shape != (batch, sequence):
-                raise ModelError(f"positions {tuple(positions.shape)} must be (batch, sequence) = {batch, sequence}")
-            return self._packed.get(positions, dtype, lambda: self._make(positions, dtype))
-        if not 0 < self.window < sequence:
-            return None
-        return self._whole.made(
-            (sequence, device, dtype), lambda: self._make(torch.arange(sequence, device=device)[None], dtype)
-        )
-
-    def _make(self, positions: Tensor, dtype: torch.dtype) -> MaskPlan:
-        begins = document_begins(positions)
-        # Cutting reads the positions on the host, which would wait for the device.
-        if positions.device.type != "cpu":
-            return whole_mask(begins, self.window, dtype)
-        return cut(begins, self.window, dtype)
-
-
 def document_begins(positions: Tensor) -> Tensor:
     """Whether a document begins at each token, bool (B, S), from positions (B, S)."""
     begins = torch.ones_like(positions, dtype=torch.bool)
@@ -165,9 +149,15 @@ def document_begins(positions: Tensor) -> Tensor:
 def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
     """The mask (B, 1, S, S) of rows in which documents begin where `begins` (B, S) is true."""
     places = torch.arange(begins.shape[1], device=begins.device)
+    return additive_mask(first_keys(begins, 0), places, places, window, dtype).unsqueeze(1)
+
+
+def first_keys(begins: Tensor, window: int) -> Tensor:
+    """The first key that each token sees, int64 (B, S): its document's, or that of its `window`."""
+    places = torch.arange(begins.shape[1], device=begins.device)
     # The newest document begin at or before each token.
-    first = torch.where(begins, places, 0).cummax(1).values  # (B, S)
-    return additive_mask(first, places, places, window, dtype).unsqueeze(1)
+    first = torch.where(begins, places, 0).cummax(1).values
+    return torch.maximum(first, places - (window - 1)) if window else first
 
 
 def cut(begins: Tensor, window: int, dtype: torch.dtype) -> MaskPieces | None:
@@ -263,15 +253,41 @@ def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: MaskPieces
 
 
 def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    if suits_plain_products(query):
+        return plain_products(query, key, value, mask)
     if mask is not None and mask.dim() == 2:
         mask = mask.expand(query.shape[0], 1, *mask.shape)
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1 and not _takes_groups_under_a_mask(query):
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    with sdpa_kernel(SDPBackend.MATH) if suits_plain_products(query) else nullcontext():
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
+    )
+
+
+def plain_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """As `attend`, by two products and a softmax, in fp32 (fp64 for fp64), under a `mask` or causal.
+
+    Query heads that share keys are rows of one product, so no keys are repeated, as torch's own form repeats them. In
+    bf16, forward and backward of 128 tokens, it takes 0.79 of that one's time with 8 heads on 2, 0.93 with 8 on 8.
+    """
+    batch, heads, length, size = query.shape
+    kv_heads, num_keys, groups = key.shape[1], key.shape[2], heads // key.shape[1]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if mask is None:
+        mask = torch.full((length, num_keys), -torch.inf, dtype=dtype).triu_(1)
+    if mask.dim() == 2:
+        masks = mask.to(dtype).repeat(groups, 1)  # (G L, M), with query heads that share keys one after the other
+    else:
+        masks = (
+            mask.to(dtype).unsqueeze(1).expand(batch, kv_heads, groups, length, num_keys).flatten(2, 3).flatten(0, 1)
         )
+    queries = query.to(dtype).reshape(batch * kv_heads, groups * length, size)
+    keys, values = (part.to(dtype).reshape(batch * kv_heads, num_keys, size) for part in (key, value))
+    # As a factor of the product the scale is no tensor that is kept.
+    weights = torch.baddbmm(masks, queries, keys.transpose(1, 2), alpha=1.0 / math.sqrt(size)).softmax(-1)
+    mixed = weights @ values
+    return mixed.view(batch, heads, length, size).to(query.dtype)
 
 
 def _takes_groups_under_a_mask(query: Tensor) -> bool:

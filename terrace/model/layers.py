@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import AttentionPlans, PerLength, PerMicroBatch, Plans, attend
+from terrace.model.attention import PerLength, PerMicroBatch, Plans, attend
+from terrace.model.attention_plans import plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.operation import Runs, keeping
@@ -90,7 +91,11 @@ class Rotary:
             tables = self.tables(x.shape[-2], x.device, x.dtype)
         else:
             tables = self._packed.get(positions, x.dtype, lambda: self._compute(positions, x.dtype))
-        cos, sin = (table.unsqueeze(-2) for table in tables)  # (S, 1, R/2) or (B, S, 1, R/2)
+        return self.turn(x, *tables)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn x (B, N, S, D) by tables (S, R/2) or (B, S, R/2); see the call."""
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (S, 1, R/2) or (B, S, 1, R/2)
         x = x.transpose(-3, -2)  # (B, S, N, D)
         half = self.dim // 2
         first, second, rest = x[..., :half], x[..., half : self.dim], x[..., self.dim :]
@@ -110,7 +115,7 @@ class Attention(nn.Module):
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
         self.rotary = rotary
-        self.plans: Plans = plans or AttentionPlans(config.sliding_window)
+        self.plans: Plans = plans or plans_of(config)
         self.query = nn.Linear(hidden, query_size, bias=bias, **where)
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)

@@ -54,14 +54,14 @@ def part_buffers(plan: Plan, layout: Layout, message: MessageClass, numel: int) 
     The columns of a part lie apart: they are packed before they are sent.
     """
     reduction, gathering = block_hops(layout, plan, message, numel)
-    route, master = ROUTES[message], FORMATS[plan.master].element_bytes
-    held = FORMATS[plan.compute].element_bytes if message is MessageClass.REDUCE else master
+    route, summed = ROUTES[message], FORMATS[plan.sums].element_bytes
+    held = FORMATS[plan.compute].element_bytes if message is MessageClass.REDUCE else summed
     reduced, gathered = list[int](), list[int]()
     if reduction and route.reduction is not None:
         packed = numel // layout.span(layout.tier_of(route.reduction[0])) * held
         reduced = [packed, *reduce_buffers(plan, message, reduction)]
     if gathering and route.gathering is not None:
-        packed = numel // layout.span(layout.tier_of(route.gathering[1])) * master
+        packed = numel // layout.span(layout.tier_of(route.gathering[1])) * summed
         gathered = [packed, *gather_buffers(plan, message, gathering)]
     return reduced, gathered
 

@@ -61,27 +61,26 @@ class Hop:
 def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
     """Bytes of memory that coding and decoding in block formats reads and writes for one message of a rank.
 
-    On every hop a reduction codes the parts it sends and adds the decoded parts to sums in the master dtype; a gather
+    On every hop a reduction codes the parts it sends and adds the decoded parts to sums (`Plan.sums`); a gather
     codes its own part once and decodes the whole; so does a sum of whole messages, but it adds them up. Error feedback
     reads and writes its residual too. 0 for dtypes.
     """
-    master, compute = FORMATS[plan.master].element_bytes, FORMATS[plan.compute].element_bytes
-    held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else master
+    summed, compute = FORMATS[plan.sums].element_bytes, FORMATS[plan.compute].element_bytes
+    held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else summed
     total = 0.0
     whole = [hop for hop in reduction if hop.is_whole]
     for hop in reduction[: len(reduction) - len(whole)]:
         if hop.wire.block:
             # A rank's own part is neither coded nor sent.
             coded, added = (hop.degree - 1) * hop.numel, (hop.degree - 1) * _num_decoded(hop)
-            total += coded * (held + _coding_bytes(hop)) + added * 2 * master + 2 * hop.sent_bytes
-        held = master
+            total += coded * (held + _coding_bytes(hop)) + added * 2 * summed + 2 * hop.sent_bytes
+        held = summed
     if whole:
         first, number = whole[0], whole[-1].degree * whole[-1].pieces
-        total += first.numel * (held + _coding_bytes(first) + master)  # the sum begins at zero
-        total += first.part_bytes * (1 + number) + number * _num_decoded(first) * 2 * master
-    # After the first hop the values are sums, kept in the master dtype.
-    # These gather sums in the master dtype, every other gather parameters or activations.
-    held = master if message in _OF_SUMS else compute
+        total += first.numel * (held + _coding_bytes(first) + summed)  # the sum begins at zero
+        total += first.part_bytes * (1 + number) + number * _num_decoded(first) * 2 * summed
+    # After the first hop the values are sums. These gather sums, every other gather parameters or activations.
+    held = summed if message in _OF_SUMS else compute
     # A run is coded once, on its first hop, and decoded once, after its last.
     for run in encodings(gathering):
         first, last = run[0], run[-1]
@@ -130,8 +129,8 @@ def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
     rank's own part is neither coded nor sent, but of whole messages.
     """
     sizes = []
-    # A fresh gradient or activation is in the compute dtype; sums are in the master dtype.
-    held = plan.compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else plan.master
+    # A fresh gradient or activation is in the compute dtype; sums are in `plan.sums`.
+    held = plan.compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else plan.sums
     for hop in hops:
         if hop.is_whole:
             # Later hops send what came in.
@@ -144,17 +143,17 @@ def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
             # A dtype travels as one contiguous tensor, own part included; conversion is needed only if dtypes differ.
             whole = hop.degree * hop.part_bytes
             sizes += [whole if hop.wire.codec != held else 0, whole]
-        sizes.append(hop.numel * FORMATS[plan.master].element_bytes)
-        held = plan.master
+        sizes.append(hop.numel * FORMATS[plan.sums].element_bytes)
+        held = plan.sums
     if hops and hops[-1].is_whole:
-        sizes.append(hops[-1].numel * FORMATS[plan.master].element_bytes)
+        sizes.append(hops[-1].numel * FORMATS[plan.sums].element_bytes)
     return sizes
 
 
 def gather_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> list[int]:
     """Bytes of each buffer that a gather takes, in order; none where parameters travel in place."""
     sizes = []
-    held = plan.master if message in _OF_SUMS else plan.compute
+    held = plan.sums if message in _OF_SUMS else plan.compute
     for hop in hops:
         # A forwarded hop (`pieces > 1`) sends the coded bytes it received and needs no outgoing buffer.
         if hop.wire.codec != held:

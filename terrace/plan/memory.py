@@ -1,15 +1,17 @@
 """Closed formulas for the model-state memory of one rank at its peak, in bytes by category.
 
-With P padded elements per block, c and m the bytes of the compute and of the master dtype:
+With P padded elements per block, c and m the bytes of the compute dtype and of that of sums (`Plan.sums`: fp32, or
+fp64 under master = "fp64"), and s(n) the bytes of a state of n elements (terrace.plan.state_formats: n m, n 2 in bf16,
+n + 4 (ceil(n / 256) + 1) in 8-bit blocks):
 
     params      P / span(params) * c                      always
     secondary   P / span(params_backward) * c             always
     gathered    P * c for every block resident at once    peak over the step; 0 where span(params_backward) is 1
     grads       P / span(grads) * m                       always (accumulated)
     grads_full  P * c for every gradient not yet reduced  peak over the step
-    optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion and SGD with momentum have
-                one moment, m in place of 2 m, and so have the matrices of layers under Muon: of the rank with the
-                fewest of them. SGD without momentum has none
+    optimizer   with n = P / span(optimizer): 2 s(n), and n elements of the master dtype more when the master copy is
+                apart. Lion and SGD with momentum have one moment, s(n), and so have the matrices of layers under Muon:
+                of the rank with the fewest of them. SGD without momentum has none
     outer       P / span(optimizer) * m                   always, of islands, for each of Outer.num_slices: what they
                 last agreed on, momentum, and two where an exchange takes steps
     feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels), and of
@@ -89,7 +91,7 @@ def model_state_bytes(
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
     total["buffers"] += _peak_directions(flats, stage.held) * compute
     tied = chain(*(flats[index] for index, _ in stage.ties))  # one flat buffer after the other
-    total["buffers"] += max((tie_bytes([flat], plan.master) for flat in tied), default=0)
+    total["buffers"] += max((tie_bytes([flat], plan.sums) for flat in tied), default=0)
     return {category: total[category] for category in CATEGORIES}
 
 

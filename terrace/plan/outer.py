@@ -63,7 +63,7 @@ class Outer:
 
     @property
     def num_slices(self) -> int:
-        """Slices in the master dtype that a rank keeps, each as large as its optimizer's.
+        """Slices in `plan.sums` that a rank keeps, each as large as its optimizer's.
 
         The anchor; momentum; where an exchange is under way over steps, the parameters at its start and its message.
         """

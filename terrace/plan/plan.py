@@ -15,6 +15,11 @@ CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
 
 
+def sums_of(master: Literal["bf16", "fp32", "fp64"]) -> Literal["fp32", "fp64"]:
+    """Dtype of sums beside parameters in a dtype: in bf16 each addition would round."""
+    return "fp32" if master == "bf16" else master
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Placements by tier name, the mapping table, wire formats, precision and schedule numbers.
@@ -44,7 +49,9 @@ class Plan:
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
-    master: Literal["fp32", "fp64"] = "fp32"  # dtype of optimizer state and of accumulated gradients
+    # Dtype of the parameters that the optimizer updates; bf16 is rounded stochastically (terrace.runtime.noise)
+    master: Literal["bf16", "fp32", "fp64"] = "fp32"
+    optimizer_states: Literal["bf16", "int8"] | None = None  # how moments are stored; None: as `sums`
     micro_batch: int = 1  # sequences per rank and micro-batch
     # Blocks, or operations of them, that a backward computes again: "layers.*", "layers.* every 2: attention"
     # (terrace.plan.recompute)
@@ -64,6 +71,11 @@ class Plan:
         """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""
         default = self.messages if self.messages is not None and message in OF_STATES else self.compute
         return parse_format(self.wire.get(message.value, {}).get(tier, default))
+
+    @property
+    def sums(self) -> Literal["fp32", "fp64"]:
+        """Dtype of accumulated gradients and of sums over ranks."""
+        return sums_of(self.master)
 
     @property
     def num_chunks(self) -> tuple[int, int]:

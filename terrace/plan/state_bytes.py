@@ -4,7 +4,7 @@ Formulas are in terrace.plan.memory, which adds the buffers that come and go.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from terrace.base.alike import once_each
@@ -13,6 +13,7 @@ from terrace.plan.hops import RESIDUAL_BYTES, RESIDUAL_COPIES
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import residual_numels
+from terrace.plan.state_formats import state_bytes
 from terrace.plan.update import Update
 from terrace.plan.wire import FORMATS, MessageClass
 
@@ -51,43 +52,52 @@ def blocks_bytes(plan: Plan, flats: Sequence[Sequence[FlatParamSpec]]) -> list[d
 
 
 def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
-    compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    compute, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
     found = {"params": padded // layout.span(layout.params) * FORMATS[flat.dtype(plan)].element_bytes}
     if layout.has_secondary:
         found["secondary"] = padded // layout.span(layout.params_backward) * compute
     if flat.trainable:
-        # Accumulated in the master dtype, since many micro-batches are summed.
-        found["grads"] = padded // layout.span(layout.grads) * master
+        # Not in the compute dtype, since many micro-batches are summed.
+        found["grads"] = padded // layout.span(layout.grads) * summed
         owned = padded // layout.span(layout.optimizer)
         # The master copy where it is apart, and moments.
         kept = owned if keeps_master(plan, layout) else 0
-        found["optimizer"] = (kept + num_moments(plan.update, owned, padded - whole)) * master
-        found["outer"] = owned * master * plan.outer.num_slices if plan.outer is not None else 0
+        found["optimizer"] = kept * FORMATS[plan.master].element_bytes
+        found["optimizer"] += moment_bytes(plan, moments(plan.update, owned, padded - whole))
+        found["outer"] = owned * summed * plan.outer.num_slices if plan.outer is not None else 0
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES * RESIDUAL_COPIES
     return found
 
 
-def num_moments(update: Update, owned: int, num_elementwise: int) -> int:
-    """The most elements of optimizer state that a rank keeps of the `owned` elements of a flat buffer.
+def moments(update: Update, owned: int, num_elementwise: int) -> tuple[int, ...]:
+    """Elements of each tensor of optimizer state on the rank that keeps most of the `owned` elements of a flat buffer.
 
     `num_elementwise` at the end of the buffer, padding included, are not parts of matrices that Muon updates.
     """
     match update:
         case "sgd":
-            return 0
+            return ()
         case "lion" | "sgd+momentum":
-            return owned
-        case "adamw" | "muon":  # a second moment of all that is updated by itself
-            return owned + min(owned, num_elementwise)
+            return (owned,)
+        case "adamw":
+            return owned, owned
+        case "muon":  # a second moment of all that is updated by itself
+            alone = min(owned, num_elementwise)
+            return owned - alone, alone, alone
+
+
+def moment_bytes(plan: Plan, numels: Iterable[int]) -> int:
+    """Bytes of tensors of optimizer state."""
+    return sum(state_bytes(plan.optimizer_states or plan.sums, numel) for numel in numels)
 
 
 def _crossed(layout: Layout) -> list[int]:
     return [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
 
 
-def tie_bytes(flats: Sequence[FlatParamSpec], master: str) -> int:
+def tie_bytes(flats: Sequence[FlatParamSpec], summed: str) -> int:
     """Bytes a rank sends to sum up the gradient of a block that two stages hold."""
     # Gradients are exchanged after their reduction, so each rank sends only its shard.
     shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
-    return sum(shards) * FORMATS[master].element_bytes
+    return sum(shards) * FORMATS[summed].element_bytes

@@ -100,7 +100,7 @@ def step_bytes(
             total[between, layout.tiers[tier]] += num_micros * num_bytes
         for index, peer in stage.ties:
             tier = mesh.edge_tier(stage.index, peer)
-            total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.master)
+            total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.sums)
         # Receivers complete each activation within their row of tensor ranks.
         if edge.gathers is not None:
             for tier, num_bytes in tensor.sends(edge.gathers):

@@ -15,6 +15,7 @@ from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
 from terrace.plan.recompute_rules import check_recompute
+from terrace.plan.state_bytes import moments
 from terrace.plan.wire import (
     FORMATS,
     GRADIENTS,
@@ -288,7 +289,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     if plan.unit < 1:
         raise PlanError(f"unit = {plan.unit}: at least 1 micro-batch passes a block at a time")
     # Gradients within a unit are summed in the compute dtype; units are summed in the master dtype.
-    if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.master:
+    if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.sums:
         raise PlanError(
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
             f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}"
@@ -318,5 +319,10 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"
+        )
+    if plan.optimizer_states is not None and not moments(plan.update, 1, 1):
+        raise PlanError(
+            f"optimizer_states = {plan.optimizer_states!r} has no effect: optimizer {plan.update!r} keeps no state "
+            "besides the parameters; leave it out"
         )
     check_recompute(Mesh.of(cluster, plan), plan, blocks)

@@ -47,7 +47,7 @@ def check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> Non
         wire = parse_format(name)
     except PlanError as error:
         raise PlanError(f"wire.{message.value}.{tier}: {error}") from error
-    widest = plan.master if message in CHANGES else plan.compute
+    widest = plan.sums if message in CHANGES else plan.compute
     if wire.mantissa_bits > FORMATS[widest].mantissa_bits:
         raise PlanError(
             f"wire.{message.value}.{tier} = {name!r} is wider than the {widest} values it would carry: "

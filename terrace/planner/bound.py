@@ -92,7 +92,7 @@ class Bounds:
 
     def bounded(self, outline: PartialCandidate) -> PartialCandidate:
         """The root of an outline."""
-        shape, micro_batch, recompute, _, _, micros, heavy, _, _, least_held, sizes, _, _ = outline
+        shape, micro_batch, recompute, _, _, micros, heavy, _, _, least_held, sizes, _, _, _ = outline
         works, stages = self.works.of(shape, micro_batch, recompute, micros > 1), sizes.num_stages
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
         mean_s, span_s = self.spans_of.least_s(works, edge_s, stages, micros)
@@ -106,7 +106,7 @@ class Bounds:
     def spanning(self, root: PartialCandidate, span: Span) -> PartialCandidate:
         """The core of a root with a schedule."""
         schedule, chunks, span_s, _, heavy = span
-        shape, micro_batch, recompute, _, _, micros, _, mean_s, _, least_held, sizes, _, _ = root
+        shape, micro_batch, recompute, _, _, micros, _, mean_s, _, least_held, sizes, _, _, _ = root
         played = schedule == SERIAL
         return PartialCandidate(
             shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, least_held, sizes, played
@@ -139,6 +139,14 @@ class Bounds:
         if exact and self.split.alike is not None and not shape.divides:
             dearest = self.split.logits_in_layers(self.works.most(shape, *numbers, halves=halves))
         return self.works.of(shape, *numbers), dearest
+
+    def partly(self, core: PartialCandidate, first: int) -> PartialCandidate:
+        """A core without a pipeline, that recomputes something in its first layers alone, with their number."""
+        numbers = core.micro_batch, core.recompute, core.num_micros > 1
+        least, most = self.works.of(core.shape, *numbers).each, self.works.most(core.shape, *numbers)
+        kinds = [self.split.order[index] for index in self.task.inner[:first]]
+        more_s = core.num_micros * sum(most[kind][1] - least[kind][1] for kind in kinds)
+        return core._replace(first=first, span_s=core.span_s + more_s)
 
     def tightened(self, core: PartialCandidate) -> PartialCandidate:
         """The core with its `exact` span, along a critical path of its orders; raises `PlanError` as the schedule does.

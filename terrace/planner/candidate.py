@@ -50,6 +50,7 @@ class PartialCandidate(NamedTuple):
     sizes: Sizes
     played: bool = False
     unit: int = 0  # if the schedule passes chunks in units: its order depends on it, and `stages` count it
+    first: int = 0  # layers that `recompute` names, where that is known and not all
 
     @property
     def bound_s(self) -> float:
@@ -72,4 +73,5 @@ class PartialCandidate(NamedTuple):
     def candidate(self, placement: Placement, unit: int) -> Candidate:
         """The whole candidate; a root stands for its simplest schedule."""
         schedule = self.schedule or (SIMPLEST if self.shape.mesh.total("pipeline") > 1 else SERIAL)
-        return Candidate(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh)
+        chosen = self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh
+        return Candidate(*chosen, self.first)

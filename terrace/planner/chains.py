@@ -40,7 +40,7 @@ class _Offers(NamedTuple):
 
     ends: list[_Ends]
     prices: list[LanePrices]
-    delays: dict[tuple[bool, bool, int, int], list[Delay]]
+    delays: dict[tuple[bool, bool, int, bool], list[Delay]]
 
 
 class _Terms(NamedTuple):
@@ -155,7 +155,7 @@ class Chains:
 
     def _least_delays(self, shape: OpenMesh, recompute: int, span: Span, offers: "_Offers") -> list[Delay]:
         mesh, schedule, chunks = shape.mesh, span.schedule, span.chunks
-        key = traits()[schedule].split, traits()[schedule].folded, chunks, recompute
+        key = traits()[schedule].split, traits()[schedule].folded, chunks, recompute > 0
         found = offers.delays.get(key)
         if found is None:
             at_least = self.delays.at_least
@@ -255,6 +255,8 @@ class Chains:
         works = self.works.of(shape, core.micro_batch, core.recompute, core.num_micros > 1).each
         num_stages = shape.mesh.total("pipeline")
         counts = self.split.counts(works, num_stages * chunks)
+        if not min(counts):  # a chunk of look-ups or logits alone
+            return 0.0
         # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
         least = min(counts) * estimator.numels.own(shape.mesh)[alike]
         messages = self.message_prices.messages(shape.mesh.state, (least,), placement)

@@ -18,13 +18,14 @@ from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.recompute import WHOLE, operations_in
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
+from terrace.plan.state_formats import element_bytes
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
 from terrace.planner.numels import Numels
-from terrace.planner.operations import operations_s
-from terrace.planner.parts import Part, Split, kinds_of
+from terrace.planner.parts import Needs, Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
@@ -47,7 +48,7 @@ from terrace.simulate.work import Work
 class Seconds(NamedTuple):
     """Seconds of one block on one micro-batch, messages of its tensor and context ranks included.
 
-    `backward_s` excludes recomputation, which takes `again_s`; `weight_s` is the part that can be delayed.
+    `weight_s` is the part of `backward_s` that can be delayed. Recomputing the whole block takes `again_s` more.
     """
 
     forward_s: float
@@ -84,6 +85,7 @@ class Estimator:
         found = self._works.get(key)
         if found is None:
             tensor, columns, ulysses, ring = mesh.inside_degrees
+            parts = self.task.recomputations.values[recompute].parts if recompute else ()
             found = self._works[key] = Work(
                 model=self.task.model,
                 sequence=self.task.sequence,
@@ -92,8 +94,8 @@ class Estimator:
                 columns=columns,
                 ulysses=ulysses,
                 ring=ring,
-                recompute="full" if recompute and not self.task.operations else "none",
-                operations=self.task.operations if recompute else (),
+                recompute="full" if parts == WHOLE else "none",
+                operations=operations_in(parts),
                 flash=self._flash,
                 compute=self.task.compute,
                 expert=mesh.expert_degrees[0],
@@ -179,7 +181,7 @@ class Estimator:
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
             own.weight_s + put_off_s,
-            own.forward_s + again_s if not self.task.operations else operations_s(self.task, self.specs[kind], work),
+            own.forward_s + again_s,
         )
 
     def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
@@ -267,7 +269,7 @@ class Estimator:
         numel = self.numels.all(mesh)[self.task.kinds.order[lender]]
         # The gradient is already reduced, so each rank sends its own shard.
         held = numel / math.prod(mesh.state[: candidate.placement.grads + 1])
-        return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.master].element_bytes)
+        return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.sums].element_bytes)
 
     def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
         work = self.work(mesh, micro_batch)
@@ -276,7 +278,8 @@ class Estimator:
 
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
         """Seconds of the optimizer on a rank's shard of `numel` parameters."""
-        return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))
+        owned = numel / math.prod(degrees[: placement.optimizer + 1])
+        return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes)
 
     def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
         """State layout over `degrees` data ranks, and a plan with this placement."""
@@ -296,13 +299,14 @@ class Estimator:
 
     def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
         layout, plan = self.layout(degrees, placement)
-        master = FORMATS[self.task.master].element_bytes
+        summed = FORMATS[self.task.sums].element_bytes
         copies = self.item / layout.span(layout.params)
         # The secondary copy is sharded over fewer ranks than the parameters, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
-        # Two moments of AdamW, and the master weights if they are kept apart from the parameters.
-        moments = master * (3 if keeps_master(plan, layout) else 2)
-        return copies + master / layout.span(layout.grads) + moments / layout.span(layout.optimizer)
+        # Two moments of AdamW, and the master weights if apart.
+        owned = 2 * element_bytes(self.task.optimizer_states or self.task.sums)
+        owned += FORMATS[self.task.master].element_bytes if keeps_master(plan, layout) else 0
+        return copies + summed / layout.span(layout.grads) + owned / layout.span(layout.optimizer)
 
     def whole_bytes(self, tensors_bytes: float) -> float:
         """Memory of a process with `tensors_bytes` of tensors, allocator and context included."""
@@ -372,22 +376,16 @@ class Estimator:
         in_place = accumulates_in_place(plan, layout)
         return num_bytes if layout.frees else 0, 0 if in_place else num_bytes
 
-    def memory_bytes(self, candidate: Candidate, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
-        """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""
+    def memory_bytes(self, candidate: Candidate, needs: Needs, num_micros: int) -> dict[str, int]:
+        """Bytes by category on a rank of a stage."""
         task = self.task
         cluster, plan = task.whole(self._plan(candidate))
-        chunks = [self._blocks_of(kinds_of(runs)) for runs in part.chunks]
-        found = stage_footprint(
-            cluster,
-            plan,
-            task.kinds,
-            task.sequence,
-            num_micros,
-            chunks,
-            waiting,
-            model=task.model,
-            whole=self._whole_chunks(candidate, part),
-        )
+        chunks = [self._blocks_of(kinds_of(runs)) for runs in needs.part.chunks]
+        if candidate.first:  # then blocks of a kind differ
+            chunks = [tuple(range(len(task.blocks)))]
+        rank = cluster, plan, task.kinds, task.sequence, num_micros, chunks, needs.waiting
+        whole = self._whole_chunks(candidate, needs.part)
+        found = stage_footprint(*rank, due=needs.due, model=task.model, whole=whole)
         return {name: size for name, size in found.items() if size}
 
     def _plan(self, candidate: Candidate) -> Plan:

@@ -27,13 +27,14 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
+from terrace.plan.recompute import operations_in
 from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import ROUTES, MessageClass
 from terrace.plan.wire_rules import crossing
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK
 from terrace.planner.operations import operations_s
-from terrace.planner.parts import Part, kinds_of, parts_of
+from terrace.planner.parts import Needs, Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stage_specs import data_cluster, whole_blocks
@@ -41,6 +42,7 @@ from terrace.planner.stages import SERIAL, has_halves, pipeline
 from terrace.planner.task import Candidate, Task, Wire, num_micros
 from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
+from terrace.program.schedules.counts import most_due
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
@@ -110,10 +112,10 @@ class Evaluator:
     def _evaluated_memory(self, candidate: Candidate) -> Mapping[str, int]:
         micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
+            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
         # Of like stages only the fullest is priced: the others cannot need more.
         neediest = self._pipeline(candidate).neediest
-        memories = (self.estimator.memory_bytes(candidate, part, waiting, micros) for part, waiting in neediest)
+        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in neediest)
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def played(self, candidate: Candidate) -> Estimate:
@@ -135,7 +137,7 @@ class Evaluator:
     def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
         micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
+            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
         orders, waiting = pipeline(
             candidate.schedule,
             candidate.mesh.total("pipeline"),
@@ -144,7 +146,8 @@ class Evaluator:
             candidate.unit if takes_unit(candidate.schedule) else 1,
         )
         parts = parts_of(self.estimator.split.cut(predicted.step.plan.stages), orders.placement)
-        memories = (self.estimator.memory_bytes(candidate, *each, micros) for each in neediest(parts, waiting))
+        needed = neediest(parts, waiting, most_due(orders))
+        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in needed)
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:
@@ -156,7 +159,7 @@ class Evaluator:
         return pipeline, [self._stage(part, candidate, num_micros(self.task, candidate)) for part in pipeline.parts]
 
     def _pipeline(self, candidate: Candidate) -> Pipeline:
-        recompute, unit, schedule, chunks, micro_batch, _, mesh = candidate
+        recompute, unit, schedule, chunks, micro_batch, _, mesh, _ = candidate
         return self.bounds.pipeline(mesh, micro_batch, recompute, schedule, chunks, unit)
 
     def is_slower(self, candidate: Candidate, than_s: float) -> bool:
@@ -266,17 +269,15 @@ class Evaluator:
         if takes_unit(candidate.schedule):
             return self._chunks_program(part, candidate, replace(plan, recompute=()), micros)
         blocks = estimator.stage_blocks(part.kinds, mesh)
-        again = [task.operations and candidate.recompute and not estimator.specs[kind].at_an_end for kind in part.kinds]
         # Operations are counted in the seconds of the backwards.
-        plan = replace(plan, recompute=()) if task.operations else plan
+        again_s = self._operations_s(part, candidate)
+        plan = replace(plan, recompute=tuple(entry for entry in plan.recompute if ":" not in entry))
         program = build(data_cluster(task.cluster, mesh.state), plan, blocks, micros)
         numbers, halves = (candidate.mesh, candidate.micro_batch), has_halves(candidate.schedule, candidate.mesh)
         seconds = [estimator.block(kind, *numbers, halves=halves) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
-            backward_s=tuple(
-                block.backward_s + (block.again_s if runs else 0.0) for block, runs in zip(seconds, again, strict=True)
-            ),
+            backward_s=tuple(block.backward_s + own_s for block, own_s in zip(seconds, again_s, strict=True)),
             update_s=update_seconds(program),
             program=program,
         )
@@ -312,7 +313,7 @@ class Evaluator:
             self.plan(candidate),
             mapping={tier: row for tier, row in rows.items() if row.keys() - {"data"}},
             schedule=None,
-            recompute=task.recomputed(block.name for block in blocks if candidate.recompute and not block.at_an_end),
+            recompute=task.recomputed(candidate.recompute, 0, [each.name for each in blocks if not each.at_an_end]),
         )
         # Between stages nothing is sent by a program of one.
         program = build(cluster, crossing(cluster, plan), blocks, micros, task.sequence)
@@ -334,11 +335,23 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             rounds=tuple(rounds[kind] for kind in part.kinds),
-            operations_s=tuple(
-                operations_s(task, self.estimator.specs[kind], work) * candidate.recompute for kind in part.kinds
-            ),
+            operations_s=self._operations_s(part, candidate),
         )
         return program, costs
+
+    def _operations_s(self, part: Part, candidate: Candidate) -> tuple[float, ...]:
+        """Seconds of the operations that each block of a stage computes again, where that is not the whole block."""
+        estimator, device = self.estimator, self.task.cluster.device
+        work = estimator.work(candidate.mesh, candidate.micro_batch)
+        again = self.task.recomputations.values[candidate.recompute]
+        layers, found = 0, list[float]()
+        for kind in part.kinds:
+            is_layer = not estimator.specs[kind].at_an_end
+            parts = again.parts if not candidate.first or layers < candidate.first else again.least
+            layers += is_layer
+            parts = operations_in(parts) if is_layer else ()
+            found.append(operations_s(device, estimator.specs[kind], work, parts))
+        return tuple(found)
 
 
 def _ties(task: Task, pipeline: Pipeline) -> list[tuple[int, tuple[int, int]]]:

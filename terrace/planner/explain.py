@@ -17,7 +17,7 @@ from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, expert_forms, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Candidate, Placement, Task, expert_words, num_micros, plan_of
+from terrace.planner.task import Candidate, Placement, Task, expert_words, num_micros, plan_of, with_dtypes
 from terrace.planner.verdicts import Verdict, lack
 from terrace.program.schedules.registry import takes_unit
 
@@ -42,7 +42,7 @@ def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
 
 
 def _preset_verdict(name: str, task: Task, pins: Pins) -> Verdict:
-    plan = replace(preset(name, task.cluster), compute=task.compute, messages=task.messages, master=task.master)
+    plan = with_dtypes(task, preset(name, task.cluster))
     try:
         layout = validate(task.cluster, plan, task.blocks)
         num_micro_batches(plan, layout, task.batch)
@@ -72,7 +72,7 @@ def reasons(space: Space, evaluator: Evaluator, candidate: Candidate) -> list[Ve
         except PlanError as error:
             found.append(Verdict(what=what, reason=str(error)))
             continue
-        fits = estimate.needed_bytes <= space.task.cluster.device.memory_bytes
+        fits = estimate.needed_bytes <= space.task.cluster.device.usable_bytes
         found.append(Verdict(what=what, estimate=estimate, reason="" if fits else lack(space.task, estimate)))
     return found
 
@@ -99,8 +99,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
         unit = max(unit for unit in divisors(micros) if unit <= candidate.unit)
         found.append((f"micro_batch = {size}", candidate._replace(micro_batch=size, unit=unit)))
     found += [(f"experts = {words}", candidate._replace(mesh=other)) for words, other in _expert_neighbours(free, mesh)]
-    word = "none" if candidate.recompute else ", ".join(task.recompute)
-    found.append((f"recompute = {word}", candidate._replace(recompute=1 - candidate.recompute)))
+    found += _recompute_neighbours(task, candidate)
     micros = num_micros(task, candidate)
     if takes_unit(candidate.schedule):
         options = passing_units(free, micros)
@@ -110,6 +109,18 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
     for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
         found.append((f"unit = {unit}", candidate._replace(unit=unit)))
     return found
+
+
+def _recompute_neighbours(task: Task, candidate: Candidate) -> list[tuple[str, Candidate]]:
+    """Nothing, and the first that all layers recompute, and whole layers, less what the candidate does."""
+    axes = {axis: candidate.mesh.total(axis) > 1 for axis in ("tensor", "context")}
+    chain = task.recomputations.chain(**axes, partly=False)
+    # The candidate may have a value of its own, with the first layers apart.
+    others = dict.fromkeys(
+        value for value in (*chain[:2], chain[-1]) if (value, 0) != (candidate.recompute, candidate.first)
+    )
+    words = {value: "; ".join(task.recomputed(value)) or "none" for value in others}
+    return [(f"recompute = {words[value]}", candidate._replace(recompute=value, first=0)) for value in others]
 
 
 def _expert_neighbours(space: Space, mesh: Mesh) -> list[tuple[str, Mesh]]:

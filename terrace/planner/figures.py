@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
+from terrace.plan.recompute import WHOLE, recomputed_parts
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.task import Task
 from terrace.simulate.masks import causal_pairs
@@ -24,12 +25,12 @@ def hfu(task: Task, estimate: Estimate) -> float:
     forwards, or their attention where that alone is.
     """
     # Hardware FLOPs count the recomputed forward; `mfu` does not, so recomputation lowers it.
-    again = [block for block in task.blocks if estimate.candidate.recompute and not block.at_an_end]
-    if task.operations:
-        width = task.model.num_heads * task.model.head_dim
-        rerun = 4 * task.batch * task.sequence**2 * width * len(again) * ("attention" in task.operations)
-    else:
-        rerun = _forward_flops(task, again)
+    entries = task.recomputed(estimate.candidate.recompute, estimate.candidate.first)
+    parts = recomputed_parts(entries, task.blocks)
+    width = task.model.num_heads * task.model.head_dim
+    num_cores = sum("attention" in each for each in parts)
+    rerun = 4 * task.batch * task.sequence**2 * width * num_cores
+    rerun += _forward_flops(task, [block for block, each in zip(task.blocks, parts, strict=True) if each == WHOLE])
     return (3 * _forward_flops(task, task.blocks) + rerun) / _possible_flops(task, estimate)
 
 

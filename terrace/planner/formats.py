@@ -75,7 +75,7 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
             asked.setdefault((message.value, tier), []).append(parse_format(name))
         if name == default.name:
             raise PlanError(f"--allow {text} has no effect: {message.value} travels in {default.name} anyway")
-        # The change of an island is kept in the master dtype, and may travel so.
+        # The change of an island is kept in the dtype of sums, and may travel so.
         if message is not MessageClass.OUTER and _width(parse_format(name)) < _width(default):
             raise PlanError(
                 f"--allow {text}: {message.value} travels in {default.name}, which is narrower: allow a format that "
@@ -86,7 +86,7 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
 
 def _choice(task: Task, plan: Plan, message: MessageClass, tier: str, asked: Sequence[WireFormat]) -> Choice:
     default = plan.wire_format(message, tier)
-    held = task.master if message in CHANGES else task.compute
+    held = task.sums if message in CHANGES else task.compute
     taken, useless = [default], list[str]()
     for wire in dict.fromkeys(asked):
         if _width(wire) < _width(default) or shortens(task.cluster, tier, default, wire, held):
@@ -223,4 +223,4 @@ def _priced(evaluator: Evaluator, candidate: Candidate) -> Estimate | None:
         found = evaluator.played(candidate)
     except PlanError:
         return None
-    return found if found.needed_bytes <= evaluator.task.cluster.device.memory_bytes else None
+    return found if found.needed_bytes <= evaluator.task.cluster.device.usable_bytes else None

@@ -114,8 +114,10 @@ class Inner:
     def _interpolated(self, kind: int, group: Mesh, num_tokens: int) -> Passes:
         num_ranks = group.total("tensor")
         # Seconds are latency plus bytes over a rate, and bytes are linear in the tokens, so two sizes determine all
-        # others. Padding of tokens or of encoded messages breaks the line; such sizes are priced one by one.
-        if num_tokens % num_ranks or MessageClass.TENSOR.value in self.task.wire:
+        # others. Padding of tokens or of encoded messages breaks the line, and so does another algorithm for small
+        # messages; such sizes are priced one by one.
+        trees = any(self.task.cluster.tiers[tier].tree is not None for tier in group.tiers("tensor"))
+        if num_tokens % num_ranks or trees or MessageClass.TENSOR.value in self.task.wire:
             return self._passes_of(kind, group, num_tokens)
         size = num_ranks * self.task.sequence
         key = (kind, group)

@@ -15,8 +15,10 @@ from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
+from terrace.planner.needs import recomputations
 from terrace.planner.ranking import Estimate
-from terrace.planner.search import Search, in_units, recomputations, schedules, units_of
+from terrace.planner.schedule_pins import schedules
+from terrace.planner.search import Search, in_units, units_of
 from terrace.planner.space import OpenMesh, Space, closed, micro_batches, open_meshes, placements
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Placement, Task
@@ -70,11 +72,11 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
     degrees, everywhere = (*(1,) * outermost, ranks), Placement(outermost, outermost, outermost)
     numel = sum(block.num_trainable for block in task.blocks)
     least = estimator.whole_bytes(numel * estimator.state_bytes(degrees, everywhere)) * SLACK
-    return least <= task.cluster.device.memory_bytes
+    return least <= task.cluster.device.usable_bytes
 
 
 def _fitting(space: Space, limit: int) -> Estimate | None:
-    evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.memory_bytes
+    evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.usable_bytes
     if not fits_somewhere(space, evaluator, capacity, limit):
         return None
     # The advice must be what a search with this many members finds.
@@ -96,7 +98,7 @@ def fits_somewhere(space: Space, evaluator: Evaluator, capacity_bytes: float, li
 
     for shape in open_meshes(space):
         for micro_batch in micro_batches(space, shape.mesh.total("data")):
-            for again in recomputations(space):
+            for again in recomputations(space, shape.mesh):
                 outline = bounds.outline(shape, micro_batch, again)
                 push(outline, ((place, 1) for place in placements(space, shape.mesh)), whole=False)
     tried = 0

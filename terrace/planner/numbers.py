@@ -58,7 +58,7 @@ def _of_unit(step: Step) -> tuple[float, Step] | None:
     known = resolved(step)
     job = Job(cluster=known.cluster, plan=known.plan, num_micros=known.num_micros)
     _, memory = fullest_stage(job, step.blocks, step.sequence)
-    if sum(memory.values()) > step.cluster.device.memory_bytes:
+    if sum(memory.values()) > step.cluster.device.usable_bytes:
         return None
     return predict_step(known).step_s, step
 
@@ -71,7 +71,7 @@ def _units(step: Step) -> Sequence[int]:
         is_free = takes_unit(plan_schedule(plan)[0])
     else:
         is_free = max(layout.span(layout.params), layout.span(layout.grads)) > 1
-    longest = _MOST if plan.compute == plan.master else LONGEST_ROUNDED_UNIT
+    longest = _MOST if plan.compute == plan.sums else LONGEST_ROUNDED_UNIT
     return _divisors(step.num_micros, longest) if is_free else (1,)
 
 

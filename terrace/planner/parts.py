@@ -46,6 +46,14 @@ class Part:
         return kinds_of(self.runs)
 
 
+class Needs(NamedTuple):
+    """A stage, and by chunk its micro-batches in flight and those between the halves of their backward."""
+
+    part: Part
+    waiting: tuple[int, ...]
+    due: tuple[int, ...] = ()
+
+
 class Split:
     """How the blocks of a task's model are shared among virtual stages.
 
@@ -59,6 +67,7 @@ class Split:
         between = set(order[inner.start : inner.stop])
         # The kind of all blocks between, if they are equal.
         self.alike = next(iter(between)) if len(between) == 1 else None
+        self.ends = task.ends  # virtual stages that may have look-ups or logits alone
         self.at_end = tuple(spec.at_an_end for spec in task.kinds.specs)
         computes = [spec.computes for spec in task.kinds.specs]
         self._looks_up = [each is Computes.LOOK_UP for each in computes]
@@ -74,7 +83,7 @@ class Split:
         Raises `PlanError` if there are too few blocks.
         """
         if self.alike is not None:
-            return share_layers(len(self.inner), num_virtual, self.logits_in_layers(works))
+            return share_layers(len(self.inner), num_virtual, self.logits_in_layers(works), self.ends)
         seconds = [work[0] + work[1] for work in works]
         costs = [seconds[self.order[index]] for index in self.inner]
         costs[0] += sum(count * seconds[kind] for kind, count in self.before)

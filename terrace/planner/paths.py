@@ -64,9 +64,10 @@ class Paths:
                 return Path(0.0, 0.0)
             contents = self.split.contents(self.split.counts(works.each, num_virtual))
             return Path(self._along_s(key, [work_of_runs(works.each, runs) for runs in contents], edge_s, send_s), 0.0)
-        first = last = last_layers(self.num_layers, num_virtual, works.logits_layers)
+        sizes, ends = (self.num_layers, num_virtual), self.split.ends
+        first = last = last_layers(*sizes, works.logits_layers, ends)
         if dearest_layers is not None:
-            last = last_layers(self.num_layers, num_virtual, dearest_layers)
+            last = last_layers(*sizes, dearest_layers, ends)
         found = [
             self._of_split(key, works.each, each, edge_s, send_s, dearest_layers is None)
             for each in range(first, last + 1)

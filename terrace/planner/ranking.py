@@ -67,7 +67,7 @@ class Window(NamedTuple):
 
     leader_s: float = math.inf
     end_s: float = math.inf
-    worst: tuple[int, float] = (1, math.inf)
+    worst: tuple[float, float] = (math.inf, math.inf)
 
 
 def window(estimates: Sequence[Estimate], count: int) -> Window:

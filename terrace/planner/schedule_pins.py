@@ -1,9 +1,9 @@
-"""Pins on the schedule of a pipeline that no plan of a space can satisfy, told before the search."""
+"""The schedules that the pins of a space leave, and pins that leave none, told before the search."""
 
 from terrace.base.errors import PlanError
 from terrace.planner.pins import MOST
 from terrace.planner.space import Space
-from terrace.planner.stages import traits
+from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
 
 
 def check_schedule(space: Space) -> None:
@@ -28,3 +28,14 @@ def check_schedule(space: Space) -> None:
         owner = "schedules have" if name is None else f"schedule {name} has"
         span = f"chunks={low}" if low == high else f"chunks<={high}" if low == -MOST else f"chunks>={low}"
         raise PlanError(f"pin {span}: {owner} {', '.join(map(str, allowed))} chunks a stage; pin one of these numbers")
+
+
+def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
+    """(name, chunks) of the schedules for a number of stages."""
+    if num_stages == 1:
+        known = [(SERIAL, 1)]
+    else:
+        searched = [name for name in traits() if name not in ONLY_PINNED or space.pins.schedule == name]
+        known = [(name, chunks) for name in searched for chunks in traits()[name].chunks]
+    pins = space.pins
+    return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]

@@ -37,7 +37,9 @@ from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.chains import Choices
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
+from terrace.planner.needs import Needs, recomputations
 from terrace.planner.ranking import Estimate, Window, ranked, window
+from terrace.planner.schedule_pins import schedules
 from terrace.planner.space import (
     Group,
     OpenMesh,
@@ -52,7 +54,7 @@ from terrace.planner.space import (
     units,
 )
 from terrace.planner.spans import Span
-from terrace.planner.stages import ONLY_PINNED, SERIAL, has_halves, traits
+from terrace.planner.stages import has_halves
 from terrace.planner.task import Candidate, Placement
 from terrace.program.schedules.registry import takes_unit
 
@@ -99,7 +101,7 @@ _NONE: Iterator[Entry] = iter(())  # follow an entry that is alone
 class Search:
     def __init__(self, space: Space, evaluator: Evaluator, capacity_bytes: float) -> None:
         self.space, self.evaluator, self.capacity_bytes = space, evaluator, capacity_bytes
-        self.bounds = evaluator.bounds
+        self.bounds, self.needs = evaluator.bounds, Needs(space, evaluator, capacity_bytes)
         self._smallest: tuple[float, Candidate] | None = None
         self._schedules: dict[int, list[tuple[str, int]]] = {}
         self._num_roots = self._num_opened = self._num_played = 0
@@ -117,8 +119,9 @@ class Search:
         open_window = window(fitting, count)
         while heap and heap[0][0] <= open_window.end_s and tried + checked // _CHECKS < limit:
             entry = heapq.heappop(heap)
-            for following in islice(entry[6], 1):
-                heapq.heappush(heap, following)
+            # What recomputes more takes no less, so it waits until the bound of a group is as tight as it gets.
+            for following in islice(entry[6], entry[1] not in (Level.GROUP, Level.SCHEDULED)):
+                heapq.heappush(heap, (max(entry[0], following[0]), *following[1:]))
             # Any other entry is refined, and its parts return to the heap with bounds no lower than its own.
             if entry[1] is not Level.PLACED:
                 for further in self._opened(entry):
@@ -128,6 +131,15 @@ class Search:
                 continue
             core, placement, unit = entry[3:6]
             assert isinstance(core, PartialCandidate), "a group has no placement"
+            if self.needs.are_less(core, placement, unit):
+                continue
+            if self.needs.are_open(core):
+                for first in self.needs.first(core, placement, unit):
+                    partly = self.bounds.partly(core, first)
+                    bound_s = max(entry[0], self.bounds.placed_s(partly, placement, unit))
+                    tie_break = (*partly.key, placement, unit)
+                    heapq.heappush(heap, (bound_s, Level.PLACED, tie_break, partly, placement, unit, _NONE))
+                continue
             candidate = core.candidate(placement, unit)
             # Memory is known without a play, which tells candidates apart while few of them fit.
             if len(fitting) < count and not self._has_memory(candidate):
@@ -161,8 +173,8 @@ class Search:
         return (core.recompute, self.bounds.least_bytes(core, placement, unit)) > open_window.worst
 
     def _groups(self) -> Iterator[Entry]:
-        again = recomputations(self.space)
         for group in groups(self.space, by_tokens=self.evaluator.estimator.computes_by_tokens):
+            again = recomputations(self.space, group.shape.mesh)
             self._num_roots += len(group.alike) * len(again)
             # Recomputation takes longer, so most groups with it never need a bound.
             yield from islice(self._bounded([group._replace(recompute=each) for each in again]), 1)
@@ -173,9 +185,9 @@ class Search:
             yield self.bounds.group_s(group), Level.GROUP, group.key, group, _NOWHERE, 0, following
 
     def _opened(self, entry: Entry) -> Iterator[Entry]:
-        bound_s, level, _, core, _, _, _ = entry
+        bound_s, level, _, core, _, _, following = entry
         if isinstance(core, Group):
-            yield from self._opened_group(bound_s, level, core)
+            yield from self._opened_group(bound_s, level, core, following)
         elif level is Level.ROOT:
             yield from islice(self._cores(bound_s, core), 1)
         elif level is Level.CORE and not core.played:
@@ -192,7 +204,7 @@ class Search:
         else:
             yield from self._all_placed(bound_s, core)
 
-    def _opened_group(self, bound_s: float, level: Level, group: Group) -> Iterator[Entry]:
+    def _opened_group(self, bound_s: float, level: Level, group: Group, following: Iterator[Entry]) -> Iterator[Entry]:
         if level is Level.CHUNKED or (level is Level.CHAINED and self.space.task.experts is None):
             for root in self._members(group):
                 yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0, _NONE
@@ -204,11 +216,11 @@ class Search:
             yield max(bound_s, each_s), Level.CHUNKED, group.key, group, _NOWHERE, 0, _NONE
         elif level is Level.SCHEDULED:
             each_s = self._chained_s(group, self._spans.pop(group.key))
-            yield max(bound_s, each_s), Level.CHAINED, group.key, group, _NOWHERE, 0, _NONE
+            yield max(bound_s, each_s), Level.CHAINED, group.key, group, _NOWHERE, 0, following
         elif spans := self._group_spans(group):  # else no schedule takes its numbers
             self._spans[group.key] = spans
             each_s = min(span.span_s for span in spans) * SLACK
-            yield max(bound_s, each_s), Level.SCHEDULED, group.key, group, _NOWHERE, 0, _NONE
+            yield max(bound_s, each_s), Level.SCHEDULED, group.key, group, _NOWHERE, 0, following
 
     def _group_spans(self, group: Group, *, exact: bool = False) -> list[Span]:
         schedules = self._schedules_of(group.shape.mesh.total("pipeline"))
@@ -230,6 +242,8 @@ class Search:
 
     def _members(self, group: Group) -> Iterator[PartialCandidate]:
         for shape, micro_batch in group.members:
+            if group.recompute and group.recompute not in recomputations(self.space, shape.mesh):
+                continue
             outline = self.bounds.outline(shape, micro_batch, group.recompute)
             if self._fits_somewhere(outline, placements(self.space, shape.mesh)[::-1]):
                 self._num_opened += 1
@@ -330,7 +344,7 @@ class Search:
 def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialCandidate]:
     """Every candidate of a shape, without placement and unit."""
     for micro_batch in micro_batches(space, shape.mesh.total("data")):
-        for root in (bounds.root(shape, micro_batch, again) for again in recomputations(space)):
+        for root in (bounds.root(shape, micro_batch, again) for again in recomputations(space, shape.mesh)):
             for schedule, chunks in schedules(space, shape.mesh.total("pipeline")):
                 core = bounds.core(root, schedule, chunks)
                 if core is not None:
@@ -348,22 +362,6 @@ def units_of(space: Space, core: PartialCandidate, placement: Placement) -> tupl
     """Units of a core with a placement."""
     pipelined = core.shape.mesh.total("pipeline") > 1
     return (core.unit,) if core.unit else units(space, core.num_micros, placement, pipelined)
-
-
-def recomputations(space: Space) -> list[int]:
-    """Without and with recomputation (0 and 1), as pins allow."""
-    return [again for again in (0, 1) if space.pins.allows("recompute", again)]
-
-
-def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
-    """(name, chunks) of the schedules for a number of stages."""
-    if num_stages == 1:
-        known = [(SERIAL, 1)]
-    else:
-        searched = [name for name in traits() if name not in ONLY_PINNED or space.pins.schedule == name]
-        known = [(name, chunks) for name in searched for chunks in traits()[name].chunks]
-    pins = space.pins
-    return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]
 
 
 def attempt(evaluator: Evaluator, candidate: Candidate, within_s: float = math.inf) -> Estimate | None:
@@ -387,7 +385,7 @@ def find(
     """
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
-        found = Search(space, evaluator, capacity_bytes or space.task.cluster.device.memory_bytes).run(count, limit)
+        found = Search(space, evaluator, capacity_bytes or space.task.cluster.device.usable_bytes).run(count, limit)
         # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator

@@ -9,7 +9,7 @@ Heavy = tuple[int, bool, bool]  # layers of a stage, and whether it is the first
 
 
 class Shares(NamedTuple):
-    """Layers of the lightest and of the last virtual stage; for looped stages also of the busiest and the last stage.
+    """Layers of the lightest virtual stage before the last, and of the last; looped, also of the busiest, last stage.
 
     `heavy`: the stage with most layers, if the schedule's placement determines it.
     """
@@ -25,13 +25,14 @@ class Shares(NamedTuple):
 def shares_of(num_layers: int, num_stages: int, chunks: int, last: int, is_looped: bool, is_folded: bool) -> Shares:
     """Shares of `num_layers` over `num_stages`, where the last virtual stage has `last`."""
     counts = share_before(num_layers, num_stages * chunks, last)
+    least = min(counts[:-1] or counts)
     # Other placements may group the virtual stages in any way, so nothing is claimed about whole stages.
     if not is_looped and not is_folded:
-        return Shares(min(counts), counts[-1], 0, 0, None)
+        return Shares(least, counts[-1], 0, 0, None)
     if is_looped:
         layers, final = [sum(counts[stage::num_stages]) for stage in range(num_stages)], num_stages - 1
     else:
         # In a V the first stage also has the last virtual stage, and so the logits.
         layers, final = [counts[stage] + counts[-1 - stage] for stage in range(num_stages)], 0
     heavy = max((count, stage == 0, stage == final) for stage, count in enumerate(layers))
-    return Shares(min(counts), counts[-1], max(layers), layers[-1], heavy)
+    return Shares(least, counts[-1], max(layers), layers[-1], heavy)

@@ -24,7 +24,7 @@ from itertools import product
 from typing import NamedTuple
 
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
-from terrace.plan.dims import cut_sizes, declared_hidden_size
+from terrace.plan.dims import cut_sizes
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import STAGE, Mesh
 from terrace.plan.plan import AXES, CONTEXT_AXES
@@ -236,8 +236,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     params = [param for block in task.kinds.specs for param in block.params if param.shape]
     can_cut, mixes = all(param.dims for param in params), any(param.is_stack for param in params)
     attends = any(block.attends for block in task.kinds.specs)
-    # Messages between stages go by the hidden size.
-    most_stages = max(1, len(task.inner)) if declared_hidden_size(task.kinds.specs) else 1
+    most = task.most_stages
     cut_by_rows, cut_by_columns = cut_sizes(task.kinds.specs, "rows"), cut_sizes(task.kinds.specs, "columns")
     most_columns = pins.ranges.get("columns", (1, 1))[1]
     divides = task.experts is not None
@@ -255,7 +254,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
             and all(size % columns == 0 for size in cut_by_columns)
             and columns <= most_columns
             and task.sequence % context == 0
-            and pipeline <= most_stages
+            and pipeline <= most
         )
 
     def extend(tiers: tuple[_Degrees, ...], totals: _Degrees) -> Iterator[OpenMesh]:

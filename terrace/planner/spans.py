@@ -47,7 +47,11 @@ class Spans:
         """The mean over stages, and a bound over all schedules."""
         alike = self.split.alike
         # No schedule has lighter virtual stages than one with the most chunks.
-        least = 0.0 if alike is None else max(1, self.num_layers // (num_stages * MOST_CHUNKS)) * works.each[alike][0]
+        # On its way to the last of them a micro-batch meets none without a layer but a first one with look-ups alone.
+        chunks, rest = divmod(self.num_layers + 2, num_stages)
+        fewest = 0 if self.split.ends == 2 and not rest and chunks <= MOST_CHUNKS else 1
+        layers = max(fewest, self.num_layers // (num_stages * MOST_CHUNKS))
+        least = 0.0 if alike is None else layers * works.each[alike][0]
         mean_s = num_micros * works.whole_s / num_stages
         # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
         return mean_s, mean_s + (num_stages - 1) / 2 * (least + edge_s)
@@ -68,7 +72,8 @@ class Spans:
         mean_s, span_s = self.least_s(works, edge_s, num_stages, num_micros)
         logits = work_of_runs(works.each, self.split.after)
         priced = _Priced(works, logits, dearest_layers, edge_s, num_stages, num_micros, mean_s, span_s)
-        most_chunks = min(self.num_layers // num_stages, MOST_PASSES // (num_stages * num_micros))
+        num_parts = self.num_layers + self.split.ends
+        most_chunks = min(num_parts // num_stages, MOST_PASSES // (num_stages * num_micros))
         known: dict[tuple[bool, bool, bool, int], tuple[float, float, Runs | None]] = {}
         found = []
         for schedule, chunks in schedules:
@@ -89,10 +94,11 @@ class Spans:
         if self.split.alike is None:
             span_s = self._span_of_differing(priced, num_virtual, trait)
             return span_s, span_s, None
-        first = last = last_layers(self.num_layers, num_virtual, works.logits_layers)
+        sizes = self.num_layers, num_virtual
+        first = last = last_layers(*sizes, works.logits_layers, self.split.ends)
         if priced.dearest_layers is not None:
             # The split is monotone in the logits' cost, so every form has a split between these two.
-            last = last_layers(self.num_layers, num_virtual, priced.dearest_layers)
+            last = last_layers(*sizes, priced.dearest_layers, self.split.ends)
         if first == last:
             return self._span_of(priced, chunks, trait, last)
         spans = [self._span_of(priced, chunks, trait, each) for each in range(first, last + 1)]
@@ -105,13 +111,13 @@ class Spans:
         shares = shares_of(num_layers, stages, chunks, last, trait.looped, trait.folded)
         forward_s, backward_s, weight_s = works.each[alike]
         logits_forward_s, logits_s = logits[0], logits[0] + logits[1]
-        least = shares.least
+        least = shares.least  # of all but the last, which hops lead to
         # A split schedule may delay the weight gradient beyond the path to the previous stage.
         back_s = backward_s - weight_s if trait.split else backward_s
         hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
         # Only the looped placement tells here which virtual stages share a stage; for others, the mean and the last
         # stage's least share.
-        busiest_s, on_last, last_s = mean_s, chunks * least, 0.0
+        busiest_s, on_last, last_s = mean_s, (chunks - 1) * least + min(least, shares.last), 0.0
         if trait.looped:
             on_last, last_s = shares.last_stage, micros * logits_s
             busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s))

@@ -7,7 +7,7 @@ from functools import lru_cache
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.planner.task import Task
-from terrace.simulate.links import rate_bytes_per_s
+from terrace.simulate.links import wired
 
 
 def flat_params(numel: int, stack: int, experts: tuple[int, int]) -> tuple[ParamSpec, ...]:
@@ -41,8 +41,8 @@ def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
     Of one tensor, context and pipeline coordinate these are its data ranks.
     """
     tiers = []
-    for index, (tier, here) in enumerate(zip(cluster.tiers, degrees, strict=True)):
-        # Fewer members reach less of a tier that is wired in pairs.
-        reach = rate_bytes_per_s(cluster, index, 0, degree=here) / rate_bytes_per_s(cluster, index, 0)
+    for tier, here in zip(cluster.tiers, degrees, strict=True):
+        # Fewer members reach less of a tier that is wired in pairs. Others know what degrees reach.
+        reach = wired(tier, here) if tier.direct else 1.0
         tiers.append(replace(tier, size=here, bandwidth_bytes_per_s=reach * tier.bandwidth_bytes_per_s))
     return replace(cluster, tiers=tuple(tiers), around=max(cluster.around, cluster.world_size))

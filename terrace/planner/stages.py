@@ -1,8 +1,9 @@
 """Split of blocks and orders of schedules, for ranking pipelines.
 
 Blocks between look-ups and logits are split to minimise the slowest virtual stage: the last one also has the logits, so
-it gets fewer blocks if these are expensive. Equal blocks ("layers" here) are split in closed form: if they do not
-divide evenly, later stages get the extra ones, since fewer activations wait there.
+it gets fewer blocks if these are expensive, or none. Equal blocks ("layers" here) are split in closed form: if they do
+not divide evenly, later stages get the extra ones, since fewer activations wait there. Look-ups take next to no time:
+the first stage has them alone only where there are two virtual stages more than layers.
 """
 
 import math
@@ -23,32 +24,32 @@ MOST_PASSES = 200_000  # of micro-batches through virtual stages: orders that ar
 MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one more message
 
 
-def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float) -> tuple[int, ...]:
-    """Layers of each virtual stage, at least one.
+def share_layers(num_layers: int, num_virtual: int, logits_in_layers: float, ends: int) -> tuple[int, ...]:
+    """Layers of each virtual stage.
 
-    `logits_in_layers` is the cost of the logits in layers. Raises `PlanError` if there are too few layers.
+    `logits_in_layers` is the cost of the logits in layers. `ends`: 0 if every virtual stage has a layer, 1 if the last
+    may have the logits alone, 2 if so may the first the look-ups. Raises `PlanError` if there are too few layers.
     """
-    if num_virtual > num_layers:
-        raise PlanError(
-            f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer (terrace simulate prices "
-            "stages of the embedding or the head alone)"
-        )
-    return share_before(num_layers, num_virtual, last_layers(num_layers, num_virtual, logits_in_layers))
+    if num_virtual > num_layers + ends:
+        alone = ("", ", and one for the logits alone", ", and one each for look-ups and logits alone")[ends]
+        raise PlanError(f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer{alone}")
+    return share_before(num_layers, num_virtual, last_layers(num_layers, num_virtual, logits_in_layers, ends))
 
 
-def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float) -> int:
-    """Layers of the last virtual stage, from which follow those of all others; `num_virtual` is at most `num_layers`.
+def last_layers(num_layers: int, num_virtual: int, logits_in_layers: float, ends: int) -> int:
+    """Layers of the last virtual stage, from which follow those of all others; numbers as for `share_layers`.
 
     It decreases with the cost of the logits.
     """
     if num_virtual == 1:
         return num_layers
+    fewest = 0 if ends else 1
     others = num_virtual - 1
     even = int((num_layers - others * logits_in_layers) / num_virtual)  # where logits and layers would balance exactly
     most = num_layers - others
     last, least = 0, math.inf
     # Rounding may move the balance by a few layers, so the counts around it are compared; of equal ones the last.
-    for count in range(max(1, min(most, even - 1)), max(1, min(most, even + 3)) + 1):
+    for count in range(max(fewest, min(most, even - 1)), max(fewest, min(most, even + 3)) + 1):
         slowest, before = count + logits_in_layers, -((count - num_layers) // others)
         if before > slowest:
             slowest = before

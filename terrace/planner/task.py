@@ -12,14 +12,18 @@ from terrace.model.config import DecoderBlock, ModelConfig, block_specs
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads
+from terrace.plan.dims import declared_hidden_size
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
-from terrace.plan.plan import Plan
+from terrace.plan.plan import Plan, sums_of
+from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
+from terrace.planner.again import Recomputations
 from terrace.simulate.block_tape import Backend
+from terrace.simulate.layers import rounding_bytes
 
 _MOST = 10**9  # so that divisors are found at once
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
@@ -59,12 +63,14 @@ class Task:
     batch: int
     sequence: int
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
-    master: Literal["fp32", "fp64"] = "fp32"
+    master: Literal["bf16", "fp32", "fp64"] = "fp32"
+    optimizer_states: Literal["bf16", "int8"] | None = None
     messages: Literal["bf16", "fp32"] | None = None  # as in a plan
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
     islands: Islands | None = None
-    operations: tuple[str, ...] = ()  # of layers that plans recompute (terrace.plan.recompute); none: whole layers
+    # Operations of layers that plans recompute (terrace.plan.recompute); none: whole layers; None: searched.
+    operations: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -99,6 +105,16 @@ class Task:
             )
 
     @property
+    def sums(self) -> str:
+        """As `Plan.sums`."""
+        return sums_of(self.master)
+
+    @cached_property
+    def rounding_bytes(self) -> float:
+        """What rounding of states adds to an update (terrace.simulate.layers)."""
+        return rounding_bytes(self.cluster.device, self.master, self.optimizer_states)
+
+    @property
     def backend(self) -> Backend:
         """Kernel backend of the device; it decides which activations are kept."""
         return self.cluster.device.backend
@@ -119,14 +135,44 @@ class Task:
         return range(kept[0], kept[-1] + 1) if kept else range(0)
 
     @cached_property
-    def recompute(self) -> tuple[str, ...]:
-        """What a plan that recomputes does recompute, as its entries."""
-        return self.recomputed(residual_patterns(self.blocks))
+    def recomputations(self) -> Recomputations:
+        """What plans may recompute."""
+        # Prices stand above tasks in the order of imports.
+        from terrace.planner.operations import recomputations_of
 
-    def recomputed(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Entries of a plan for the layers that match `patterns`."""
-        suffix = f": {', '.join(self.operations)}" if self.operations else ""
-        return tuple(pattern + suffix for pattern in patterns)
+        return recomputations_of(self)
+
+    @cached_property
+    def ends(self) -> int:
+        """How many virtual stages, of both ends, may have no block between look-ups and logits.
+
+        None where these blocks differ. Nor where they are mixtures: the waits of their experts (terrace.planner.delays)
+        are bounded with a layer on every stage.
+        """
+        order, inner = self.kinds.order, self.inner
+        mixes = any(spec.has_stacks for spec in self.kinds.specs)
+        if len(set(order[inner.start : inner.stop])) != 1 or mixes or inner.stop == len(order):
+            return 0
+        return 2 if inner.start else 1
+
+    @cached_property
+    def most_stages(self) -> int:
+        """The most stages that a pipeline may have."""
+        # Messages between stages go by the hidden size.
+        return max(1, len(self.inner) + self.ends) if declared_hidden_size(self.kinds.specs) else 1
+
+    def recomputed(self, value: int, first: int = 0, patterns: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Entries of a plan whose candidate has these `recompute` and `first`.
+
+        `patterns` match its layers, all of the task by default.
+        """
+        again = self.recomputations.values[value]
+        found = list[str]()
+        for parts, which in ((again.parts, f" first {first}" if first else ""), (again.others if first else (), "")):
+            operations = "" if parts == WHOLE else f": {', '.join(parts or ())}"
+            named = residual_patterns(self.blocks) if patterns is None else patterns
+            found += [f"{pattern}{which}{operations}" for pattern in named] if parts else []
+        return tuple(found)
 
     def heads(self, num_rows: int) -> tuple[Heads, ...]:
         """Attention heads of each kind of block on each of `num_rows` tensor rows; none for kinds without any."""
@@ -175,15 +221,14 @@ class Placement(NamedTuple):
 class Candidate(NamedTuple):
     """One point of the search space. Equal costs are resolved by sort order."""
 
-    recompute: (
-        int  # 1: all blocks but look-ups and logits run their forward, or `Task.operations`, again in the backward
-    )
+    recompute: int  # what blocks but look-ups and logits compute again (`Task.recomputations`); 0: nothing
     unit: int
     schedule: str
     chunks: int  # pipeline chunks per stage
     micro_batch: int
     placement: Placement
     mesh: Mesh
+    first: int = 0  # layers that `recompute` names, if it treats the first apart
 
 
 def num_micros(task: Task, candidate: Candidate) -> int:
@@ -209,12 +254,24 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         compute=task.compute,
         messages=task.messages,
         master=task.master,
+        optimizer_states=task.optimizer_states,
         micro_batch=candidate.micro_batch,
-        recompute=task.recompute if candidate.recompute else (),
+        recompute=task.recomputed(candidate.recompute, candidate.first),
         unit=candidate.unit,
         schedule=schedule_text(candidate.schedule, candidate.chunks) if candidate.mesh.total("pipeline") > 1 else None,
     )
     return crossing(task.cluster, found) if task.wire else found
+
+
+def with_dtypes(task: Task, plan: Plan) -> Plan:
+    """A plan with the task's dtypes in place of its own."""
+    return replace(
+        plan,
+        compute=task.compute,
+        messages=task.messages,
+        master=task.master,
+        optimizer_states=task.optimizer_states,
+    )
 
 
 def schedule_text(schedule: str, chunks: int) -> str:

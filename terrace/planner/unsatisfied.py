@@ -77,13 +77,10 @@ def _broken(task: Task, name: str, value: int) -> str:
         return f"columns = {value}: a token must be whole where its experts are chosen"
     if value > ranks:
         return f"{name} = {value} is more than the {ranks} ranks of {where}"
-    if name == "pipeline" and value > len(task.inner):
-        alone = "; terrace simulate and train also take stages that hold the embedding or the head alone"
-        # Every block of the model may be a stage of its own, but no stage is empty.
-        return (
-            f"pipeline = {value} stages are more than the {len(task.inner)} layers"
-            f"{alone if value <= len(task.blocks) else ''}"
-        )
+    most = task.most_stages
+    if name == "pipeline" and value > most:
+        ends = ", embedding and head" if most > len(task.inner) else ""
+        return f"pipeline = {value} stages are more than the {len(task.inner)} layers{ends}"
     if name == "expert_rows":
         return f"expert_rows = {value}: ranks that cut an expert are on the innermost tier alone"
     filled = ("expert", "tensor", "context", *CONTEXT_AXES, "columns")

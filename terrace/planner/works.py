@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from terrace.plan.mesh import Mesh
+from terrace.plan.recompute import WHOLE
 from terrace.planner.candidate import Sizes
 from terrace.planner.parts import BlockWorks, Runs, Work, work_of_runs
 from terrace.planner.pipelines import block_work
@@ -19,6 +20,7 @@ class Works:
     def __init__(self, estimator: "Estimator") -> None:
         self.estimator, self.specs, self.split = estimator, estimator.specs, estimator.split
         (self.whole,) = self.split.whole().chunks
+        self.again = estimator.task.recomputations
         self._space = Space(task=estimator.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
         self._sizes: dict[tuple[OpenMesh, int], Sizes] = {}
@@ -39,6 +41,7 @@ class Works:
 
         `accumulate`: a step adds up the gradients of several micro-batches.
         """
+        recompute = self.again.all_layers(recompute, least=True)
         numbers, how = (micro_batch, recompute, accumulate), (context, exact, halves)
         key = (shape.mesh.inside, shape.is_open, shape.divides, *numbers, *how)
         found = self._block_works.get(key)
@@ -66,7 +69,7 @@ class Works:
                 # messages, of whatever forms, is a bound.
                 forward_s, backward_s, again_s = self.estimator.least_waits(kind, self.forms(shape), micro_batch)
                 own = found[kind]
-                backward_s += again_s if recompute and not self.estimator.task.operations else 0.0
+                backward_s += again_s if self.again.values[recompute].parts == WHOLE else 0.0
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2]
         return found
 
@@ -79,14 +82,14 @@ class Works:
             if spec.has_stacks:
                 own = found[kind]
                 forward_s, input_s, weight_s = self.estimator.experts.least_longer(kind, work, accumulate)
-                backward_s = (
-                    input_s + weight_s + (forward_s if recompute and not self.estimator.task.operations else 0.0)
-                )
+                backward_s = input_s + weight_s
+                backward_s += forward_s if self.again.values[recompute].parts == WHOLE else 0.0
                 found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s
         return found
 
     def sizes(self, shape: OpenMesh, recompute: int) -> Sizes:
         """Numbers that do not depend on the micro-batch."""
+        recompute = self.again.all_layers(recompute, least=False)
         found = self._sizes.get((shape, recompute))
         if found is None:
             mesh, alike = shape.mesh, self.split.alike
@@ -112,6 +115,7 @@ class Works:
         self, shape: OpenMesh, micro_batch: int, recompute: int, accumulate: bool, *, halves: bool = False
     ) -> list[Work]:
         """Most seconds of each kind of block: all that may hide messages."""
+        recompute = self.again.all_layers(recompute, least=False)
         if not shape.is_open:
             return self.of(shape, micro_batch, recompute, accumulate, halves=halves).each
         works = self.of(shape, micro_batch, recompute, accumulate).each

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from terrace.cluster.cluster import Cluster, Device, Kernels, Mark, Tier
+from terrace.cluster.width import share
 from terrace.probe.fit import (
     bus_share,
     fit_attention,
@@ -19,6 +20,7 @@ from terrace.probe.fit import (
     overlap_penalty,
 )
 from terrace.probe.samples import Samples, TierSamples
+from terrace.simulate.links import wired
 
 _SOURCE = "terrace probe"
 _OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Adam step
@@ -66,7 +68,7 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         tiers.append(probed)
         rows += of_tier
     tiers, of_buses = _buses(tiers, samples)
-    rows += of_buses
+    rows += [*of_buses, *_shown(device, samples)]
     largest = max(samples.optimizer, key=lambda each: each.numel)
     return Probed(
         cluster=replace(start, device=device, tiers=tuple(tiers)),
@@ -143,6 +145,10 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
     was = before if start.overlap_penalty is None else start.overlap_penalty
     name, before_bytes_per_s = start.name, start.bandwidth_bytes_per_s * start.efficiency
     rate, half = fit.bandwidth_bytes_per_s, fit.half_bytes
+    # What is not measured stays: how fewer members are wired, and how many share a fabric. Beside these a bandwidth is
+    # that of one link, and of few members.
+    if not start.direct:
+        rate /= wired(start, 0) * share(start.contention, start.size)
     rows = [
         Constant(f"{name}.latency_s", "s", start.latency_s, latency_s, "measured"),
         Constant(f"{name}.bandwidth_bytes_per_s", "B/s", before_bytes_per_s, rate, "fitted", fit.error, fit.is_bound),
@@ -177,6 +183,25 @@ def _buses(tiers: Sequence[Tier], samples: Samples) -> tuple[list[Tier], list[Co
         marks: dict[str, Mark] = {**outer.marks, "bus": "measured"}
         found[outer.name] = replace(outer, bus=bus, marks=marks)
     return list(found.values()), rows
+
+
+def _shown(device: Device, samples: Samples) -> list[Constant]:
+    """Findings that no constant of a cluster file holds: what products keep, attention by kernel, products beside
+    messages.
+    """
+    rows = []
+    if samples.sustained is not None:
+        name = f"products after {samples.sustained.seconds:g} s / at once"
+        rows.append(Constant(name, "", None, samples.sustained.share, "measured"))
+    for name, sample in samples.attention_kernels.items():
+        forward, backward, _ = fit_attention(device, [sample])
+        for way, found in (("forward", forward), ("backward", backward)):
+            rows.append(Constant(f"attention {way} by {name}", "", None, found, "fitted"))
+    for tier in samples.tiers:
+        if tier.beside is not None:
+            name = f"{tier.tier}: products beside messages / alone"
+            rows.append(Constant(name, "", None, tier.beside.slowdown, "measured"))
+    return rows
 
 
 def _device_marks(device: Device, before: Mapping[str, Mark], found: Mapping[str, Mark]) -> dict[str, Mark]:

@@ -160,7 +160,7 @@ def _visiting(
         if op is Op.GATHER:
             size = gathered_numel(parts) * item
         elif op is Op.TIE:  # one flat buffer after the other
-            size = max((tie_bytes([flat], plan.master) for flat in parts), default=0)
+            size = max((tie_bytes([flat], plan.sums) for flat in parts), default=0)
         else:
             # An unsharded optimizer state holds whole matrices already and needs no gather.
             layouts = ((flat, flat.layout) for flat in parts if flat.num_orthogonal)

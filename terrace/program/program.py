@@ -254,7 +254,7 @@ class Program:
         if instruction.peer >= 0:
             if instruction.op is Op.TIE:
                 tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
-                return stage_message(message_class, tier, tie_bytes(self.flats[instruction.block], self.plan.master))
+                return stage_message(message_class, tier, tie_bytes(self.flats[instruction.block], self.plan.sums))
             hop, received = self.edge_hop(instruction), instruction.op is Op.RECV
             return edge_message(message_class, hop, self.plan.compute, received=received)
         # Control numbers are summed over all stages, not over the ranks of a block.

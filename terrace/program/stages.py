@@ -140,8 +140,8 @@ def check_virtual(virtual: int, num_blocks: int) -> None:
     """Raise `PlanError` where there are more virtual stages than blocks."""
     if virtual > num_blocks:
         raise PlanError(
-            f"{virtual} virtual stages (stages x chunks) of a model of {num_blocks} blocks: each needs at least "
-            f"one; use at most {num_blocks}"
+            f"{virtual} virtual stages (stages x chunks) of a model of {num_blocks} blocks: each needs at least one, "
+            f"since an empty one would only pass activations on; use at most {num_blocks}"
         )
 
 

@@ -8,6 +8,8 @@ from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
+from terrace.planner.narrow_states import Way
+from terrace.planner.task import Task
 from terrace.report.learned import formats_learned
 from terrace.report.plans import percent
 from terrace.report.tables import outer_words, seconds
@@ -47,6 +49,20 @@ def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -
     if unused:
         lines.append(f"allowed and not used: {_by_class(unused)}")
     return "\n".join(lines)
+
+
+def stored_words(ways: Sequence[Way], task: Task, step_s: float, plain_s: float) -> str:
+    """How states are stored in the plan of `task`, of the `ways` that were allowed; "" without any."""
+    if not ways:
+        return ""
+    if Way(task.master, task.optimizer_states) not in ways:
+        return "narrower states, as allowed, make no step shorter: they are stored as without"
+    states = task.optimizer_states or task.sums
+    return (
+        f"parameters are stored in {task.master} and optimizer states in {states}, as allowed: step "
+        f"{seconds(step_s)}, {_plain_words(plain_s)}; rounded states change what is learned (docs/optimizers.md has "
+        "measurements)"
+    )
 
 
 def _left_out(message: str, choice: Choice, used: str) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from terrace.base.words import counted
 from terrace.plan.plan import AXES
+from terrace.plan.recompute import WHOLE
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
@@ -15,8 +17,10 @@ from terrace.planner.verdicts import Headroom, Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.bands import Band
+from terrace.simulate.hidden import HiddenMessages
 
-_PLAN_WIDTH = 40  # of the words of a plan, so that the table fits in 80 columns
+_PLAN_WIDTH = 37  # of the words of a plan, so that the table fits in 80 columns
+_MUCH_HIDDEN = 0.05  # part of a step from which on it rests on what it hides; predictions are off by as much
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
@@ -41,6 +45,16 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
             ]
         )
     return new_table(title, headings, left=[*left, "notes"], rows=rows)
+
+
+def hidden_words(found: HiddenMessages | None) -> str:
+    """Says so where a step rests on the messages that it hides; else empty."""
+    if found is None or found.exposed_s < (1.0 + _MUCH_HIDDEN) * found.step_s:
+        return ""
+    return (
+        f"this plan hides {seconds(found.hidden_s)} of messages on tier {found.tier} behind computing: a step that hid "
+        f"none of them would take {seconds(found.exposed_s)} instead of {seconds(found.step_s)}"
+    )
 
 
 def _figures(task: Task, estimate: Cost) -> list[str]:
@@ -91,21 +105,21 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
 
 
 def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
-    """The fastest plan for each part of the memory that stays free, next to the fastest of all."""
-    headings = ("free", "step", "slower", "memory", "plan")
+    """The fastest plan for each headroom, next to that for the least."""
+    headings = ("headroom", "step", "slower", "memory", "plan")
     table = new_table(title, headings, left=("plan",))
     above: Estimate | None = None
     for each in found:
-        best, free = each.best, f"{100 * each.free:.0f} %"
+        best = each.best
         if best is None:
-            table.add_row(free, "-", "-", "-", "none" if each.proved else "none found before --limit")
+            table.add_row(each.headroom, "-", "-", "-", "none" if each.proved else "none found before --limit")
         elif best is above:
-            table.add_row(free, "", "", "", "the same")
+            table.add_row(each.headroom, "", "", "", "the same")
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
             words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
             words = textwrap.fill(words, _PLAN_WIDTH)
-            table.add_row(free, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
+            table.add_row(each.headroom, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
         above = best
     return table
 
@@ -185,9 +199,18 @@ def _axes_words(task: Task, candidate: Candidate) -> str:
     return ", ".join(f"{name} {degree}{factors.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 
 
+def again_words(task: Task, candidate: Candidate) -> str:
+    """What a candidate recomputes: `layers`, `mlp of 8 layers`, `8 layers, mlp of the others`."""
+    again, first = task.recomputations.values[candidate.recompute], candidate.first
+    if again.parts == WHOLE:
+        words = counted(first, "layer") if first else "layers"
+    else:
+        words = ", ".join(again.parts) + (f" of {counted(first, 'layer')}" if first else "")
+    return f"{words}; {', '.join(again.others)} of the others" if first and again.others else words
+
+
 def _notes(task: Task, candidate: Candidate) -> str:
-    again = ", ".join(task.operations) or "layers"
-    notes = [f"{again} run again"] if candidate.recompute else []
+    notes = [f"{again_words(task, candidate)} run again"] if candidate.recompute else []
     if candidate.unit > 1:
         notes.append(f"units of {candidate.unit}")
     if candidate.placement.backward >= 0:

@@ -1,4 +1,4 @@
-"""Throughput of a plan, and the time and price of training on a number of tokens with it, in words."""
+"""Throughput and energy of a plan, and the time and price of training on a number of tokens with it, in words."""
 
 import math
 
@@ -34,6 +34,19 @@ def training_words(task: Task, cost: Cost, tokens: int | None, price: float | No
     words = f"{quantity(tokens, '').strip()} tokens: {counted(steps, 'step', ',')}, {duration(3600 * hours)}, "
     words += f"{quantity(hours * devices, '').strip()} device-hours"
     return words if price is None else f"{words}, price {_rounded(hours * devices * price)}"
+
+
+def energy_words(task: Task, cost: Cost, tokens: int | None) -> str:
+    """Energy of a step, and of `tokens`, at the power that a device takes at most; "" where that is unknown."""
+    watts = task.cluster.device.power_watts
+    if not watts:
+        return ""
+    step_wh = cost.step_s * watts * task.cluster.world_size / 3600
+    words = f"energy, at the {watts:g} W that a device takes at most: {quantity(step_wh, 'Wh')} a step"
+    if tokens is not None:
+        steps = -(-tokens // (task.batch * task.sequence))
+        words += f", {quantity(steps * step_wh, 'Wh')} for {quantity(tokens, '').strip()} tokens"
+    return f"{words}, without hosts, links and cooling"
 
 
 def parse_tokens(text: str) -> int:

@@ -20,7 +20,7 @@ from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
 from terrace.rl.algorithms.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
 from terrace.rl.keys import RewardKeys, RunKeys
-from terrace.rl.layers import resolve_table
+from terrace.rl.layers import given_table, resolve_table
 from terrace.rl.placing import (
     ACTOR,
     COST,
@@ -151,9 +151,20 @@ def resolve(
 
     Of a run that is not placed yet, plans need not fit its sizes, and there may be none: a search finds others.
     """
-    table = resolve_table(task, path, flags, overrides)
+    table, given = resolve_table(task, path, flags, overrides), given_table(path, flags, overrides)
     if not is_placed:
         table.setdefault("plan", {"preset": "zero3"})
+        if "rows" in given.get("run", {}):
+            raise ConfigError(
+                f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
+                "a replica generates on: leave run.rows out, or leave out --place"
+            )
+    if ACTOR in given.get("plans", {}) and (flags.get("plan") is not None or "plan" in overrides):
+        own = "--plan" if flags.get("plan") is not None else f"--plan.{next(iter(overrides['plan']), '')}"
+        raise ConfigError(
+            f"{own} has no effect on the actor, which has a plan of its own in [plans]: give --plans.actor in its "
+            "place, or leave plans.actor out"
+        )
     return parse(table, is_placed=is_placed)
 
 

@@ -40,6 +40,16 @@ def resolve_table(
     return lay_over(table, _with_paths(overrides, Path()))
 
 
+def given_table(
+    path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+) -> Mapping[str, Mapping[str, Any]]:
+    """The sections of a run that its file or its command line names, without defaults of a task; others are {}."""
+    table = {} if path is None else dict(read_table(Path(path)))
+    table |= {key: value for key, value in flags.items() if value is not None}
+    table = merge(table, overrides)
+    return {name: value for name, value in table.items() if isinstance(value, Mapping)}
+
+
 def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`table` with absolute names of files, which are relative to `folder`: that of the file that has them."""
     found = dict(table)

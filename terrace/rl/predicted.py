@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import ConfigError, PlanError
 from terrace.model.config import load_model
 from terrace.planner.roles.dataflow import GENERATE, PREPARE, RESHARD, TRAIN, Dataflow, Role
 from terrace.planner.roles.placement import IterationReport, PlacedRole, Pool, RolePlacement, price
@@ -50,6 +50,8 @@ def dataflow_of(config: RlConfig) -> Dataflow:
         updates=run.prompts * run.responses // run.mini_batch,
         epochs=run.epochs,
         compute=config.plan.compute,
+        master=config.plan.master,
+        messages=config.plan.messages,
         ahead=config.is_apart and run.max_lag > 0,
     )
 
@@ -68,8 +70,24 @@ def placement_of(config: RlConfig) -> RolePlacement:
 def found_placements(config: RlConfig) -> FoundPlacements:
     """The fastest placements of a run's roles, also with a rollout apart where a lag lets it draw ahead.
 
-    Raises `PlanError` where none has room.
+    Their plans have the dtypes of the run's, and no wire formats. Raises `PlanError` where none has room, and
+    `ConfigError` for a run that asks for formats.
     """
+    if config.plan.wire:
+        formats = ", ".join(
+            f"{message}.{tier} = {format_!r}"
+            for message, row in config.plan.wire.items()
+            for tier, format_ in row.items()
+        )
+        raise ConfigError(
+            f"--place auto finds plans that round no message, and the run has wire {formats}: leave out plan.wire, or "
+            "the preset that has it, or leave out --place"
+        )
+    if config.plan.optimizer_states is not None:
+        raise ConfigError(
+            f"--place auto finds plans that store moments as they are, and the run has plan.optimizer_states = "
+            f"{config.plan.optimizer_states!r}: leave it out, or leave out --place"
+        )
     together = dataflow_of(replace(config, pool=()))
     if not config.run.max_lag:
         return find(together, config.cluster)

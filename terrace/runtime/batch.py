@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.model.attention import document_begins
+from terrace.model.attention import document_begins, moved_from
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.sequence.token_layout import TokenLayout
 
@@ -45,6 +45,8 @@ class Batch:
             for each in fields(self)
             if isinstance(value := getattr(self, each.name), Tensor)
         }
+        if self.positions is not None and moved["positions"] is not self.positions:
+            moved_from(moved["positions"], self.positions)
         columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
         return replace(self, columns=columns, **moved)  # type: ignore[arg-type]  # tensors alone
 

@@ -31,7 +31,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.batch_checks import check_batches
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
-from terrace.runtime.compiled import check_compiles, compile_blocks
+from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.experts.load import Load
@@ -63,12 +63,14 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place of
     `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. A message that takes longer
-    than `timeout` is an error. `compiled` runs each block through `torch.compile`. `balance` names losses of the
-    routers of mixtures and moves their bias, `seed` draws their noise. Rank 0 verifies the stages of a pipeline against
-    each other, unless they are `verified` already; every rank verifies its own program.
+    than `timeout` is an error. `compiled` runs blocks, or their parts, through `torch.compile`. `balance` names losses
+    of routers and moves their bias, `seed` draws noise. Rank 0 verifies stages against each other if not `verified`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
+
+    _forward: Program | None = None  # the default of `evaluate`, made by its first call
+    _given: Program | None = None  # the last that `evaluate` was given
 
     def __init__(
         self,
@@ -102,16 +104,14 @@ class Engine:
         specs = telling_choices(balance, with_dims(describe(blocks, names, freeze), declared))
         self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
         check_balance(balance, self.program.mesh, plan, specs)
-        if compiled:
-            check_compiles([self.program])
+        # Whole compiled blocks compute the gradients of their weights themselves.
+        whole_blocks = compiled and not why_parts([self.program])
         self.rank, self.device = rank, torch.device(device)
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps, self._of_cycles = 0, (0, Counter[_Key]())  # of whole cycles of islands: steps, their bytes
         self._is_refreshed = not (plan.messages or MessageClass.REFRESH.value in plan.wire)  # these may round
         self._programs: dict[Exchange | None, Program] = {None: self.program}
-        self._forward: Program | None = None  # the default of `evaluate`, made by its first call
-        self._given: Program | None = None  # the last that `evaluate` was given
         self._given_up, self._outside = Counter[_Key](), Counter[_Key]()  # bytes: of steps not finite; of evaluations
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
@@ -129,11 +129,12 @@ class Engine:
             initial=initial,
             device=self.device,
             meter=self.comm.meter,
+            seed=seed,
         )
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()
         if compiled:
-            compile_blocks(self.state.modules.values())
+            (compile_blocks if whole_blocks else compile_parts)(self.state.modules.values())
         self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
         self.passages.follow(self.state.choices)
         self.island = None if plan.outer is None else Island(self.state)
@@ -146,7 +147,7 @@ class Engine:
             load=self.load,
             axes=self.axes,
             passages=self.passages,
-            compiled=compiled,
+            compiled=whole_blocks,
             progress=progress,
             island=self.island,
         )

@@ -24,10 +24,12 @@ from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews
 from terrace.runtime.muon import ShardedMuon
+from terrace.runtime.noise import Noise
 from terrace.runtime.optimizer import Optimizer, make_optimizer
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.pages import Pages
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.stored import Storage
 
 Initial = Callable[[ParamSpec], Tensor]
 
@@ -38,7 +40,7 @@ class FlatParam:
     `full` is the padded buffer of all elements (without memory while freed), `shard` the slice of the params
     tier, `secondary` the slice of the params_backward tier if the plan has one. A state of all elements is `full`
     itself. Matrices come first: they take weight
-    decay. Of a trainable buffer, `grads` is the accumulated gradient, sharded on the grads tier, in the master dtype;
+    decay. Of a trainable buffer, `grads` is the accumulated gradient, sharded on the grads tier, in `plan.sums`;
     `owned` is its slice that this rank's optimizer updates. A gradient buffer in the compute dtype exists only from a
     block's backward to its reduction, unless gradients are accumulated in `grads` itself.
     """
@@ -70,7 +72,7 @@ class FlatParam:
             start += param.numel
         self._meter = meter
         self.origin = Origin(name, device, meter)
-        self._master_dtype = DTYPES[plan.master]
+        self._plan = plan
         self._keeps_master = keeps_master(plan, layout)
         self._in_place = accumulates_in_place(plan, layout)
         self._pages = pages or Pages()
@@ -95,10 +97,10 @@ class FlatParam:
         self.owned = torch.empty(0)
         self.optimizer: Optimizer | None = None
 
-    def initialise(self, initial: Initial, config: OptimizerConfig) -> None:
+    def initialise(self, initial: Initial, config: OptimizerConfig, noise: Noise | None = None) -> None:
         """Set the parameters from `initial`; make the gradient and the optimizer state of a trainable buffer.
 
-        Holds all elements of the buffer on the CPU while it works.
+        `noise` rounds states in bf16, if the plan has any. Holds all elements of the buffer on the CPU while it works.
         """
         # In fp32 at least, so that the master copy is not rounded through the compute dtype.
         values = torch.zeros(self.padded, dtype=torch.float64 if self.full.dtype == torch.float64 else torch.float32)
@@ -107,7 +109,7 @@ class FlatParam:
         self.shard.copy_(values[self.part(self.layout.params)])
         if self.spec.trainable:
             values = values[self.part(self.layout.optimizer)].clone()
-            self._make_optimizer(values, config)
+            self._make_optimizer(values, config, noise)
         self._meter.add("params", self.shard.nbytes)
         self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
         self._meter.add("outer", self._outer_state.nbytes if self._outer_state is not None else 0)
@@ -329,12 +331,12 @@ class FlatParam:
     def _shard_piece(self, tier: int) -> Tensor:
         return self.shard[self.part_within(tier, self.layout.params)]
 
-    def _make_optimizer(self, values: Tensor, config: OptimizerConfig) -> None:
-        layout, device = self.layout, self.full.device
-        self.grads = torch.zeros(self.padded // layout.span(layout.grads), dtype=self._master_dtype, device=device)
+    def _make_optimizer(self, values: Tensor, config: OptimizerConfig, noise: Noise | None) -> None:
+        layout, device, sums = self.layout, self.full.device, DTYPES[self._plan.sums]
+        self.grads = torch.zeros(self.padded // layout.span(layout.grads), dtype=sums, device=device)
         self.owned = self.grads[self.part_within(layout.optimizer, layout.grads)]
         if self._keeps_master:
-            master = values.to(device=device, dtype=self._master_dtype)
+            master = values.to(device=device, dtype=DTYPES[self._plan.master])
         else:
             master = self._shard_piece(layout.optimizer)
         self.optimizer = make_optimizer(
@@ -345,6 +347,7 @@ class FlatParam:
             sum(spec.numel for spec in self.spec.params if spec.decays),
             config,
             self.full.dtype,
+            Storage(sums, self._plan.optimizer_states, noise),
         )
         if self._outer is not None:
             origin = Origin(self.name, device, self._meter)

@@ -18,6 +18,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.noise import Noise
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.pages import Pages
 from terrace.runtime.settings import OptimizerConfig
@@ -31,8 +32,8 @@ class ModelState:
     `blocks` are the modules of the whole model as this rank runs them, `specs` the same blocks whole. Parameters of the
     held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else
     from `values`, the parameters of each whole block, which then must be the same on every rank. `meter` counts the
-    memory of the state by category. `edges` are the origins of what blocks send to other stages; `choices` has the
-    tokens of each expert (E) in the last step, int64, by block.
+    memory of the state by category, `seed` draws the bits of stochastic rounding. `edges` are the origins of what
+    blocks send to other stages; `choices` has the tokens of each expert (E) in the last step, int64, by block.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ModelState:
         initial: InitialValue | None = None,
         device: torch.device | str = "cpu",
         meter: Meter | None = None,
+        seed: int = 0,
     ) -> None:
         self.program, self.rank, self.specs, self.settings = program, rank, tuple(specs), settings
         check_settings(program.plan, settings)
@@ -83,7 +85,7 @@ class ModelState:
                 return _slice_value(whole, spec, program.mesh, rank)
 
             for flat in self.flats[index]:
-                flat.initialise(value, settings)
+                flat.initialise(value, settings, self._noise(flat, seed))
                 # Replaced by identity and all at once, so that tied parameters stay tied.
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
@@ -99,6 +101,13 @@ class ModelState:
             for block in program.stage.own
             if (experts := experts_of(program.blocks[block])) is not None
         }
+
+    def _noise(self, flat: FlatParam, seed: int) -> Noise | None:
+        plan, params = self.program.plan, flat.spec.params
+        if not flat.spec.trainable or "bf16" not in (plan.master, plan.optimizer_states):
+            return None
+        slices = [rank_slices(spec, self.program.mesh, self.rank) for spec in params]
+        return Noise(seed, flat.name, params, [tuple(part.start for part in each) for each in slices], flat.spec.numel)
 
     def __iter__(self) -> Iterator[FlatParam]:
         for flats in self.flats.values():

@@ -23,13 +23,15 @@ from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.state_part import StatePart, whole_part
 from terrace.runtime.states import MUON
+from terrace.runtime.stored import State, Storage, chunks
 
 
 class ShardedMuon:
     """Muon over the parts of the matrices `extents` in `master`, AdamW over the elements behind them.
 
     `master` is the slice of the flat buffer that begins at `start`, `gradient` the memory where the finished gradient
-    of the same elements stands at `prepare`. `compute` is the dtype of Newton-Schulz.
+    of the same elements stands at `prepare`. `compute` is the dtype of Newton-Schulz; `storage` says how states are
+    kept.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ShardedMuon:
         extents: Sequence[Extent],
         config: OptimizerConfig,
         compute: torch.dtype,
+        storage: Storage,
     ) -> None:
         self.master = master
         self.num_steps_made = 0
@@ -49,13 +52,22 @@ class ShardedMuon:
         stop = start + self._num_matrix
         # Only matrices that overlap this rank's slice are orthogonalised here.
         self._extents = [extent for extent in extents if extent[1] < stop and extent[2] > start]
-        self.momentum = torch.zeros_like(master[: self._num_matrix])
-        rest = slice(self._num_matrix, master.numel())
-        self._rest = ShardedAdamW(master[rest], gradient[rest], 0, config) if rest.start < rest.stop else None
+        matrices, rest = slice(0, self._num_matrix), slice(self._num_matrix, master.numel())
+        self._parameters = storage.parameters(master[matrices], start)
+        self._momentum = storage.zeros("momentum", self._num_matrix, start, master.device)
+        self._rest: ShardedAdamW | None = None
+        if rest.start < rest.stop:
+            self._rest = ShardedAdamW(
+                master[rest], gradient[rest], 0, config, start=start + rest.start, storage=storage
+            )
 
     @property
     def nbytes(self) -> int:
-        return self.momentum.nbytes + (self._rest.nbytes if self._rest is not None else 0)
+        return self._momentum.nbytes + (self._rest.nbytes if self._rest is not None else 0)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        return (self._parameters, self._momentum, *(self._rest.states if self._rest is not None else ()))
 
     @property
     def num_steps(self) -> int:
@@ -71,7 +83,7 @@ class ShardedMuon:
     def parts(self) -> list[StatePart]:
         found = []
         if self._num_matrix:
-            found.append(whole_part(MUON, self.master[: self._num_matrix], self.momentum))
+            found.append(whole_part(MUON, self._parameters.tensor, self._momentum.tensor))
         for part in self._rest.parts if self._rest is not None else ():
             elements = slice(self._num_matrix + part.elements.start, self._num_matrix + part.elements.stop)
             found.append(StatePart(group=part.group, elements=elements, values=part.values))
@@ -80,26 +92,31 @@ class ShardedMuon:
     @torch.no_grad()
     def prepare(self) -> None:
         """Add the gradient to the momentum, and replace it by the matrix to orthogonalise."""
-        gradient, momentum = self._gradient[: self._num_matrix], self._config.momentum_or_default
-        # Nesterov momentum: the matrix to orthogonalise looks one step ahead.
-        self.momentum.mul_(momentum).add_(gradient)
-        gradient.add_(self.momentum, alpha=momentum)
+        decay = self._config.momentum_or_default
+        for part in chunks([self._momentum], self._num_matrix, self._start, self.master.device):
+            gradient, momentum = self._gradient[part], self._momentum.read(part)
+            # Nesterov momentum: the matrix to orthogonalise looks one step ahead.
+            momentum.mul_(decay).add_(gradient)
+            gradient.add_(momentum, alpha=decay)
+            self._momentum.write(part, momentum, self.num_steps_made + 1)
 
     @torch.no_grad()
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
         """One step; `muon_momentum` is the gathered flat buffer, None where the slice is the whole buffer."""
         config = self._config
         source, first = (self._gradient, self._start) if muon_momentum is None else (muon_momentum, 0)
-        # Decoupled weight decay, as in AdamW.
-        self.master[: self._num_matrix].mul_(1 - lr * config.weight_decay)
         for shape, start, stop in self._extents:
             matrix = source[start - first : stop - first].to(self._compute).view(shape)
             whole = newton_schulz(matrix, config.newton_schulz_steps).reshape(-1)
             # The part of the whole update that lies in this rank's slice.
             low, high = max(start, self._start), min(stop, self._start + self._num_matrix)
             scale = UPDATE_RMS * max(shape) ** 0.5
-            part = whole[low - start : high - start].to(self.master.dtype)
-            self.master[low - self._start : high - self._start].add_(part, alpha=-lr * scale)
+            place = slice(low - self._start, high - self._start)
+            parameters = self._parameters.read(place)
+            # Decoupled weight decay, as in AdamW.
+            parameters.mul_(1 - lr * config.weight_decay)
+            parameters.add_(whole[low - start : high - start].to(parameters.dtype), alpha=-lr * scale)
+            self._parameters.write(place, parameters, self.num_steps_made + 1)
         if self._rest is not None:
             self._rest.update(lr)
         self.num_steps_made += 1

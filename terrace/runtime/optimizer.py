@@ -13,12 +13,17 @@ from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.sgd import ShardedSGD
 from terrace.runtime.state_part import StatePart
+from terrace.runtime.stored import State, Storage
 
 
 class Optimizer(Protocol):
     """Updates `master`, a slice of a flat buffer, from the gradient in memory given at construction."""
 
     master: Tensor
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """All states, `master` included."""
 
     @property
     def num_steps(self) -> int: ...
@@ -32,7 +37,7 @@ class Optimizer(Protocol):
 
     @property
     def parts(self) -> list[StatePart]:
-        """The state that a checkpoint stores."""
+        """The state that a checkpoint stores; what is in blocks is a copy, unless the states are open."""
 
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
         """One step with learning rate `lr`; `muon_momentum` is the gathered flat buffer, under Muon."""
@@ -46,15 +51,17 @@ def make_optimizer(
     num_decayed: int,
     config: OptimizerConfig,
     compute: torch.dtype,
+    storage: Storage,
 ) -> Optimizer:
     """The optimizer of the slice `master` that begins at `start` of its flat buffer.
 
     The first `num_decayed` elements of the buffer take weight decay; `extents` are its matrices that Muon updates.
+    `storage` says how states are kept.
     """
     if config.name == "lion":
-        return ShardedLion(master, gradient, num_decayed - start, config)
+        return ShardedLion(master, gradient, num_decayed, config, start=start, storage=storage)
     if config.name == "sgd":
-        return ShardedSGD(master, gradient, num_decayed - start, config)
+        return ShardedSGD(master, gradient, num_decayed, config, start=start, storage=storage)
     if extents:
-        return ShardedMuon(master, gradient, start, extents, config, compute)
-    return ShardedAdamW(master, gradient, num_decayed - start, config)
+        return ShardedMuon(master, gradient, start, extents, config, compute, storage)
+    return ShardedAdamW(master, gradient, num_decayed, config, start=start, storage=storage)

@@ -34,7 +34,7 @@ Piece = Callable[[int], slice]  # of a rank's slice, by tier
 
 
 class OuterState:
-    """The outer loop of one slice: `anchor`, `momentum` and `start` like the optimizer's master, (n,) each.
+    """The outer loop of one slice: `anchor`, `momentum` and `start` like the gradient, (n,) each.
 
     `message` is the memory of the change and of its mean: the gradient's, free between steps, unless a delay lets the
     exchange run beside them. `x` is the island's parameters in the master dtype.
@@ -42,16 +42,16 @@ class OuterState:
 
     def __init__(self, outer: Outer, x: Tensor, gradient: Tensor, origin: Origin) -> None:
         self.outer, self.x, self.origin = outer, x, origin
-        self.anchor = x.clone()
-        self.momentum = torch.zeros_like(x) if outer.optimizer != "average" else None
-        self.start = x.clone() if outer.delay else None
-        self.message = torch.zeros_like(x) if outer.delay else gradient
+        self.anchor = x.to(gradient.dtype, copy=True)
+        self.momentum = torch.zeros_like(gradient) if outer.optimizer != "average" else None
+        self.start = self.anchor.clone() if outer.delay else None
+        self.message = torch.zeros_like(gradient) if outer.delay else gradient
         self._has_change = False  # `message` has the change already
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slices, without the gradient's."""
-        return self.outer.num_slices * self.x.nbytes
+        return self.outer.num_slices * self.anchor.nbytes
 
     @property
     def shared(self) -> dict[str, Tensor]:

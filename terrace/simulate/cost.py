@@ -40,7 +40,7 @@ from terrace.simulate.event import Doing, Event, PassStep
 from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
-from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, seconds_of
+from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, rounding_bytes, seconds_of
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
@@ -116,8 +116,8 @@ class Costs:
     def _outer_s(self, blocks: Iterable[int], passes: Callable[[Outer], list[int]]) -> float:
         program = self.program
         assert program.plan.outer is not None, "the plan has islands"
-        device, master, each = program.cluster.device, program.plan.master, passes(program.plan.outer)
-        return math.fsum(passes_s(device, program.flats[block], master, each) for block in blocks)
+        device, summed, each = program.cluster.device, program.plan.sums, passes(program.plan.outer)
+        return math.fsum(passes_s(device, program.flats[block], summed, each) for block in blocks)
 
     def penalty(self, message: Message) -> float:
         """Slow-down of compute during a message: the mean over its time on each tier."""
@@ -311,11 +311,12 @@ def trained_part(block: BlockSpec) -> float:
 
 def update_seconds(program: "Program") -> tuple[float, ...]:
     """Seconds of the optimizer on a rank's part of every block; its constant is added to the last that trains."""
-    device = program.cluster.device
+    device, plan = program.cluster.device, program.plan
+    more = rounding_bytes(device, plan.master, plan.optimizer_states)
 
     def own_s(parts: Sequence[FlatParamSpec]) -> float:
         # The constant counts once a step, below, not once a block.
-        return optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
+        return optimizer_s(device, _owned(parts), more) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
 
     update = program.of_flats(own_s)
     trained = [block for block in program.stage.held if program.blocks[block].num_trainable]
@@ -344,7 +345,8 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     device, plan = program.cluster.device, program.plan
     # Where the device states no peak for the dtype, its highest one stands in.
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
-    item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    item, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
+    more = rounding_bytes(device, plan.master, plan.optimizer_states)
     bandwidth = device.memory_bandwidth_bytes_per_s
     shared = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT))
     forward, backward, weight, update, experts = [], [], [], [], []
@@ -362,7 +364,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
-        update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
+        update.append(_owned(parts) * (_ADAMW_PASSES * summed + copied + more) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
     # Of what is recomputed attention alone has FLOPs, in one round: operations are not recomputed on context ranks.
     again = ["attention" in parts for parts in program.recomputed]

@@ -13,13 +13,17 @@ modelled: caches, split of the inner dimension among cores.
 """
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.cluster.cluster import Device
+from terrace.model.attention_kernel import AttentionKernel
 from terrace.plan.wire import FORMATS
 
 _FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
+
+# FlexAttention over flash attention 2, forward and backward, causal on an A100 (PyTorch blog of 2024-08-07).
+_FLEX = (0.90, 0.85)
 
 
 def peak_flops_per_s(device: Device, dtype: str) -> float:
@@ -67,11 +71,12 @@ def attention_s(
     flash: bool = True,
     causal: bool = True,
     dtype: str = "bf16",
+    kernel: AttentionKernel = "sdpa",
 ) -> tuple[float, float]:
     """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
 
     A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, and 2.5 times as many backward, each at
-    its share of the peak (`Kernels.attention_share`); its traffic is neglected (Dao 2307.08691, section 2). Without it
+    the share of the peak of its `kernel`; its traffic is neglected (Dao 2307.08691, section 2). Without it
     there are two batched products forward and four backward over the full square, and the scores pass through memory:
     with bf16, 4 bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al.
     2205.05198, section 4.1, lists the stored tensors).
@@ -80,8 +85,10 @@ def attention_s(
     if flash:
         flops = 4.0 * pairs * queries * keys * head_dim * (0.5 if causal else 1.0)
         seconds = flops / (peak_flops_per_s(device, dtype) * device.pace)
-        forward = seconds / device.kernels.attention_share(head_dim, keys)
-        backward = _FLASH_BACKWARD * seconds / device.kernels.attention_share(head_dim, keys, backward=True)
+        share = partial(device.kernels.attention_share, head_dim, keys, flash2=kernel in ("varlen", "flex"))
+        slower = _FLEX if kernel == "flex" else (1.0, 1.0)
+        forward = seconds / (slower[0] * share())
+        backward = _FLASH_BACKWARD * seconds / (slower[1] * share(backward=True))
         return forward + device.kernels.launch_s, backward + device.kernels.launch_s
     return _plain_attention_s(device, pairs, queries, keys, head_dim, dtype)
 

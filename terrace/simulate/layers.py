@@ -26,6 +26,7 @@ from terrace.cluster.cluster import Device
 from terrace.model.config import ModelConfig, forward_flops
 from terrace.model.loss_chunks import chunk_rows
 from terrace.model.spec import BlockSpec, Computes
+from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, work_in
@@ -36,6 +37,13 @@ from terrace.simulate.work import Work
 _LOGIT_BYTES = 26
 # Adam in mixed precision: moments, master copy and gradient read and written, norm and clipping included.
 _OPTIMIZER_BYTES = 44
+# What rounding adds for each element of a state, in bytes that its operations read and write: random bits, 64 for four
+# elements, and their addition; codes looked up, scales, and the search of the nearest point. The step itself then works
+# on fp32 copies, 8 bytes. On a CPU all of it stays in a cache, where it takes about half as long (measured on one core:
+# 4 ns an element for two states in bf16, 21 in 8 bits, 2 for parameters in bf16).
+_ROUNDING_BYTES = 110
+_BLOCK_CODE_BYTES = 175
+_IN_CACHE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +104,27 @@ def chain_seconds(device: Device, work: Work, matrices: tuple[tuple[int, int], .
 
 
 @lru_cache(maxsize=65536)
-def optimizer_s(device: Device, num_params_shard: float) -> float:
+def optimizer_s(device: Device, num_params_shard: float, rounding_bytes: float = 0.0) -> float:
     """Seconds of an Adam step on a shard of `num_params_shard` parameters.
 
-    44 bytes a parameter (fp32 master and moments with 16-bit parameters, norm and clipping included), and the device's
-    constant for all costs that do not grow with the shard.
+    44 bytes a parameter (fp32 master and moments with 16-bit parameters, norm and clipping included), the
+    `rounding_bytes` of states that are stored otherwise, and the device's constant for all costs that do not grow with
+    the shard.
     """
-    return stream_s(device, _OPTIMIZER_BYTES * num_params_shard) + device.kernels.optimizer_s
+    return stream_s(device, (_OPTIMIZER_BYTES + rounding_bytes) * num_params_shard) + device.kernels.optimizer_s
+
+
+def rounding_bytes(device: Device, master: str, states: str | None) -> float:
+    """Bytes a parameter that an Adam step reads and writes beyond those of fp32 master and moments.
+
+    `master` and `states` are as in a plan. Fewer bytes of state are read, but they are decoded and rounded again.
+    """
+    total = 0.0
+    for stored in (states, states, master if master == "bf16" else None):
+        if stored is not None:
+            work = 8 + (_BLOCK_CODE_BYTES if stored == BLOCK_STATES else _ROUNDING_BYTES)
+            total += 2 * element_bytes(stored) - 8 + work * (_IN_CACHE if device.backend == "cpu" else 1)
+    return total
 
 
 def at_once(logits: BlockSeconds) -> BlockSeconds:
@@ -210,6 +232,8 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     counted in the first one, and later rounds have none for messages to hide behind.
     """
     keys, causal = core_keys(work, device.backend)
+    # Ranks that attend together call flash attention 2, which gives them the log-sums.
+    kernel = "varlen" if work.is_spread else work.kernel_on(device.backend)
     # Tokens of one row on this rank.
     queries = math.ceil(work.attended / work.micro_batch)
     windowed = 0 < work.model.sliding_window < work.sequence
@@ -223,6 +247,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
         flash=work.flash,
         causal=causal,
         dtype=work.compute,
+        kernel=kernel,
     )
     if work.ring == 1:
         return first, (0.0, 0.0)

@@ -5,6 +5,8 @@ g members of a tier whose rate for one rank is b, a hop that gathers or reduces 
 
 (g - 1) latency + (g - 1)/g S / b(S)
 
+along a ring, or what a tree takes where that is less (`Tier.tree`), as a library chooses by size and width.
+
 A tier's bandwidth is the share of each device when all devices use the tier at the same time, on links of their own or
 (`shared`) on one link for all ranks inside a member. Several groups that each bring one rank per node, such as the
 data-parallel groups of different tensor ranks, therefore do not slow each other further.
@@ -12,33 +14,42 @@ data-parallel groups of different tensor ranks, therefore do not slow each other
 
 from collections.abc import Iterable, Sequence
 
-from terrace.cluster.cluster import Cluster
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.width import share
 
 Group = Sequence[int]
 
 
 def rate_bytes_per_s(cluster: Cluster, tier: int, num_bytes: float, *, degree: int = 0) -> float:
-    """Rate of one rank over a tier, in bytes/s, in a message of `num_bytes`.
-
-    Among `degree` members (0: all) of a tier that is wired in pairs, only the links to the others are of use.
-    """
+    """Rate of one rank over a tier, in bytes/s, in a message of `num_bytes` among `degree` members (0: all)."""
     here = cluster.tiers[tier]
-    rate = here.bandwidth_bytes_per_s
+    rate = here.bandwidth_bytes_per_s * wired(here, degree) * share(here.contention, degree or here.size)
+    return rate * here.efficiency * (num_bytes / (num_bytes + here.half_bytes) if num_bytes else 1.0)
+
+
+def wired(here: Tier, degree: int) -> float:
+    """What `degree` members (0: all) have of a tier's bandwidth by their wires: only links among them are of use."""
+    if here.by_degree:
+        return here.by_degree[min(degree or here.size, len(here.by_degree) + 1) - 2] if degree != 1 else 1.0
     # Devices wired in pairs share their bandwidth among size - 1 links.
     if here.direct and degree > 1 and here.size > 1:
-        rate *= min(1.0, (degree - 1) / (here.size - 1))
-    return rate * here.efficiency * (num_bytes / (num_bytes + here.half_bytes) if num_bytes else 1.0)
+        return min(1.0, (degree - 1) / (here.size - 1))
+    return 1.0
 
 
 def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
     """Seconds in which each of `degree` members of a tier sends `num_bytes` to the others together.
 
-    (degree - 1) latency + bytes / rate, at the rate of a message as large as all their parts.
+    (degree - 1) latency + bytes / rate, at the rate of a message as large as all their parts, or a tree's if less.
     """
     # The rate depends on the whole message, of which a rank sends all parts but one.
     whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
     rate = rate_bytes_per_s(cluster, tier, whole, degree=degree)
-    return (degree - 1) * cluster.tiers[tier].latency_s + num_bytes / rate
+    ring_s = (degree - 1) * cluster.tiers[tier].latency_s + num_bytes / rate
+    tree = cluster.tiers[tier].tree
+    if tree is None or degree < 2:
+        return ring_s
+    return min(ring_s, tree.latency_s(degree) + num_bytes / (rate * tree.share))
 
 
 def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, int]]) -> dict[int, float]:

@@ -1,13 +1,15 @@
-"""Effect of documents and sliding windows on attention over whole rows (terrace.model.attention): bytes and keys.
+"""Effect of documents and sliding windows on attention, by the kernel that serves: bytes and keys.
 
-On a CPU rows are attended to piece by piece: the pieces of the output are kept in addition to the whole, and under a
-window each piece keeps a copy of the keys and values that it sees. Elsewhere one mask covers whole rows, and grouped
-heads are repeated for a kernel that takes a mask. The documents are unknown here, so everything that depends on them is
-counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
+terrace.model.attention_kernel has the kernels and their choice. In pieces, on a CPU, the pieces of the output are kept
+in addition to the whole, and under a window each piece keeps a copy of the keys and values that it sees. Varlen
+attention has a number a document, FlexAttention indices of blocks. Without them one mask covers whole rows, and on CUDA
+grouped heads are repeated for a kernel that takes a mask. The documents are unknown here, so everything that depends on
+them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
 """
 
 from dataclasses import replace
 
+from terrace.model.attention_kernel import AttentionCase, AttentionChoice, expected
 from terrace.model.config import DecoderBlock, ModelConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
@@ -15,7 +17,10 @@ from terrace.simulate.work import Work
 
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
+_LONGEST_FLASH_HEAD = 256
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
+
+FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise
 
 
 def piece_tokens(window: int, sequence: int) -> int:
@@ -32,53 +37,74 @@ def causal_pairs(sequence: int, window: int = 0) -> int:
 def core_keys(work: Work, backend: str) -> tuple[int, bool]:
     """Keys that the core of attention multiplies with each query, on average, and whether its kernel is causal.
 
-    Rows are assumed to hold one document each, so a price from these keys is an upper bound.
+    Rows are assumed to hold one document each, so a price from these keys is an upper bound. Varlen and FlexAttention
+    skip keys beyond a window but for half a tile: their windowed row costs as a causal one with twice the keys seen.
     """
     window, sequence = work.model.sliding_window, work.sequence
     # A window of the whole sequence or more masks nothing.
     if not 0 < window < sequence:
         return sequence, work.causal
+    kernel = work.kernel_on(backend)
+    if kernel in ("varlen", "flex") and not work.is_spread:
+        return min(sequence, 2 * causal_pairs(sequence, window) // sequence + FLEX_BLOCK), True
     length = piece_tokens(window, sequence)
     # Under a mask the kernel computes the whole square and cannot skip the causal half.
-    if backend != "cpu" or length == sequence:
+    if backend != "cpu" or kernel == "sdpa" or length == sequence:
         return sequence, False
     # The first piece sees its own keys, each later piece also the piece before.
     return (length + 2 * (sequence - length)) * length // sequence, False
 
 
-def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend: str, documents: bool = False) -> bool:
+def has_flash_attention(
+    model: ModelConfig,
+    sequence: int,
+    compute: str,
+    backend: str,
+    documents: bool = False,
+    attention: AttentionChoice = "auto",
+) -> bool:
     """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
 
-    On CUDA torch's flash kernel takes half precision; its other fused kernel takes fp32 and masks too, but no grouped
-    heads (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. All other cases
-    use plain products. On a CPU plain products are used for short rows, or pieces of rows, in bf16; with documents,
-    pieces may be short, so plain products are assumed.
+    Varlen and FlexAttention are fused. Of the kernels behind `scaled_dot_product_attention` on CUDA the flash kernel
+    takes half precision and heads of up to 256; the other fused one takes fp32, longer heads and masks too, but no
+    grouped heads (torch's documentation): under a mask these are repeated. All other cases use plain products. On a CPU
+    plain products are used for short rows, or pieces of rows, in bf16; with documents, pieces may be short, so plain
+    products are assumed.
     """
     masked = documents or 0 < model.sliding_window < sequence
+    is_grouped = model.num_kv_heads != model.num_heads
+    kernel = expected(AttentionCase(backend, compute, model.head_dim, is_grouped, masked), attention)
+    if kernel in ("varlen", "flex"):
+        return True
     if backend == "cpu":
+        if kernel == "sdpa":  # whole rows
+            return compute != "bf16" or sequence > CPU_PLAIN_SEQUENCE
         # Short pieces in bf16 attend by plain products, and documents may be short.
         longest = piece_tokens(model.sliding_window, sequence)
         return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
     grouped = model.num_kv_heads != model.num_heads and not masked
-    return compute != "fp64" and not (compute == "fp32" and grouped)
+    return compute != "fp64" and not (grouped and (compute == "fp32" or model.head_dim > _LONGEST_FLASH_HEAD))
 
 
 def work_in(work: Work, block: BlockSpec, backend: str) -> Work:
     """The work of a micro-batch in a block that has its own sizes."""
     if not isinstance(block, DecoderBlock) or block.config is work.model or block.config == work.model:
         return work
-    flash = has_flash_attention(block.config, work.sequence, work.compute, backend, work.documents)
+    flash = has_flash_attention(block.config, work.sequence, work.compute, backend, work.documents, work.attention)
     return replace(work, model=block.config, flash=work.flash and flash)
 
 
 def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:
     """Bytes of keys (or of values) that attention copies to make them contiguous, out of `key_bytes`.
 
-    On a CPU with a window, every piece but the first copies its own keys and the keys of the piece before.
+    In pieces with a window, every piece but the first copies its own keys and the keys of the piece before.
     """
-    if not work.is_masked:
+    kernel = work.kernel_on(backend)
+    if not work.is_masked or kernel in ("varlen", "flex"):
         return 0
-    if backend == "cuda":
+    if kernel == "sdpa":
+        if backend == "cpu":
+            return 0
         return query_bytes if work.model.num_heads != work.model.num_kv_heads else 0
     sequence = work.sequence
     length = piece_tokens(work.model.sliding_window, sequence)
@@ -90,10 +116,17 @@ def mask_bytes(work: Work, backend: str) -> int:
 
     Without documents the masks of one row serve all micro-batches.
     """
+    kernel, sequence = work.kernel_on(backend), work.sequence
+    if kernel == "varlen":
+        return 4 * (1 + (work.tokens if work.documents else work.micro_batch))  # where documents begin
+    if kernel == "flex":
+        rows, blocks = work.tokens // sequence if work.documents else 1, -(-sequence // FLEX_BLOCK)
+        # The first key of each token; numbers and indices of blocks, seen in part and wholly, by queries and by keys.
+        return rows * (8 * sequence + 4 * 4 * blocks * (1 + blocks))
     if not work.is_masked:
         return 0
-    item, window, sequence = FORMATS[work.compute].element_bytes, work.model.sliding_window, work.sequence
-    if backend == "cuda":
+    item, window = FORMATS[work.compute].element_bytes, work.model.sliding_window
+    if kernel == "sdpa":
         return item * (work.tokens if work.documents else sequence) * sequence
     length = piece_tokens(window, sequence)
     bands = 0

@@ -1,4 +1,4 @@
-"""Seconds of the outer loop's own computing: passes over a rank's slices in the master dtype.
+"""Seconds of the outer loop's own computing: passes over a rank's slices in `plan.sums`.
 
 Each function lists the operations of `terrace.runtime.outer_state`, as the number of slices that each reads and writes.
 The scaling of a change by its island's weight, on the lane, is left out, as casts are: links are slower than memory.
@@ -39,9 +39,9 @@ def apply_passes(outer: Outer) -> list[int]:
     return [*mean, *step, _SUB, _NORM, _SUB, *([_COPY] if outer.sends_last else [])]
 
 
-def passes_s(device: Device, flats: Sequence[FlatParamSpec], master: str, passes: Sequence[int]) -> float:
+def passes_s(device: Device, flats: Sequence[FlatParamSpec], summed: str, passes: Sequence[int]) -> float:
     """Seconds of operations on the slices that a rank owns of the flat buffers of a block."""
     trained = [flat for flat in flats if flat.trainable]
     owned = sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in trained)
-    num_bytes = owned * FORMATS[master].element_bytes
+    num_bytes = owned * FORMATS[summed].element_bytes
     return stream_s(device, sum(passes) * num_bytes, len(passes) * len(trained))

@@ -10,7 +10,8 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import RESIDUAL_BYTES
 from terrace.plan.plan import Plan
 from terrace.plan.routes import residual_numels
-from terrace.plan.state_bytes import num_moments
+from terrace.plan.state_bytes import moments
+from terrace.plan.state_formats import stored_bytes
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.program import Program
 from terrace.program.report import StepReport
@@ -97,7 +98,8 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
     if not flat.trainable:
         return owned * FORMATS[flat.dtype(plan)].element_bytes
     elementwise = owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
-    return (owned + num_moments(plan.update, owned, elementwise)) * FORMATS[plan.master].element_bytes
+    states = sum(moments(plan.update, owned, elementwise))
+    return owned * FORMATS[plan.master].element_bytes + stored_bytes(plan.optimizer_states or plan.sums, states)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from terrace.plan.layout import Layout, message_lane
 from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops, residual_numels
-from terrace.plan.state_bytes import accumulates_in_place, keeps_master, num_moments
+from terrace.plan.state_bytes import accumulates_in_place, keeps_master, moment_bytes, moments
 from terrace.plan.wire import FORMATS, MessageClass
 
 Sizes = tuple[int, ...]  # elements of a block of each kind
@@ -272,7 +272,7 @@ def model_states(
     `shared` gives the layout of a buffer that the ranks of further axes share, or of stacks of experts; needed where
     the stage has any.
     """
-    item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    item, summed = FORMATS[plan.compute].element_bytes, FORMATS[plan.sums].element_bytes
     again = num_micros > plan.unit
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
     dtypes = plan.compute, plan.master, plan.messages
@@ -295,18 +295,18 @@ def model_states(
         steady["params"] += total // here.span(here.params) * item
         steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
         if flats.trainable:
-            steady["grads"] += total // here.span(here.grads) * master
+            steady["grads"] += total // here.span(here.grads) * summed
             kept = total // here.span(here.optimizer) if keeps_master(plan, here) else 0
             if plan.outer is not None:
-                steady["outer"] += total // here.span(here.optimizer) * master * plan.outer.num_slices
-            steady["optimizer"] += (kept + _moments(plan, here, stage, flats)) * master
+                steady["outer"] += total // here.span(here.optimizer) * summed * plan.outer.num_slices
+            steady["optimizer"] += kept * FORMATS[plan.master].element_bytes + _moment_bytes(plan, here, stage, flats)
         # Only gradients that are reduced need a whole buffer.
         if flats.trainable and not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         if here.frees:
             comes_and_goes = [before + size for before, size in zip(comes_and_goes, sizes, strict=True)]
         # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
-        tie = max(tie, flats.tied // here.span(here.grads) * master)
+        tie = max(tie, flats.tied // here.span(here.grads) * summed)
         gathered_whole: Sizes = ()
         # A whole optimizer state needs no gather.
         if plan.update == "muon" and here.span(here.optimizer) > 1:
@@ -331,13 +331,13 @@ def model_states(
     )
 
 
-def _moments(plan: Plan, layout: Layout, stage: StageBlocks, flats: Flats) -> int:
+def _moment_bytes(plan: Plan, layout: Layout, stage: StageBlocks, flats: Flats) -> int:
     span, kept, sizes = layout.span(layout.optimizer), 0, flats.sizes
     # Muon keeps one moment for matrices of layers.
     for kind, at_end in product(range(len(sizes)), (False, True)):
         count = sum(each == kind and (index in stage.ends) == at_end for index, each in enumerate(stage.order))
         elementwise = sizes[kind] - (flats.matrices[kind] if plan.update == "muon" and not at_end else 0)
-        kept += count * num_moments(plan.update, sizes[kind] // span, elementwise) if count else 0
+        kept += count * moment_bytes(plan, moments(plan.update, sizes[kind] // span, elementwise)) if count else 0
     return kept
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.base.hashing import hashed_once
+from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.config import ModelConfig
 from terrace.plan.context import Heads, count_local_tokens
 from terrace.sequence.capacity import most_attended
@@ -24,7 +25,7 @@ class Work:
     `recompute` says whether a layer's backward runs its forward again; where it does not, it runs `operations` again
     (terrace.plan.recompute). `flash` is a kernel that never writes the S x S scores, and recomputes the core of
     attention (QK^T, softmax and the product with V) by itself. `documents`: a row may hold several, each of which
-    attends only to itself (terrace.model.attention).
+    attends only to itself (terrace.model.attention). `attention` is the kernel that a run asks for.
 
     The context axis is `ulysses` x `ring` ranks (terrace.plan.context). Between attention each rank holds `tokens`,
     padding included. In attention the `ulysses` ranks of one ring place share its `attended` tokens and each has a part
@@ -53,6 +54,7 @@ class Work:
     causal: bool = True
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     documents: bool = False
+    attention: AttentionChoice = "auto"
     expert: int = 1
     expert_rows: int = 1
     expert_chunks: tuple[int, int] = (1, 1)
@@ -69,6 +71,19 @@ class Work:
     def is_masked(self) -> bool:
         """Whether a token may not see all earlier tokens of its row."""
         return self.documents or 0 < self.model.sliding_window < self.sequence
+
+    def kernel_on(self, backend: str) -> AttentionKernel:
+        """The kernel that serves where torch has all of them."""
+        model = self.model
+        is_grouped = model.num_kv_heads != model.num_heads
+        return expected(
+            AttentionCase(backend, self.compute, model.head_dim, is_grouped, self.is_masked), self.attention
+        )
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several ranks attend together, with kernels of their own (terrace.model.blockwise)."""
+        return self.ulysses * self.places > 1
 
     @cached_property
     def rows(self) -> int:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from terrace.base.schema import dump, load
 from terrace.checkpoint.reading import Checkpoint
+from terrace.model.attention_plans import choose_kernel
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.lora.config import LoraConfig
@@ -18,6 +19,7 @@ FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
 def run_blocks_of(run: RunConfig) -> list[nn.Module]:
     """Blocks of a run, without values, with adapters if it has any."""
     blocks = build_blocks(run.model)
+    choose_kernel(blocks, run.train.attention)
     if run.lora is not None:
         add_adapters(blocks, run.model, run.lora)
     return blocks

@@ -23,7 +23,9 @@ from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
+from terrace.comm.process_group import barrier
 from terrace.comm.stage_p2p import StageP2P
+from terrace.model.attention_plans import choose_kernel
 from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
@@ -138,7 +140,11 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
         tier,
         latency_s=latency_s,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        direct=False,  # the measured rate is already that of this run's groups
+        direct=False,  # the measured rate is already that of this run's groups, by its algorithm
+        links=(),
+        by_degree=(),
+        tree=None,
+        contention=(),
         efficiency=1.0,
         half_bytes=0.0,
         marks={"latency_s": "measured", "bandwidth_bytes_per_s": "measured"},
@@ -151,6 +157,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
     config, dtype = replace(run.model, num_layers=1, vocab_size=1, experts=experts), DTYPES[run.plan.compute]
     blocks = build_blocks(config)
+    choose_kernel(blocks, run.train.attention)
     initialise(blocks, config, 0, dtype, engine.device)
     mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
     if is_context_parallel(mesh, run.plan):
@@ -276,7 +283,7 @@ def _message_s(engine: Engine, message: Work) -> float:
 def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> float:
     work()
     if dist.is_initialized() and engine.program.cluster.world_size > 1:
-        dist.barrier()
+        barrier()
     _finish(engine)
     begin, calls = time.perf_counter(), 0
     # Either a fixed number of calls, which all ranks must share when they exchange messages, or as many as fit the

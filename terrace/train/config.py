@@ -6,7 +6,6 @@ the file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a 
 directory.
 """
 
-import fnmatch
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -40,6 +39,7 @@ from terrace.train.folder import with_folder
 from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
+from terrace.train.rules import check_attention, check_moved
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
@@ -99,7 +99,14 @@ class RunConfig:
             blocks=self.blocks(),
             num_micros=self.num_micros(),
             sequence=self.train.sequence,
-            work=work_of(self.cluster, self.plan, self.model, self.train.sequence, documents=self.has_documents),
+            work=work_of(
+                self.cluster,
+                self.plan,
+                self.model,
+                self.train.sequence,
+                documents=self.has_documents,
+                attention=self.train.attention,
+            ),
         )
 
 
@@ -248,6 +255,7 @@ def _check(run: RunConfig) -> None:
     validate(run.cluster, run.plan, blocks)
     check_objective(run)
     check_evaluation(run)
+    check_attention(run)
     run.num_micros()
     if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
         raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
@@ -258,7 +266,7 @@ def _check(run: RunConfig) -> None:
         )
     check_balance(run.balance or BalanceConfig(), Mesh.of(run.cluster, run.plan), run.plan, blocks)
     if run.balance is not None and run.balance.bias:
-        _check_moved(run, blocks)
+        check_moved(run, blocks)
     lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
     for name in run.train.error_budget:
         if name not in lossy:
@@ -274,20 +282,6 @@ def _check(run: RunConfig) -> None:
         )
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
-
-
-def _check_moved(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
-    if run.lora is not None:
-        raise ConfigError(
-            "balance.bias moves a bias of the base model, and [lora] leaves the base as it is: leave one of them out"
-        )
-    moved = [f"{block.name}.{param.name}" for block in blocks for param in block.params if param.is_moved]
-    for pattern in run.train.freeze:
-        if found := fnmatch.filter(moved, pattern):
-            raise ConfigError(
-                f"balance.bias moves {found[0]}, and train.freeze pattern {pattern!r} names it: leave balance.bias "
-                "out, or freeze other parameters"
-            )
 
 
 def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:

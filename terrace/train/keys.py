@@ -7,6 +7,7 @@ from typing import Literal
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
+from terrace.model.attention_kernel import AttentionChoice
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
 
@@ -36,7 +37,8 @@ class TrainConfig:
     peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
     weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
-    compile: bool = False  # each block through torch.compile
+    compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
+    attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
     rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step

@@ -20,7 +20,6 @@ from terrace.base.schema import dump, load
 from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cluster.cluster import Cluster
-from terrace.comm.collectives import DTYPES
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches
@@ -35,7 +34,6 @@ from terrace.launch.world import World
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
-from terrace.model.pair_kernels import describe
 from terrace.plan.context import is_context_parallel
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
@@ -44,6 +42,7 @@ from terrace.runtime.step_sums import StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.attention_cost import kept_cost, work_cost
+from terrace.train.attention_words import attention_words
 from terrace.train.calibrate import calibrate, predict_once
 from terrace.train.compared import compare_stages
 from terrace.train.context_batches import ContextBatches
@@ -104,7 +103,7 @@ class RankOfRun:
         starts_with = run.train.weights if job.resume is None else ""
         # A resumed run has its values in the checkpoint, so the starting weights are not read again.
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
-        self.compiling = run.train.compile  # compiling may take minutes in the first step
+        self.compiling = bool(run.train.compile)  # compiling may take minutes in the first step
         self.engine = Engine(
             run_blocks_of(run),
             names=[spec.name for spec in run.blocks()],
@@ -123,7 +122,7 @@ class RankOfRun:
             timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=self._at,
-            compiled=run.train.compile,
+            compiled=bool(run.train.compile),
             balance=run.balance,
             seed=run.train.seed,
             verified=True,  # by the process that prepared the job
@@ -238,8 +237,7 @@ class RankOfRun:
             begin_steps(self.world)
         for words in filter(None, (self.saves.words, self.validation.words)):
             self.observer.note(words)
-        if self.cost is not None:
-            self.observer.note(f"attention pairs: {describe(self.engine.device, DTYPES[self.run.plan.compute])}")
+        self.observer.note(attention_words(self.run, self.engine.device))
         if self.job.resume is None:
             self.saves.save(0)  # a folder that cannot be written ends the run in its first minute
         # The time left is estimated without the first checkpoint.
@@ -370,7 +368,7 @@ class RankOfRun:
             # A rank in an evaluation is ahead of one in the step.
             self.num_before = (number + 1) * len(self.engine.program.instructions)
 
-        self.compiling = self.run.train.compile and self.validation.is_first
+        self.compiling = bool(self.run.train.compile) and self.validation.is_first
         if self.compiling:
             self.dog.idle("compiling the blocks, in its first evaluation")
         with self._saved_first():

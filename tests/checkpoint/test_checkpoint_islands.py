@@ -145,7 +145,7 @@ def test_going_on_is_bitwise_the_same_at_every_step_of_a_cycle(pool: LocalPool, 
         checkpoint.verify()
         tensors = [tensor for file in checkpoint.files for tensor in load_file(folder / file).items()]
         stored = sum(value.nbytes for name, value in tensors if not name.startswith((NUMBERS_BLOCK, "feedback/")))
-        assert stored == checkpoint_bytes(specs_of(case), ADAMW, 8, 8, outer=case.plan.outer, num_islands=2)
+        assert stored == checkpoint_bytes(specs_of(case), ADAMW, case.plan, num_islands=2)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from terrace.model.config import block_specs, parse_model
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
 from terrace.plan.dims import CUT_BY
+from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.nightly import nightly
 from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, filled, flats_of, save
@@ -38,7 +39,9 @@ def check_stored(checkpoint: Checkpoint, blocks: Blocks, truth: Truth) -> None:
     num_bytes = sum(
         tensor.nbytes for name in checkpoint.files for tensor in load_file(checkpoint.folder / name).values()
     )
-    assert num_bytes == checkpoint_bytes(blocks, OptimizerConfig(), 4, 4)
+    assert num_bytes == checkpoint_bytes(
+        blocks, OptimizerConfig(), Plan(params="device", grads="device", optimizer="device")
+    )
     for block in blocks:
         found = checkpoint.read(block.name)
         wanted = truth.values[block.name]

@@ -21,7 +21,6 @@ from terrace.cli import from_memory, prepare
 from terrace.cli.from_memory import check_partners
 from terrace.launch.seal import Seal
 from terrace.launch.start import World
-from terrace.plan.wire import FORMATS
 from terrace.program.lowering import build_stages
 from terrace.simulate.peer_copies import find_partners, part_bytes
 from terrace.train.config import parse_run, resolve_table
@@ -79,8 +78,7 @@ def test_all_parts_have_the_bytes_of_a_checkpoint(
     programs = build_stages(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
     mesh = programs[0].mesh
     found = sum(part_bytes(programs[mesh.stage(rank)], rank) for rank in range(run.cluster.world_size))
-    sizes = (FORMATS[dtype].element_bytes for dtype in (run.plan.master, run.plan.compute))
-    assert found == checkpoint_bytes(run.blocks(), run.optimizer, *sizes)
+    assert found == checkpoint_bytes(run.blocks(), run.optimizer, run.plan)
 
 
 @pytest.fixture

@@ -3,15 +3,20 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from terrace.cli.main import main
+from terrace.cli.remedy import nodes_words
 from terrace.cluster.presets import load_cluster
+from terrace.model.config import parse_model
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS
+from terrace.planner.space import Space
+from terrace.planner.task import Task
 from terrace.planner.verdicts import size_words
 from terrace.program.lowering import build
 from terrace.report.plot import round_ticks
@@ -42,6 +47,16 @@ def test_plan_prints_why_and_writes_what_train_reads(here: Planning) -> None:
     assert run.plan.name == "planned"
     assert run.plan.compute == "bf16"
     assert run.plan.micro_batch * run.num_micros() * Layout.of(run.cluster, run.plan).data_degree == 16
+
+
+def test_a_plan_says_what_it_hides_between_nodes(here: Planning) -> None:
+    hides = r"this plan hides \S+ \S+ of messages on tier system behind computing: a step that hid none"
+    code, out, _ = here.say("plan", "--nodes", "2", "--pin", "params=system", "--pin", "pipeline=1", cluster="ethernet")
+    assert code == 0
+    assert len(re.findall(hides, " ".join(out.split()))) == 1
+    code, out, _ = here.say("plan", "--nodes", "1", "--force")
+    assert code == 0
+    assert "this plan hides" not in out
 
 
 def test_plan_refuses_to_overwrite(here: Planning) -> None:
@@ -275,10 +290,23 @@ def test_a_pinned_axis_that_is_not_searched_is_named(here: Planning) -> None:
 
 def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
     """What is said to fit where nothing does is planned as it is written."""
-    tight = ("--cluster.device.memory_bytes", "1.58e9")
+    tight = ("--cluster.device.memory_bytes", "1.58e9", "--headroom", "0%")
     error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
-    nodes, batch = re.findall(r"--nodes (\d+) --batch (\d+), the fewest", error)[0]
-    assert here.say("plan", "--nodes", nodes, "--axes", "data", *tight, batch=int(batch))[0] == 0
+    assert "with --axes all one fits: " in error
+    assert here.say("plan", "--nodes", "1", *tight, batch=8)[0] == 0
+    device = replace(load_cluster("frontier").device, memory_bytes=1.58e9)
+    cluster = replace(load_cluster("frontier").resized(1), device=device)
+    task = Task(model=parse_model(GPT), cluster=cluster, batch=8, sequence=256)
+    words = nodes_words(Space(task=task, axes=("data",)), 400)
+    nodes, batch = re.findall(r"--nodes (\d+) --batch (\d+), the fewest", words)[0]
+    assert here.say("plan", "--nodes", nodes, "--axes", "data", *tight, "--force", batch=int(batch))[0] == 0
+
+
+def test_a_pin_that_leaves_nothing_is_told(here: Planning) -> None:
+    tight = ("--nodes", "1", "--cluster.device.memory_bytes", "1.58e9")
+    error = here.refused("plan", *tight, "--pin", "optimizer=device", "--pin", "data=8")
+    assert "without optimizer=device and data=8 one fits: " in error
+    assert here.say("plan", *tight)[0] == 0
 
 
 @pytest.mark.parametrize(("command", "word"), [("train", "mine.toml"), ("train", "zero3")])

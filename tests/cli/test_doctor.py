@@ -21,6 +21,8 @@ from terrace.planner.bottleneck import better_plan, bottleneck
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
+from terrace.planner.search import find
+from terrace.planner.space import Space
 from terrace.planner.verdicts import runs_today
 from terrace.probe.environment import launcher_variables
 from terrace.probe.findings import Finding, findings
@@ -194,6 +196,16 @@ def test_what_does_not_fit_blocks(slow_run: RunConfig) -> None:
     small = replace(slow_run, cluster=replace(slow_run.cluster, device=device))
     found = check_run(small, SOUND, "terrace plan")
     assert any(each.level == "blocks" for each in found)
+    fix = _of(found, "memory of a rank").fix
+    assert fix == "no plan fits here; nor does one with up to 64 times as many members of 'system' fit"
+    # Replicated, the model lacks a quarter of a gigabyte.
+    device = replace(slow_run.cluster.device, memory_bytes=1.95e9)
+    plan = replace(slow_run.plan, params="device", grads="device", optimizer="device", micro_batch=4)
+    tight = replace(slow_run, plan=plan, cluster=replace(slow_run.cluster, device=device))
+    best = find(Space(task=task_of(tight, tight.cluster)), 1)[0].best[0]
+    fix = _of(check_run(tight, SOUND, "terrace plan"), "memory of a rank").fix
+    assert fix.startswith(f"the fastest plan that fits takes {seconds(best.step_s)} a step: params ")
+    assert fix.endswith("; to have it written: terrace plan")
     ranks = _of(check_run(slow_run, SOUND, "terrace plan"), "ranks")
     assert ranks.level == "note"
     assert "one CUDA device each for 16 ranks; this machine has 0" in ranks.words

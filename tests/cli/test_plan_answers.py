@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from terrace.cli import plan
+from terrace.cli.main import main
 from terrace.cli.own_plan import own_plan
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import Cost
 from terrace.report.tables import seconds
-from terrace.report.training_cost import duration, parse_tokens, throughput_words, training_words
+from terrace.report.training_cost import duration, energy_words, parse_tokens, throughput_words, training_words
 from terrace.simulate.step import predict_step
 from terrace.train.config import resolve
 from tests.support.planner_cases import CLUSTERS, small_task
@@ -51,6 +53,16 @@ def test_time_and_price_of_a_training_by_hand() -> None:
     ]
 
 
+def test_energy_by_hand() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], batch=16)  # eight devices of 400 W
+    said = "energy, at the 400 W that a device takes at most: {} a step{}, without hosts, links and cooling"
+    assert energy_words(task, cost(4.5), None) == said.format("4 Wh", "")
+    # 2,441,407 steps of 4 Wh.
+    assert energy_words(task, cost(4.5), 10**10) == said.format("4 Wh", ", 9.77 MWh for 10 G tokens")
+    unknown = replace(task, cluster=replace(task.cluster, device=replace(task.cluster.device, power_watts=0.0)))
+    assert energy_words(unknown, cost(4.5), 10**10) == ""
+
+
 def test_a_plan_says_what_tokens_take(here: Planning) -> None:
     code, out, _ = here.say("plan", *SMALL, "--tokens", "1e9", "--price", "2")
     assert code == 0
@@ -58,6 +70,8 @@ def test_a_plan_says_what_tokens_take(here: Planning) -> None:
     steps = re.search(r"^1 G tokens: ([\d,]+) steps, .* device-hours, price [\d.,]+ \(\+-\d+ %\)$", out, re.M)
     assert steps is not None
     assert int(steps[1].replace(",", "")) == -(-(10**9) // (16 * 256))
+    energy = r"energy, at the 280 W that a device takes at most: [\d.]+ k?Wh a step, [\d.]+ [kM]Wh for 1 G tokens"
+    assert re.search(energy, joined(out))
     assert "tokens: " not in here.say("plan", *SMALL, "--force")[1]
     assert "a million tokens: price" in here.say("plan", *SMALL, "--force", "--price", "2")[1]
 
@@ -81,7 +95,7 @@ def test_a_plan_says_what_tokens_take(here: Planning) -> None:
 def test_bad_questions_are_one_line_before_the_search(
     here: Planning, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(plan, "find_allowed", None)  # a search would raise
+    monkeypatch.setattr(plan, "find_stored", None)  # a search would raise
     assert said in here.refused("plan", *SMALL, *words)
 
 
@@ -104,7 +118,9 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
     assert (int(line[1]), line[2]) == (run.plan.micro_batch, seconds(step_s))
     best = float(re.findall(r"^ 1 +([\d.]+) ms", out, re.M)[0]) / 1e3
     assert float(line[3]) == pytest.approx(100 * (step_s / best - 1), abs=0.3)
-    assert re.search(r"; needs [\d.]+ GB of 64 GB, the best [\d.]+ GB", joined(out))
+    assert re.search(
+        r"; needs [\d.]+ GB of 65.27 GB \(68.7 GB less a headroom of 5%\), the best [\d.]+ GB", joined(out)
+    )
 
 
 def test_the_found_plan_is_as_long_as_itself(here: Planning) -> None:
@@ -136,7 +152,7 @@ def test_the_answers_fit_in_eighty_columns(here: Planning) -> None:
     )
     code, out, _ = here.say("plan", "--nodes", "2", *asked, batch=64)
     assert code == 0
-    part = out.split("the fastest plan that leaves")[1].split("why this plan")[0]
+    part = out.split("the fastest plan for each headroom")[1].split("why this plan")[0]
     own = out.split("your plan")[1].split("\n\n")[0]
     price = out.split("throughput: ")[1].split("MFU")[0]
     for text in (part, own, price):
@@ -149,3 +165,22 @@ def test_a_step_of_the_users_plan_is_that_of_the_task() -> None:
     assert own.cost.step_s == predict_step(step_of(task, own.plan)).step_s
     assert (own.plan.compute, own.plan.micro_batch) == (task.compute, 2)
     assert own_plan(task, None, {}).plan.name == "three-level"
+
+
+def test_the_headroom_of_the_command_is_kept_and_shown(here: Planning) -> None:
+    """A plan that needs all of the memory is found without headroom, refused with one, and not simulated with more."""
+    fixed = (*SMALL, "--pin", "params=device", "--pin", "micro_batch=2", "--pin", "optimizer=node", "--force")
+    code, out, _ = here.say("plan", *fixed, "--headroom", "0%")
+    assert code == 0
+    needed = float(re.findall(r"^ total +([\d.]+) GB", out, re.M)[0])
+    memory = ("--cluster.device.memory_bytes", f"{1.004 * needed}e9")
+    assert here.say("plan", *fixed, *memory, "--headroom", "0%")[0] == 0
+    for headroom in ("3%", "60MB"):
+        assert f"less a headroom of {headroom})" in here.refused("plan", *fixed, *memory, "--headroom", headroom)
+    assert main(["simulate", "plan.toml", *memory, "--headroom", "97%"]) == 2
+    assert "less a headroom of 97%)" in here.error()
+
+
+def test_a_headroom_without_a_unit_is_refused(here: Planning) -> None:
+    error = here.refused("plan", *SMALL, "--headroom", "6")
+    assert "device.headroom = '6' must be a share of the memory or bytes of it: write 5% or 4GB" in error

@@ -363,3 +363,12 @@ def _tiers(name: str) -> str:
 
 def _without(position: tuple[int, ...], index: int) -> tuple[int, ...]:
     return position[:index] + position[index + 1 :]
+
+
+def test_presets_of_gpus_say_their_power_and_none_takes_a_power_station() -> None:
+    for name in preset_names():
+        device = load_cluster(name).device
+        assert (device.power_watts > 0) == (device.backend == "cuda"), name
+    cluster = load_cluster("dgx-a100")
+    with pytest.raises(ClusterError, match=r"power_watts = 2000000.0 must lie between 0"):
+        replace(cluster, device=replace(cluster.device, power_watts=2e6))

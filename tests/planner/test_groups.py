@@ -11,8 +11,10 @@ from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK
 from terrace.planner.evaluate import Evaluator
+from terrace.planner.needs import recomputations
 from terrace.planner.pins import Pins
-from terrace.planner.search import in_units, recomputations, schedules, units_of
+from terrace.planner.schedule_pins import schedules
+from terrace.planner.search import in_units, units_of
 from terrace.planner.space import (
     Group,
     OpenMesh,
@@ -55,7 +57,7 @@ TASKS = {
 
 def groups_of(space: Space, evaluator: Evaluator) -> list[Group]:
     found = groups(space, by_tokens=evaluator.estimator.computes_by_tokens)
-    return [group._replace(recompute=again) for group in found for again in recomputations(space)]
+    return [group._replace(recompute=again) for group in found for again in recomputations(space, group.shape.mesh)]
 
 
 @pytest.mark.parametrize("pins", [Pins(), Pins({"micro_batch": (1, 3), "ulysses": (2, 2)}), Pins({"columns": (1, 2)})])

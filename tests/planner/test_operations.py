@@ -39,7 +39,8 @@ def test_operations_that_no_search_takes(text: str, axes: str, is_mixture: bool,
 
 def test_operations_of_a_search() -> None:
     assert parse_operations("norms, attention", TASK, ("data", "pipeline")) == ("attention", "norms")
-    assert parse_operations(None, TASK, AXES) == parse_operations("layers", TASK, AXES) == ()
+    assert parse_operations(None, TASK, AXES) is None
+    assert parse_operations("layers", TASK, AXES) == ()
     assert parse_operations("attention", MIXED, ("data", "tensor")) == ("attention",)
 
 
@@ -55,6 +56,25 @@ def test_the_search_equals_trying_everything_with_operations_in_place_of_layers(
     name: str, axes: tuple[str, ...], operations: tuple[str, ...], batch: int
 ) -> None:
     check_search(replace(small_task(CLUSTERS[name], batch=batch), operations=operations), axes)
+
+
+SEARCHED = [
+    ("dgx 4x2", ("data",), 8, False),
+    ("dgx 2x3", ("data", "pipeline"), 6, False),
+    pytest.param("frontier 2x1x2", ("data", "tensor"), 4, False),
+    pytest.param("dgx 4x2", ("data",), 8, True, marks=pytest.mark.nightly),
+    pytest.param("ethernet 2x2", AXES, 4, False, marks=pytest.mark.nightly),
+    pytest.param("frontier 2x1x2", ("data", "tensor", "pipeline"), 4, True, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "batch", "is_mixture"), SEARCHED)
+def test_the_search_equals_trying_everything_that_can_be_recomputed(
+    name: str, axes: tuple[str, ...], batch: int, is_mixture: bool
+) -> None:
+    task = replace(small_task(CLUSTERS[name], batch=batch), operations=None)
+    everything = check_search(replace(task, model=MIXED.model) if is_mixture else task, axes)
+    assert any(each.candidate.first for each in everything)
 
 
 @pytest.mark.parametrize("mapping", [{}, {"pipeline": (1, 2)}, {"rows": (1, 2)}], ids=str)

@@ -129,19 +129,24 @@ def test_axes_are_read_and_all_of_them_run() -> None:
         assert runs_today(task, candidate) is None
 
 
-@given(layers=st.integers(1, 40), virtual=st.integers(1, 40), head=st.floats(0, 6))
-def test_layers_are_shared_as_well_as_they_can_be(layers: int, virtual: int, head: float) -> None:
-    if virtual > layers:
+@given(layers=st.integers(1, 40), virtual=st.integers(1, 42), head=st.floats(0, 6), ends=st.integers(0, 2))
+def test_layers_are_shared_as_well_as_they_can_be(layers: int, virtual: int, head: float, ends: int) -> None:
+    if virtual > layers + ends:
         with pytest.raises(PlanError, match="virtual stages"):
-            share_layers(layers, virtual, head)
+            share_layers(layers, virtual, head, ends)
         return
-    counts = share_layers(layers, virtual, head)
+    counts = share_layers(layers, virtual, head, ends)
     assert sum(counts) == layers
-    assert min(counts) >= 1
+    # The last stage may have the head alone, the first the embedding where there are more stages than else have blocks.
+    assert min(counts[1:-1], default=1) >= 1
+    assert counts[0] >= (virtual != layers + 2)
+    assert counts[-1] >= (ends == 0)
     if virtual > 1:
         slowest = max(*counts[:-1], counts[-1] + head)
+        fewest = 0 if ends else 1
         others = [
-            max(-(-(layers - last) // (virtual - 1)), last + head) for last in range(1, layers - (virtual - 1) + 1)
+            max(-(-(layers - last) // (virtual - 1)), last + head)
+            for last in range(fewest, max(fewest, layers - (virtual - 1)) + 1)
         ]
         assert slowest == pytest.approx(min(others))
 

@@ -26,9 +26,9 @@ from terrace.planner.ranking import TIE, Estimate, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import Search, cores_of, find
 from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
-from terrace.planner.stage_specs import data_cluster
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
+from terrace.program.instruction import Op
 from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
@@ -37,7 +37,17 @@ from terrace.simulate.layers import seconds_of
 from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
 from tests.support.exhaustive import check_search
-from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, evaluator_of, gpt, mesh_of, sized, small_task
+from tests.support.planner_cases import (
+    CLUSTERS,
+    MIXED,
+    SMALL,
+    evaluator_of,
+    gpt,
+    mesh_of,
+    sized,
+    small_task,
+    without_penalties,
+)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +108,10 @@ def test_a_task_of_the_search_takes_few_evaluations() -> None:
     model = gpt(96, 12288, 96)
     task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
     found, _ = find(Space(task=task))
-    # What takes the time, whatever the machine: 163, 7 and 10 were counted.
-    assert 8_000 < found.num_roots < 10_000
-    assert found.num_opened < 200  # the others are bounded by their group alone
-    assert found.num_played <= 12
+    # What takes the time, whatever the machine: 348, 18 and 10 were counted.
+    assert 14_000 < found.num_roots < 17_000
+    assert found.num_opened < 400  # the others are bounded by their group alone
+    assert found.num_played <= 24
     assert found.num_evaluated <= 15
     assert found.proved
     assert len(found.best) == 5
@@ -116,8 +126,8 @@ GROUPED = replace(SMALL, num_kv_heads=2)
     ("cluster", "numbers", "flash"),
     [
         ("frontier 2x2x2", {}, True),
+        ("frontier 2x2x2", {"compute": "fp32", "model": GROUPED}, True),
         # The decoder attends with plain products here; `terrace simulate` says so, and the planner says the same.
-        ("frontier 2x2x2", {"compute": "fp32", "model": GROUPED}, False),
         ("frontier 2x2x2", {"compute": "fp64", "master": "fp64"}, False),
         ("lab 2x2x2", {"compute": "bf16", "sequence": 128}, False),
         ("lab 2x2x2", {"compute": "bf16", "sequence": 129}, True),
@@ -156,9 +166,13 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
     ],
 )
 @pytest.mark.parametrize("again", [0, 1])
-def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(mesh: Mesh, again: int) -> None:
+@pytest.mark.parametrize("costs_cores", [True, False])
+def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(
+    mesh: Mesh, again: int, costs_cores: bool
+) -> None:
     """The same for rows and columns, no tolerance but the rounding of sums: both play one program."""
-    task = small_task(CLUSTERS["frontier 2x2x2"], batch=48)
+    cluster = CLUSTERS["frontier 2x2x2"]
+    task = small_task(cluster if costs_cores else without_penalties(cluster), batch=48)
     evaluator = evaluator_of(task)
     for unit, micro_batch, placement in (
         (1, 4, Placement(0, 1, 2)),
@@ -186,7 +200,13 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(mesh: M
         passes = sum(count * (b.forward_s + b.backward_s) for count, b in zip((1, 4, 1), blocks, strict=True))
         more = 4 * blocks[1].again_s if again else 0.0
         own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait tensor"))
-        assert micros * (passes + more) == pytest.approx(own)
+        if not costs_cores:
+            assert micros * (passes + more) == pytest.approx(own)
+            continue
+        # Messages of states slow what hides them, which a bound does not count.
+        costs = step_costs(real, work)
+        sends = [each for each in real.instructions if each.op in (Op.GATHER, Op.REDUCE, Op.SYNC, Op.REFRESH)]
+        assert 0 < own - micros * (passes + more) < cluster.device.overlap_penalty * sum(map(costs.collective_s, sends))
 
 
 def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
@@ -217,16 +237,6 @@ def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
         one, two = (seconds_of(task.cluster.device, work, estimator.specs[kind]) for work in works)
         assert one == two
     assert whole[0] + 4 * whole[1] + whole[2] == sum(b.num_trainable for b in estimator.task.blocks)
-
-
-def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:
-    cluster = sized("frontier", 2, 4, 2)
-    direct = replace(cluster, tiers=tuple(replace(tier, direct=tier.name == "node") for tier in cluster.tiers))
-    assert data_cluster(cluster, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s
-    assert data_cluster(direct, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == pytest.approx(
-        cluster.tiers[1].bandwidth_bytes_per_s / 3
-    )
-    assert data_cluster(direct, (2, 4, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s
 
 
 def test_utilisation_follows_its_formula() -> None:
@@ -294,7 +304,7 @@ def test_what_fits_nowhere_names_the_nearest() -> None:
     found, _ = find(Space(task=task, axes=("data",)))
     assert not found.best
     assert found.nearest is not None
-    assert found.nearest.candidate.recompute == 1
+    assert task.recomputed(found.nearest.candidate.recompute) == ("layers.*",)
     assert found.nearest.candidate.placement == Placement(1, 1, 1)
     assert found.nearest.candidate.micro_batch == 1
 

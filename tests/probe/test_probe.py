@@ -38,6 +38,7 @@ from terrace.probe.measure import measure
 from terrace.probe.samples import Overlap, PairSample, Samples
 from terrace.simulate.kernels import attention_s, memory_s, stream_s
 from terrace.simulate.layers import optimizer_s
+from terrace.simulate.links import rate_bytes_per_s
 from tests.support.probed import TRUE, device, gemms, layers, messages, noise_of, synthetic
 from tests.support.toys import cluster_of
 
@@ -252,6 +253,22 @@ def test_two_tiers_that_take_longer_at_once_share_a_bus() -> None:
         (row,) = (row for row in probed.rows if row.name == "system.bus.node")
         assert (row.before, row.now) == (0.0, share)
         assert parse_cluster(dump(probed.cluster)) == probed.cluster
+
+
+@pytest.mark.parametrize(("name", "tier", "size"), [("frontier", 1, 4), ("dgx-h100", 1, 64)])
+def test_what_is_not_measured_of_wires_and_width_stays(name: str, tier: int, size: int) -> None:
+    """All members together reach what was measured; fewer still have fewer links, or more of the fabric."""
+    start = load_cluster(name)
+    start = replace(start, tiers=(*start.tiers[:tier], replace(start.tiers[tier], size=size), *start.tiers[tier + 1 :]))
+    probed = assemble(start, synthetic(start)).cluster
+    here, was = probed.tiers[tier], start.tiers[tier]
+    assert (here.links, here.tree, here.contention) == (was.links, was.tree, was.contention)
+    measured = rate_bytes_per_s(probed, tier, 0)
+    assert measured == pytest.approx(was.bandwidth_bytes_per_s, rel=0.02)
+    few, every = (rate_bytes_per_s(start, tier, 0, degree=degree) for degree in (2, 0))
+    assert rate_bytes_per_s(probed, tier, 0, degree=2) == pytest.approx(measured * few / every)
+    assert few != every
+    assert parse_cluster(dump(probed)) == probed
 
 
 def test_a_device_faster_than_the_peak_of_its_description_gets_a_measured_one() -> None:

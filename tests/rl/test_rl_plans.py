@@ -11,7 +11,8 @@ from torch import Tensor
 
 from terrace.base.errors import DataError, ModelError, PlanError
 from terrace.launch.start import LocalPool, World
-from terrace.model.attention import AttentionPlans, attend
+from terrace.model.attention import attend
+from terrace.model.attention_plans import AttentionPlans
 from terrace.model.decoder import token_loss
 from terrace.plan.plan import Plan
 from terrace.rl.algorithms.aggregation import Aggregation

@@ -133,3 +133,45 @@ def test_explain_refuses_what_a_run_refuses(
     write_model(tmp_path / "causal")
     with pytest.raises(TerraceError, match=words):
         explain(sort(**overrides), search=False)
+
+
+def test_a_found_placement_keeps_the_dtypes_of_the_run() -> None:
+    flow = dataflow_of(sort(plan={"messages": "bf16", "master": "fp64"}))
+    assert (flow.masters, flow.messages) == ("fp64", "bf16")
+    ranks = {"tiers": {"system": {"size": 1}, "node": {"size": 1}}}
+    dtypes = {"compute": "fp32", "messages": "bf16", "master": "fp64"}
+    small = resolve("sort", None, {"plan": "ddp"}, {"plan": dtypes, "cluster": ranks})
+    (pool,) = found_placements(small).best[0].placement.pools
+    plans = [role.plan for role in pool.roles if role.plan is not None]
+    assert [(plan.compute, plan.messages, plan.master) for plan in plans] == [("fp32", "bf16", "fp64")] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--run.rows", "2"], "run.rows = 2 has no effect with --place auto"),
+        (["--plan", "zero++"], "and the run has wire gather.system = 'int8', "),
+        (["--plan.wire.sync.system", "bf16"], "and the run has wire sync.system = 'bf16': leave out plan.wire"),
+        (["--plan.optimizer_states", "int8"], "and the run has plan.optimizer_states = 'int8'"),
+    ],
+)
+def test_what_a_found_placement_cannot_keep_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = CommandLine(tmp_path, capsys)
+    refused = here.refusal("rl", "--task", "sort", "--place", "auto", *words)
+    assert said in refused
+
+
+def test_a_plan_beside_that_of_the_actor_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = CommandLine(tmp_path, capsys)
+    (tmp_path / "run.toml").write_text('[run]\ntask = "sort"\n[plans]\nactor = "zero3"\n')
+    for words, own in ((["--plan", "zero1"], "--plan"), (["--plan.micro_batch", "4"], "--plan.micro_batch")):
+        refused = here.refusal("rl", "--config", "run.toml", "--explain", *words)
+        assert f"{own} has no effect on the actor" in refused
+        assert "--plans.actor" in refused
+    assert here.call("rl", "--config", "run.toml", "--explain", "--plans.actor", "zero1").code == 0

@@ -11,11 +11,10 @@ from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
-from terrace.simulate.advice import Job, advice, worst_words
+from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, work_of
 from terrace.simulate.mlp_tape import rows_of, worst_load
-from tests.support.mixtures import PLAIN, QWEN3_30B, mixture
-from tests.support.planner_cases import sized
+from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of
 
 CLUSTER = cluster_of(2, 4)
@@ -54,14 +53,6 @@ def test_stacks_are_divided_and_rows_grow_with_their_load() -> None:
         f"{more / 1e9:.3g} GB more if all choices of all ranks fall on them"
     )
     assert not worst_words(replace(job, plan=whole), blocks, 64)
-
-
-def test_experts_on_more_ranks_make_a_plan_fit() -> None:
-    cluster = sized("dgx-h100", 8, 2)
-    plan = replace(preset("ddp", cluster), compute="bf16")
-    found = advice(cluster, plan, block_specs(QWEN3_30B), 256, 1)
-    assert found.lacking_bytes > 0
-    assert found.changes == ("experts of 'node' on 8 ranks and experts of 'system' on 2 ranks",)
 
 
 def test_bytes_of_experts_are_expected_and_declared_by_batches() -> None:

@@ -1,6 +1,5 @@
 """The footprint against the memory that a step of one process really takes, and against itself."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +14,15 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
-from terrace.plan.validate import validate
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.simulate.advice import MAX_GROWTH, Job, advice, fullest_stage
+from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
@@ -97,17 +97,13 @@ def measured_step(model: ModelConfig, plan: Plan, sequence: int, num_micros: int
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_what_is_predicted(name: str, compute: str, case: str) -> None:
-    """Within 1.5 %, and 5 % in bf16, where a CPU's products take scratch memory.
-
-    A weight's gradient counts as a tensor of its own, which the runtime writes into the gradient buffer instead: most
-    of what is missed, 1.3 % of a step that computes little.
-    """
+    """Within 0.5 %, for a few numbers a token, and 5 % in bf16, where a CPU's products take scratch memory."""
     base, changes, sequence, num_micros = PLANS[case]
     values: dict[str, Any] = {"micro_batch": BATCH, "compute": compute} | changes
     plan = replace(preset(base, cluster_of(1)), **values)
     wanted = footprint(cluster_of(1), plan, kinds(MODELS[name]), sequence, num_micros, backend="cpu", context_bytes=0)
     measured = measured_step(MODELS[name], plan, sequence, num_micros)
-    assert sum(wanted.values()) == pytest.approx(measured, rel=0.015 if compute == "fp32" else 0.05)
+    assert sum(wanted.values()) == pytest.approx(measured, rel=0.005 if compute == "fp32" else 0.05)
 
 
 def kinds(model: ModelConfig) -> Kinds:
@@ -176,7 +172,8 @@ def test_tensor_and_pipeline_ranks() -> None:
     [
         ("cuda", "bf16", 8, 64, True),
         ("cuda", "fp32", 32, 64, True),
-        ("cuda", "fp32", 8, 64, False),
+        ("cuda", "fp32", 8, 64, True),
+        ("cuda", "fp64", 8, 64, False),
         ("cpu", "fp32", 8, 64, True),
         ("cpu", "bf16", 8, 128, False),
         ("cpu", "bf16", 8, 129, True),
@@ -188,66 +185,19 @@ def test_which_attention_runs(backend: Any, compute: Any, kv_heads: int, sequenc
     assert work_of(dgx(2), plan, model, sequence, backend).flash == flash
 
 
+@pytest.mark.parametrize(("head_dim", "kv_heads", "flash"), [(256, 8, True), (512, 8, False), (512, 32, True)])
+def test_scores_of_long_grouped_heads_are_written_on_cuda(head_dim: int, kv_heads: int, flash: bool) -> None:
+    """The flash kernel takes heads of up to 256, the other fused one no groups: their scores are kept, in fp32."""
+    model = replace(SEVEN_B, head_dim=head_dim, num_kv_heads=kv_heads)
+    work = work_of(dgx(2), bf16("zero3", dgx(2)), model, 2048, "cuda")
+    assert work.flash == flash
+    saved = block_activation_bytes(work, Computes.RESIDUAL, "cuda").saved
+    scores = 2048 * 2048 * model.num_heads * 4
+    assert (saved["attention"] >= scores) != flash
+
+
 def test_what_cannot_be_is_refused() -> None:
     cluster = dgx(2)
     plan = bf16("zero3", cluster)
     with pytest.raises(PlanError, match="in_flight = 9 of 8 micro-batches"):
         footprint(cluster, plan, kinds(SEVEN_B), 2048, 8, in_flight=9)
-
-
-def test_advice_names_the_first_change_that_suffices() -> None:
-    cluster = dgx(2)
-    fits = advice(cluster, bf16("zero3", cluster), block_specs(SEVEN_B), 2048, 8)
-    assert (fits.lacking_bytes, fits.changes) == (0, ())
-    assert fits.sentence.startswith("fits: ")
-    crowded = advice(cluster, bf16("zero3", cluster, micro_batch=8), block_specs(SEVEN_B), 2048, 8)
-    assert crowded.changes == ("recompute = [layers.*]",)
-    assert crowded.sentence == (
-        f"needs {crowded.lacking_bytes / 1e9:.1f} GB more per device; with recompute = [layers.*] it fits"
-    )
-    plan = bf16("zero3", cluster, micro_batch=96, recompute=("layers.*",))
-    again = advice(cluster, plan, block_specs(SEVEN_B), 2048, 8)
-    assert len(again.changes) == 1
-    assert again.changes[0].startswith("micro_batch = ")
-    replicated = advice(cluster, bf16("ddp", cluster), block_specs(SEVEN_B), 2048, 8)
-    assert replicated.changes == ("optimizer on 'node'",)
-    assert replicated.job is not None
-    lacking = total(cluster, bf16("ddp", cluster), SEVEN_B, 2048, 8) - cluster.device.memory_bytes
-    assert replicated.lacking_bytes == lacking
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.parametrize("layers", [32, 120, 400])
-def test_what_is_advised_fits_and_can_run(name: str, layers: int) -> None:
-    """And none of the changes can be left out."""
-    cluster, model = dgx(2), replace(SEVEN_B, num_layers=layers)
-    plan = bf16(name, cluster, micro_batch=4)
-    found = advice(cluster, plan, block_specs(model), 2048, 8)
-    assert found.job is not None, found.sentence
-    assert total(found.job.cluster, found.job.plan, model, 2048, found.job.num_micros) <= 80e9
-    validate(found.job.cluster, found.job.plan, block_specs(model))
-    before = Job(cluster=cluster, plan=plan, num_micros=8)
-    for job in without_one_kind(before, found.job):
-        assert total(job.cluster, job.plan, model, 2048, job.num_micros) > 80e9
-
-
-def without_one_kind(before: Job, after: Job) -> Iterator[Job]:
-    """Every job that `after` would be with one kind of change taken back."""
-    if after.plan.recompute != before.plan.recompute:
-        yield replace(after, plan=replace(after.plan, recompute=before.plan.recompute))
-    if after.plan.micro_batch != before.plan.micro_batch:
-        yield replace(after, plan=replace(after.plan, micro_batch=before.plan.micro_batch))
-    states = ("params", "grads", "optimizer")
-    if any(getattr(after.plan, state) != getattr(before.plan, state) for state in states):
-        yield replace(after, plan=replace(after.plan, **{state: getattr(before.plan, state) for state in states}))
-    if after.cluster != before.cluster:
-        yield replace(after, cluster=before.cluster)
-
-
-def test_no_advice_where_nothing_helps() -> None:
-    cluster = dgx(2)
-    wide = replace(SEVEN_B, hidden_size=65536, num_heads=512, num_kv_heads=512, intermediate_size=4 * 65536)
-    found = advice(cluster, bf16("zero3", cluster), block_specs(wide), 2048, 8)
-    assert found.job is None
-    assert found.lacking_bytes > 0
-    assert f"nor {MAX_GROWTH} times the data ranks make it fit" in found.sentence

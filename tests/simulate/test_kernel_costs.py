@@ -100,6 +100,23 @@ def test_attention_of_an_h100_is_what_was_published(head_dim: int, keys: int, fo
     assert kernels.attention_share(head_dim, keys, backward=True) * 989.4 == pytest.approx(backward, rel=0.13)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "forward", "backward"), [(128, 335, 0.905 * 322), (64, 0.9 * 335, 0.9 * 0.905 * 322)]
+)
+def test_flash_attention_2_of_an_h100_is_what_was_published(head_dim: int, forward: float, backward: float) -> None:
+    """Causal, long rows (Shah et al. 2407.08608, figures 5 and 6); FlexAttention as a part of it."""
+    kernels = load_cluster("dgx-h100").device.kernels
+    assert kernels.attention_share(head_dim, flash2=True) * 989.4 == pytest.approx(forward, rel=0.01)
+    assert kernels.attention_share(head_dim, backward=True, flash2=True) * 989.4 == pytest.approx(backward, rel=0.01)
+    a100 = load_cluster("dgx-a100").device.kernels
+    assert a100.attention_share(128, flash2=True) == a100.attention_share(128), "there torch takes it"
+    device = replace(load_cluster("dgx-h100").device, kernels=replace(kernels, launch_s=0.0))
+    shaped = partial(attention_s, device, batch=1, heads=16, queries=4096, keys=4096, head_dim=128)
+    varlen, flex = shaped(kernel="varlen"), shaped(kernel="flex")
+    assert (varlen[0] / flex[0], varlen[1] / flex[1]) == pytest.approx((0.90, 0.85))
+    assert shaped()[0] < varlen[0]
+
+
 def test_shares_of_attention_by_hand() -> None:
     shaped = Kernels(attention=0.6, attention_backward=0.3, attention_half_head=64.0, attention_half_keys=100.0)
     assert shaped.attention_share(128) == pytest.approx(0.6)

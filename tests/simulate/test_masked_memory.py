@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from terrace.model import attention
-from terrace.model.attention import AttentionPlans, MaskPieces
+from terrace.model.attention import MaskPieces
+from terrace.model.attention_kernel import AttentionKernel
+from terrace.model.attention_plans import AttentionPlans, make_plan
+from terrace.model.block_masks import BLOCK
 from terrace.model.config import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
@@ -19,9 +22,10 @@ from terrace.sequence.pairs import SHORT_PIECE
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import footprint
 from terrace.simulate.layers import block_seconds
-from terrace.simulate.masks import CPU_SHORT_PIECE, core_keys, has_flash_attention, mask_bytes
+from terrace.simulate.masks import CPU_SHORT_PIECE, FLEX_BLOCK, core_keys, has_flash_attention, mask_bytes
 from terrace.simulate.work import Work
 from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
+from tests.support.adopted import as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.toys import cluster_of
 
@@ -33,9 +37,8 @@ class Measured:
         config, dtype = replace(MODELS[name], sliding_window=window), DTYPES[compute]
         blocks = build_blocks(config, device="cpu", dtype=dtype)
         initialise(blocks, config, seed=0, dtype=dtype)
-        self.block: Any = blocks[1]
-        for parameter in self.block.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        block, recorded = as_in_a_run(blocks[1])
+        self.block: Any = block
         inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
         positions = None if rows is None else torch.tensor([[i for n in row for i in range(n)] for row in rows])
 
@@ -48,7 +51,8 @@ class Measured:
         ignored = addresses([inputs, *self.block.parameters(), *self.masks, *self._tables()])
         self.saved = saved_bytes(forward, ignored)
         forward_peak, left, output = allocated(forward)
-        backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
+        with recorded:
+            backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
         self.forward_peak = forward_peak + inputs.nbytes
         self.backward_peak = backward_peak + left + inputs.nbytes + gradient.nbytes
         self.work = Work(
@@ -126,30 +130,72 @@ def test_the_footprint_has_positions_and_masks() -> None:
 
     tokens = 3 * 512 * 8
     assert batch(False, "cuda") == batch(False, "cpu") == 2 * tokens
-    assert batch(True, "cuda") == 3 * tokens + 3 * 512 * 512 * 2
-    assert batch(False, "cuda", window=100) == 2 * tokens + 512 * 512 * 2
+    assert batch(True, "cuda") == 3 * tokens + 3 * 513 * 4
+    assert batch(False, "cuda", window=100) == 2 * tokens + 2 * 4
     assert batch(True, "cpu") == 3 * tokens + 3 * 512 * CPU_SHORT_PIECE * 2
 
 
 def test_grouped_heads_that_are_repeated_are_kept() -> None:
     work = Work(model=MODELS["llama"], sequence=256, micro_batch=BATCH)
-    plain, masked = (
+    plain, masked, varlen = (
         block_activation_bytes(one, Computes.RESIDUAL, "cuda").kept_bytes
-        for one in (work, replace(work, documents=True))
+        for one in (work, replace(work, documents=True, attention="sdpa"), replace(work, documents=True))
     )
     assert masked - plain == 2 * work.tokens * HIDDEN * 2
+    assert varlen == plain
+
+
+@pytest.mark.parametrize(("window", "rows"), [(0, [[300], [100, 200]]), (150, None), (40, [[1, 299], [300]])])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flex"])
+def test_plans_of_kernels_take_what_is_predicted(
+    kernel: AttentionKernel, window: int, rows: list[list[int]] | None
+) -> None:
+    """To the byte; where documents begin, at most."""
+    sequence = 300
+    model = replace(MODELS["llama"], sliding_window=window)
+    work = Work(
+        model=model, sequence=sequence, micro_batch=BATCH, compute="bf16", documents=bool(rows), attention=kernel
+    )
+    begins = torch.zeros(BATCH if rows or kernel == "varlen" else 1, sequence, dtype=torch.bool)
+    begins[:, 0] = True
+    for index, sizes in enumerate(rows or ()):
+        begins[index, torch.tensor([0, *sizes[:-1]]).cumsum(0)] = True
+    plan: Any = make_plan(kernel, begins, window, torch.device("cpu"), torch.bfloat16)
+    if kernel == "sdpa":
+        assert plan.nbytes == mask_bytes(work, "cuda")
+    elif kernel == "varlen":
+        assert plan.starts.nbytes <= mask_bytes(work, "cuda")
+        assert rows or plan.starts.nbytes == mask_bytes(work, "cuda")
+    else:
+        kinds = [f"{full}{side}" for full in ("", "full_") for side in ("q", "kv")]
+        tensors = [getattr(plan.mask, f"{kind}_{what}") for kind in kinds for what in ("num_blocks", "indices")]
+        first = plan.mask.mask_mod.__closure__[0].cell_contents
+        assert sum(each.untyped_storage().nbytes() for each in [*tensors, first]) == mask_bytes(work, "cuda")
+
+
+def test_a_window_of_a_lean_kernel_is_priced_by_what_it_sees() -> None:
+    model = replace(MODELS["llama"], sliding_window=256)
+    for kernel in ("varlen", "flex"):
+        work = Work(model=model, sequence=4096, attention=kernel)
+        seen = sum(min(place + 1, 256) for place in range(4096)) / 4096
+        keys, causal = core_keys(work, "cuda")
+        assert causal
+        assert keys == pytest.approx(2 * seen + FLEX_BLOCK, abs=2)
+        assert core_keys(replace(work, sequence=320), "cuda") == (320, True), "never more than the row"
+    assert FLEX_BLOCK == BLOCK
 
 
 def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
-    """What the pieces of a plan multiply, in all; elsewhere whole rows under a mask."""
+    """What the pieces of a plan multiply, in all; whole rows under a mask."""
     for window, sequence in ((96, 960), (20, 640), (0, 512), (600, 512), (40, 60)):
         model = replace(MODELS["llama"], sliding_window=window)
         work = Work(model=model, sequence=sequence)
         query = torch.empty(1, 1, sequence, 4)
         plan = AttentionPlans(window).plan(None, query)
         keys, causal = core_keys(work, "cpu")
-        assert causal == (plan is None) == core_keys(work, "cuda")[1]
-        assert core_keys(work, "cuda")[0] == sequence
+        masked = core_keys(replace(work, attention="sdpa"), "cuda")
+        assert causal == (plan is None) == masked[1]
+        assert masked[0] == sequence
         if isinstance(plan, MaskPieces):
             sizes = [piece.size for piece in plan.pieces]
             before = [size if piece.sees_before else 0 for size, piece in zip([0, *sizes], plan.pieces, strict=False)]

@@ -33,11 +33,14 @@ def make(
     balance: BalanceConfig | None = None,
     optimizer: OptimizerConfig = ADAMW,
     wire: Mapping[str, Mapping[str, str]] | None = None,
+    stored: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
+    """An engine of a model; the toy is tied, one matrix frozen. `scale` makes one that needs its checkpoint. `stored`
+    has further keys of the plan.
+    """
     cluster = cluster_of(*tiers)
     changes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
-    changes |= {} if wire is None else {"wire": wire}
+    changes |= ({} if wire is None else {"wire": wire}) | dict(stored or {})
     blocks = MODELS[model].blocks(torch.float64)
     for block in blocks:
         for parameter in block.parameters():

@@ -3,10 +3,11 @@
 import math
 
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.ranking import Estimate, ranked
+from terrace.planner.needs import recomputations
+from terrace.planner.ranking import TIE, Estimate, ranked
 from terrace.planner.search import Search, attempt, cores_of, units_of
 from terrace.planner.space import OpenMesh, Space, meshes, placements
-from terrace.planner.task import Task
+from terrace.planner.task import Candidate, Task
 from tests.support.planner_cases import evaluator_of
 
 
@@ -16,9 +17,30 @@ def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> lis
     for core in (core for mesh in meshes(space) for core in cores_of(space, evaluator.bounds, OpenMesh(mesh))):
         for placement in placements(space, core.shape.mesh):
             for unit in units_of(space, core, placement):
-                estimate = attempt(evaluator, core.candidate(placement, unit))
-                if estimate is not None and estimate.needed_bytes <= capacity_bytes:
-                    found.append(estimate)
+                for candidate in _with_first(space.task, core.candidate(placement, unit)):
+                    estimate = attempt(evaluator, candidate)
+                    if estimate is not None and estimate.needed_bytes <= capacity_bytes:
+                        found.append(estimate)
+    return ranked(found)
+
+
+def _with_first(task: Task, candidate: Candidate) -> list[Candidate]:
+    if not task.recomputations.values[candidate.recompute].is_partial:
+        return [candidate]
+    return [candidate._replace(first=first) for first in range(1, len(task.inner))]
+
+
+def least_recomputed(space: Space, everything: list[Estimate], capacity_bytes: float) -> list[Estimate]:
+    """Of the candidates that fit, those that do not with a step less of recomputation; the best first."""
+    lines: dict[Candidate, list[Estimate]] = {}
+    for each in everything:
+        lines.setdefault(each.candidate._replace(recompute=0, first=0), []).append(each)
+    found = []
+    for candidate, line in lines.items():
+        order = recomputations(space, candidate.mesh)
+        line.sort(key=lambda each: (order.index(each.candidate.recompute), each.candidate.first))
+        fits = [each.needed_bytes <= capacity_bytes for each in line]
+        found += [each for at, each in enumerate(line) if fits[at] and not (at and fits[at - 1])]
     return ranked(found)
 
 
@@ -33,7 +55,9 @@ def check_search(task: Task, axes: tuple[str, ...]) -> list[Estimate]:
     tried = 0
     for share in (1.0, 0.5, 0.1):
         capacity = needs[int(share * (len(needs) - 1))]
-        fitting = ranked(each for each in everything if each.needed_bytes <= capacity)
+        fitting = least_recomputed(space, everything, capacity)
+        # Nothing that fits is faster than the best of these.
+        assert fitting[0].step_s <= (1 + TIE) * min(each.step_s for each in everything if each.needed_bytes <= capacity)
         found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
         assert [each.candidate for each in found.best] == [each.candidate for each in fitting[:5]]
         assert found.proved

@@ -28,15 +28,23 @@ MIXED = mixture(vocab_size=1000, hidden_size=512, intermediate_size=512)  # 8 ex
 
 
 def sized(name: str, *sizes: int, memory_bytes: float | None = None) -> Cluster:
-    """A preset with other tier sizes, innermost first, and another memory."""
+    """A preset with other tier sizes, innermost first, and another memory, of which nothing is left free."""
     cluster = load_cluster(name)
     tiers = tuple(replace(tier, size=size) for tier, size in zip(cluster.tiers, sizes, strict=True))
-    device = replace(cluster.device, memory_bytes=memory_bytes or cluster.device.memory_bytes)
+    device = cluster.device
+    device = device if memory_bytes is None else replace(device, memory_bytes=memory_bytes, headroom="0%")
     return replace(cluster, tiers=tiers, device=device)
 
 
+def without_penalties(cluster: Cluster) -> Cluster:
+    """A cluster whose messages slow no computing."""
+    tiers = tuple(replace(tier, overlap_penalty=0.0) for tier in cluster.tiers)
+    return replace(cluster, device=replace(cluster.device, overlap_penalty=0.0), tiers=tiers)
+
+
 def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> Task:
-    return Task(model=model, cluster=cluster, batch=batch, sequence=256)
+    """A task whose plans recompute whole layers or nothing."""
+    return Task(model=model, cluster=cluster, batch=batch, sequence=256, operations=())
 
 
 def evaluator_of(task: Task) -> Evaluator:

@@ -119,9 +119,10 @@ class Truth:
     def of(self, program: Program, rank: int, flat: FlatParam) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (kind, what a rank keeps, what it should hold there)."""
         if flat.optimizer is not None:
+            (part,) = flat.optimizer.parts
             for kind in KINDS[ADAMW]:
                 full = self.buffer(program, rank, flat, kind)
-                yield kind, getattr(flat.optimizer, kind), full[flat.part(flat.layout.optimizer)]
+                yield kind, part.values[kind], full[flat.part(flat.layout.optimizer)]
         else:
             yield FROZEN, flat.shard, self.buffer(program, rank, flat, FROZEN)[flat.part(flat.layout.params)]
 

@@ -74,9 +74,19 @@ def plans(draw: st.DrawFn, cluster: Cluster) -> Plan:
     # Enumerated, so that placements far out, with a secondary copy, come up as often as simple ones.
     params, grads, optimizer, backward = draw(st.sampled_from(_placements(len(places))))
     compute, master = draw(
-        st.sampled_from([("bf16", "fp32"), ("fp32", "fp32"), ("fp32", "fp64"), ("bf16", "fp64"), ("fp64", "fp64")])
+        st.sampled_from(
+            [
+                ("bf16", "fp32"),
+                ("fp32", "fp32"),
+                ("fp32", "fp64"),
+                ("bf16", "fp64"),
+                ("fp64", "fp64"),
+                ("bf16", "bf16"),
+            ]
+        )
     )
-    values: dict[str, Any] = {"compute": compute, "master": master}
+    states = draw(st.sampled_from([None, None, "bf16", "int8"]))
+    values: dict[str, Any] = {"compute": compute, "master": master, "optimizer_states": states}
     plan = Plan(
         params=places[params],
         grads=places[grads],
@@ -87,7 +97,7 @@ def plans(draw: st.DrawFn, cluster: Cluster) -> Plan:
         **values,
     )
     layout = Layout.written(cluster, plan)
-    wire = draw(wire_tables(layout, compute, master))
+    wire = draw(wire_tables(layout, compute, plan.sums))
     # Outside the optimizer's tier, what is outside a sparse format has the same.
     row, found = wire.get("sync", {}), ""
     for tier in tiers[optimizer:]:

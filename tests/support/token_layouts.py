@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from terrace.model.attention import AttentionPlans
+from terrace.model.attention_plans import AttentionPlans
 from terrace.plan.context import ContextGroup, local_tokens
 from terrace.runtime.batch import Batch
 from terrace.runtime.context.axis import ContextAxis

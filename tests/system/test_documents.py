@@ -18,7 +18,8 @@ from terrace.base.errors import ModelError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model import attention
-from terrace.model.attention import AttentionPlans, MaskPieces, attend, document_begins, whole_mask
+from terrace.model.attention import MaskPieces, attend, document_begins, whole_mask
+from terrace.model.attention_plans import AttentionPlans
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.parity import Case, Outcome, check, data_rows, deviation, exact, reference, run, train

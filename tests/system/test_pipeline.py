@@ -110,6 +110,23 @@ def test_secondary_copies(pool: LocalPool) -> None:
     check(pool, cluster_of(*SECONDARY.sizes), cases)
 
 
+def test_stages_without_a_layer(pool: LocalPool) -> None:
+    """The embedding alone on the first virtual stage, the head alone on the last, tied or not."""
+    splits = [
+        ("1f1b", (1, 3)),
+        ("1f1b", (3, 1)),
+        ("zb-h1", (1, 3)),
+        ("interleaved:2", (1, 1, 1, 1)),
+        ("zbv", (1, 1, 1, 1)),
+    ]
+    cases = [
+        Case(pipelined(("zero3", "ddp")[index % 2], OUTER, schedule, stages=stages), num_micros=4, model=model)
+        for index, (schedule, stages) in enumerate(splits)
+        for model in ("llama tied", "gpt_neox")
+    ]
+    check(pool, cluster_of(*OUTER.sizes), cases)
+
+
 def test_one_lane_a_rank_is_enough(pool: LocalPool) -> None:
     """What the verifier plays: a rank does nothing while a collective of its own is under way."""
     plans = [pipelined(name, OUTER, schedule, unit=2) for name in ("zero3", "ddp") for schedule in ("1f1b", "zb-h2")]

@@ -186,7 +186,7 @@ def test_a_run_finds_what_one_rank_and_terrace_eval_find_and_goes_on_as_without(
         assert one[:2] == other[:2]
         assert one[2:] == pytest.approx(other[2:], rel=1e-10)
     loss, num_tokens = of_export(tmp_path / "run", tmp_path)
-    assert mine[-2][2:] == (pytest.approx(loss, rel=1e-10), num_tokens)
+    assert mine[-2][2:] == pytest.approx((loss, num_tokens), rel=1e-10)
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -209,7 +209,7 @@ def test_other_models_and_loops_find_what_terrace_eval_finds_and_go_on_as_withou
     assert figures(lines) == figures(trained(pool, without(table), tmp_path / "plain"))
     assert values_of(tmp_path / "run") == values_of(tmp_path / "plain")
     loss, num_tokens = of_export(tmp_path / "run", tmp_path)
-    assert found(lines)[-2][2:] == (pytest.approx(loss, rel=1e-10), num_tokens)
+    assert found(lines)[-2][2:] == pytest.approx((loss, num_tokens), rel=1e-10)
 
 
 def plain_loss(run: Path, table: dict[str, Any]) -> tuple[float, int]:
@@ -325,10 +325,10 @@ def test_every_token_of_a_text_is_predicted_once_in_its_window(context: int | No
             labels = [w[each + 1] if each >= start else -100 for each in range(low, end)]
             wanted[tuple(w[low:end]), tuple(labels)] += 1
     for row, parts in enumerate(rows.parts(np.arange(rows.num_samples))):
-        inputs, labels, positions = (np.full(sequence, 7) for _ in range(3))
-        rows.fill(row, inputs, labels, positions)
+        inputs, given, positions = (np.full(sequence, 7) for _ in range(3))
+        rows.fill(row, inputs, given, positions)
         for low, high in parts:
             assert positions[low:high].tolist() == list(range(high - low))
-            seen[tuple(inputs[low:high].tolist()), tuple(labels[low:high].tolist())] += 1
-        assert (labels[parts[-1][1] :] == -100).all()
+            seen[tuple(inputs[low:high].tolist()), tuple(given[low:high].tolist())] += 1
+        assert (given[parts[-1][1] :] == -100).all()
     assert seen == wanted

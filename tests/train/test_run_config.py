@@ -142,6 +142,19 @@ BAD = [
     (PlanError, ("--plan.mapping.node.context.ulysses", "2"), "cannot split the 5 heads and 5 key-value heads"),
     (PlanError, ("--plan.mapping.node.context.rings", "2"), "names 'rings'; did you mean 'ring'"),
     (PlanError, ("--plan.mapping.node.ring", "2"), "which is a part of context: write mapping.node.context.ring"),
+    (ConfigError, ("--train.attention", "varlan"), "did you mean 'varlen'?"),
+    (ConfigError, ("--train.attention", "varlen"), "'varlen' cannot serve: torch has kernels for CUDA alone there"),
+    (
+        ConfigError,
+        ("--train.attention=varlen", "--cluster.device.backend=cuda", "--plan.compute=fp32"),
+        "it takes bf16 and fp16",
+    ),
+    (ConfigError, ("--train.attention=flex",), "'flex' cannot serve: torch has no backward on a CPU there"),
+    (
+        ConfigError,
+        ("--train.attention=sdpa", "--plan.mapping.node.context.ring=2"),
+        "train.attention = 'sdpa' has no effect where ranks attend together",
+    ),
     (ConfigError, ("--plan.balance", "costs"), "plan.balance = 'costs' is not one of its values"),
     (
         PlanError,

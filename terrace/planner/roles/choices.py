@@ -11,7 +11,7 @@ from typing import TypeVar
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, Computes
-from terrace.plan.plan import Plan
+from terrace.plan.plan import Plan, sums_of
 from terrace.plan.wire import FORMATS
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
@@ -62,9 +62,10 @@ class Choices:
     def least_bytes(self, role: Role) -> float:
         """Bytes that all devices together hold of a role at least: each of its states once."""
         compute = FORMATS[self.dataflow.compute].element_bytes
-        master = max(compute, FORMATS["fp32"].element_bytes)
+        master = FORMATS[self.dataflow.masters].element_bytes
         # Gradient, two moments, and a master of another dtype.
-        states = master * (4 if master != compute else 3) if role.trains else 0
+        gradient = FORMATS[sums_of(self.dataflow.masters)].element_bytes
+        states = gradient + master * (3 if master != compute else 2) if role.trains else 0
         numel = sum(param.numel for block in role.blocks for param in block.params)
         return numel * (compute + states) if role.trains or role.scores else 0.0
 
@@ -72,7 +73,7 @@ class Choices:
         key = (*self.costs.key(role), cluster)
         if key not in self._least_step_s:
             try:
-                search = self._search(role, cluster, cluster.device.memory_bytes)
+                search = self._search(role, cluster, cluster.device.usable_bytes)
             except PlanError:
                 self._least_step_s[key] = float("inf")
             else:
@@ -88,9 +89,9 @@ class Choices:
         return Search(Space(task=evaluator.task, axes=AXES), evaluator, capacity_bytes)
 
     def _training_plans(self, role: Role, cluster: Cluster) -> list[Plan]:
-        found, capacity = list[Plan](), cluster.device.memory_bytes
+        found, capacity = list[Plan](), cluster.device.usable_bytes
         shares = list(_LEANER)
-        while capacity > _LITTLE * cluster.device.memory_bytes:
+        while capacity > _LITTLE * cluster.device.usable_bytes:
             search = self._search(role, cluster, capacity)
             best = search.run(1, _LIMIT).best
             if best:
@@ -123,7 +124,8 @@ def scoring_plans(flow: Dataflow, role: Role, cluster: Cluster) -> list[Plan]:
                 optimizer=place,
                 mapping={inner.name: {"tensor": tensor, "data": inner.size // tensor}} if tensor > 1 else {},
                 compute=flow.compute,
-                master="fp64" if flow.compute == "fp64" else "fp32",
+                master=flow.masters,
+                messages=flow.messages,
                 micro_batch=max(1, min(rows, SCORED_TOKENS // flow.sequence)),
             )
         )

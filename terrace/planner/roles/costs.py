@@ -94,8 +94,10 @@ class Costs:
             batch=flow.update_batch,
             sequence=flow.sequence,
             compute=flow.compute,
-            master="fp64" if flow.compute == "fp64" else "fp32",
+            master=flow.masters,
+            messages=flow.messages,
             declared=role.blocks,
+            operations=(),  # one of many searches, so whole layers alone
         )
 
     def key(self, role: Role) -> tuple[object, ...]:
@@ -155,7 +157,7 @@ class Costs:
 def tensors_bytes(cluster: Cluster) -> float:
     """Bytes of a device for all tensors: without the process, and what the allocator loses."""
     context, factor = _beside_tensors(cluster)
-    return (cluster.device.memory_bytes - context) / factor
+    return (cluster.device.usable_bytes - context) / factor
 
 
 def lost_bytes(cluster: Cluster, tensors: int) -> int:

@@ -70,7 +70,16 @@ class Dataflow:
     updates: int = 1
     epochs: int = 1
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    master: Literal["bf16", "fp32", "fp64"] | None = (
+        None  # as in the plans of its roles; None: as wide as `compute`, fp32 at least
+    )
+    messages: Literal["bf16", "fp32"] | None = None
     ahead: bool = False  # a role that only generates draws for the next iteration while the others learn
+
+    @property
+    def masters(self) -> Literal["bf16", "fp32", "fp64"]:
+        """The dtype of masters and of the optimizer's state."""
+        return self.master or ("fp64" if self.compute == "fp64" else "fp32")
 
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_tokens", "response_tokens", "samples", "updates", "epochs"):

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
-from terrace.model.attention import AttentionPlans, Plans
+from terrace.model.attention import Plans
+from terrace.model.attention_plans import AttentionPlans
 from terrace.model.layers import Attention
 from terrace.plan.context import attention_heads, local_tokens
 from terrace.plan.residency import recomputed

@@ -1,0 +1,50 @@
+"""What a plan recomputes of its layers, as values that a search numbers (terrace.planner.operations makes them)."""
+
+from typing import NamedTuple
+
+_Parts = tuple[str, ...]
+
+
+class Again(NamedTuple):
+    """What a plan recomputes of its layers.
+
+    `parts` of every layer, as in terrace.plan.recompute; with `others` of the first layers alone, and `others` of those
+    behind them. `Candidate.first` says how many are the first.
+    """
+
+    parts: _Parts
+    others: _Parts | None = None
+
+    @property
+    def least(self) -> _Parts:
+        """What every layer computes again, whatever the number of the first."""
+        return self.parts if self.others is None else self.others
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the first layers differ from the others."""
+        return self.others is not None
+
+
+class Recomputations(NamedTuple):
+    """All values of `Candidate.recompute`, least first, and those of plans without and with tensor ranks."""
+
+    values: tuple[Again, ...]
+    chains: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def chain(self, *, tensor: bool, context: bool, partly: bool) -> list[int]:
+        """The values of plans with ranks on these axes; each recomputes all that those before it do.
+
+        With `partly` also those whose first layers differ from the others.
+        """
+        return [
+            value
+            for value in self.chains[tensor]
+            if (partly or not self.values[value].is_partial)
+            and not (context and "attention" in (*self.values[value].parts, *self.values[value].least))
+        ]
+
+    def all_layers(self, value: int, *, least: bool) -> int:
+        """The value that treats all layers as a partial one treats the others (`least`) or the first."""
+        again = self.values[value]
+        return self.values.index(Again(again.least if least else again.parts)) if again.is_partial else value

@@ -1,0 +1,210 @@
+"""Optimizer states as they are stored: as they are, in bf16, or in 8-bit blocks.
+
+An update works on values in the dtype of the gradient (fp32, or fp64). Of a state that is stored otherwise it reads a
+chunk, which fits into a CPU's cache, updates it, and writes it back rounded; so no state is ever there whole in fp32.
+
+    Exact        the values themselves: `read` returns memory that the update changes in place
+    Rounded      bf16, written with stochastic rounding (terrace.runtime.noise)
+    Blocks       8 bits and a scale for each block of the flat buffer (terrace.runtime.block_codes)
+
+Chunks begin and end where blocks of the flat buffer do, so each block is coded once in an update.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from terrace.plan.state_formats import BLOCK_STATES, STATE_BLOCK, num_state_blocks
+from terrace.runtime.block_codes import decode, encode
+from terrace.runtime.noise import Noise, round_to_bf16
+
+# Elements of a chunk: on a CPU all tensors of one stay in a cache, on CUDA the temporary tensors stay small.
+_CHUNK_NUMEL = {"cpu": 1 << 16}
+_LARGE_CHUNK_NUMEL = 1 << 24
+
+
+class State(Protocol):
+    """One state of the elements of a rank's slice of a flat buffer."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `read` returns the state itself."""
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether `tensor` is no memory of the state, unless it is open."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def tensor(self) -> Tensor:
+        """The state as a tensor (n): its memory, or while it is not open the decoded values of blocks."""
+
+    def read(self, part: slice) -> Tensor:
+        """Values of a part, to be changed and given to `write`."""
+
+    def write(self, part: slice, values: Tensor, step: int) -> None:
+        """Store the values of a part after step number `step`, from 1."""
+
+    def open(self) -> None:
+        """Let `tensor` be memory that `close` stores."""
+
+    def close(self) -> None: ...
+
+
+class Exact:
+    """A state that is stored in the dtype in which it is updated."""
+
+    is_exact, is_coded = True, False
+
+    def __init__(self, values: Tensor) -> None:
+        self.tensor = values
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, part: slice) -> Tensor:
+        return self.tensor[part]
+
+    def write(self, part: slice, values: Tensor, step: int) -> None:
+        """Nothing: `read` returned the state itself."""
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Rounded:
+    """A state in bf16, of the elements from `start` on of the buffer of `noise`."""
+
+    is_exact, is_coded = False, False
+
+    def __init__(self, values: Tensor, name: str, start: int, noise: Noise, dtype: torch.dtype) -> None:
+        self.tensor, self._name, self._start, self._noise, self._dtype = values, name, start, noise, dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, part: slice) -> Tensor:
+        return self.tensor[part].to(self._dtype)
+
+    def write(self, part: slice, values: Tensor, step: int) -> None:
+        first, last = self._start + part.start, self._start + part.stop
+        bits = self._noise.bits(self._name, step, first, last, values.device)
+        round_to_bf16(values.to(torch.float32), bits, self.tensor[part])
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Blocks:
+    """A state in blocks of 8-bit codes, of `numel` elements from `start` on of a flat buffer; zero at first.
+
+    `signed`: its values may be negative.
+    """
+
+    is_exact, is_coded = False, True
+
+    def __init__(self, numel: int, start: int, signed: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self._codes = torch.zeros(numel, dtype=torch.int8 if signed else torch.uint8, device=device)
+        self._scales = torch.zeros(num_state_blocks(numel), dtype=torch.float32, device=device)
+        self._lead, self._signed, self._dtype = start % STATE_BLOCK, signed, dtype
+        self._opened: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + self._scales.nbytes
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._opened if self._opened is not None else self._decoded(slice(0, len(self._codes))).clone()
+
+    def read(self, part: slice) -> Tensor:
+        return self._decoded(part).to(self._dtype)
+
+    def write(self, part: slice, values: Tensor, step: int) -> None:
+        blocks, lead, padded = self._place(part)
+        buffer = torch.zeros(padded, dtype=torch.float32, device=values.device)
+        buffer[lead : lead + len(values)] = values
+        encode(buffer, lead, self._signed, self._codes[part], self._scales[blocks])
+
+    def open(self) -> None:
+        self._opened = self.tensor
+
+    def close(self) -> None:
+        assert self._opened is not None, "only an open state is closed"
+        self.write(slice(0, len(self._opened)), self._opened, 0)
+        self._opened = None
+
+    def _decoded(self, part: slice) -> Tensor:
+        blocks, lead, padded = self._place(part)
+        buffer = torch.empty(padded, dtype=torch.float32, device=self._codes.device)
+        decode(self._codes[part], self._scales[blocks], lead, self._signed, buffer)
+        return buffer[lead : lead + part.stop - part.start]
+
+    def _place(self, part: slice) -> tuple[slice, int, int]:
+        """Blocks of a part, elements of the first before it, and elements of all."""
+        first, last = self._lead + part.start, self._lead + part.stop
+        if first == last:  # a rank may have no element of a state
+            return slice(0, 0), 0, 0
+        begin, end = first // STATE_BLOCK, -(-last // STATE_BLOCK)
+        return slice(begin, end), first - begin * STATE_BLOCK, (end - begin) * STATE_BLOCK
+
+
+class Storage:
+    """How the states of a flat buffer's slice are stored: `states` as in a plan, with `noise` where any is in bf16.
+
+    `dtype` is that of updates.
+    """
+
+    def __init__(self, dtype: torch.dtype, states: str | None = None, noise: Noise | None = None) -> None:
+        self._dtype, self._states, self._noise = dtype, states, noise
+
+    def parameters(self, values: Tensor, start: int) -> State:
+        """The parameters that are updated, in `values`, from element `start` of the buffer on."""
+        return Exact(values) if values.dtype == self._dtype else self._rounded(values, "master", start)
+
+    def zeros(self, name: str, numel: int, start: int, device: torch.device, *, signed: bool = True) -> State:
+        """A new state of `numel` elements from element `start` of the buffer on; `signed`: it may be negative."""
+        if self._states is None:
+            return Exact(torch.zeros(numel, dtype=self._dtype, device=device))
+        if self._states == BLOCK_STATES:
+            return Blocks(numel, start, signed, self._dtype, device)
+        return self._rounded(torch.zeros(numel, dtype=torch.bfloat16, device=device), name, start)
+
+    def _rounded(self, values: Tensor, name: str, start: int) -> State:
+        assert self._noise is not None, "rounding takes random bits"
+        return Rounded(values, name, start, self._noise, self._dtype)
+
+
+def chunks(states: Sequence[State], numel: int, start: int, device: torch.device) -> Iterator[slice]:
+    """Parts of a slice that begins at `start` of its flat buffer, in which an update takes its states."""
+    if all(state.is_exact for state in states):
+        yield slice(0, numel)
+        return
+    size = _CHUNK_NUMEL.get(device.type, _LARGE_CHUNK_NUMEL)
+    first = 0
+    while first < numel:
+        # The next place in the buffer at which a chunk ends, which is the end of a block.
+        last = min(numel, ((start + first) // size + 1) * size - start)
+        yield slice(first, last)
+        first = last
+
+
+@contextmanager
+def opened(states: Sequence[State]) -> Iterator[None]:
+    """Let the tensors of states be memory, whose values they have at the end."""
+    for state in states:
+        state.open()
+    try:
+        yield
+    finally:
+        for state in states:
+            state.close()

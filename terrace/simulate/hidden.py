@@ -1,0 +1,98 @@
+"""Seconds of messages on a tier that computing hides, and the step without that.
+
+A message on a lane is hidden while the compute stream computes. Of the messages inside a block, the part that passes do
+not wait for is. Hidden messages slow computing (`Tier.overlap_penalty`): without them it would take that much less.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from terrace.program.instruction import PASSES
+from terrace.simulate.critical import INSIDE, span_shares
+from terrace.simulate.inside import inside_seconds
+from terrace.simulate.links import tier_penalty
+from terrace.simulate.recording import COMPUTE, Recording, Span
+from terrace.simulate.stages import record_stages
+from terrace.simulate.step import Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenMessages:
+    """Seconds of a step's messages on a tier that the busiest stage hides, and of a step that hides none of them."""
+
+    tier: str
+    hidden_s: float
+    step_s: float
+    exposed_s: float
+
+
+def hidden_between_nodes(predicted: Prediction) -> HiddenMessages | None:
+    """What a predicted step hides on the outermost tier of several members.
+
+    None where no tier is inside that one, and for islands, whose exchanges have words of their own.
+    """
+    cluster = predicted.step.cluster
+    wide = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
+    if not wide or wide[-1] == 0 or predicted.cycle is not None:
+        return None
+    recording = record_stages(predicted.programs, predicted.costs)[predicted.busiest]
+    hidden_s = _on_lanes(recording, wide[-1]) + _inside(recording, wide[-1])
+    return HiddenMessages(
+        tier=cluster.tiers[wide[-1]].name,
+        hidden_s=hidden_s,
+        step_s=predicted.step_s,
+        exposed_s=predicted.step_s + (1.0 - tier_penalty(cluster, wide[-1])) * hidden_s,
+    )
+
+
+def _on_lanes(recording: Recording, tier: int) -> float:
+    computing = [each for each in _visible(recording) if each.lane == COMPUTE and not each.category.startswith("wait ")]
+    lanes: dict[int, list[Span]] = {}
+    for span in _visible(recording):
+        if span.lane != COMPUTE:
+            lanes.setdefault(span.lane, []).append(span)
+    return sum(
+        span_shares(recording.program, span).get(tier, 0.0) * seconds
+        for spans in lanes.values()
+        for span, seconds in _shared(spans, computing, recording.report.step_s)
+    )
+
+
+def _visible(recording: Recording) -> Iterator[Span]:
+    for _, span in recording.visible():
+        yield span
+
+
+def _shared(spans: Sequence[Span], computing: Sequence[Span], step_s: float) -> Iterator[tuple[Span, float]]:
+    """Messages of a lane, with the seconds of each beside computing; both follow one another."""
+    first = 0
+    for span in spans:
+        start_s, end_s, seconds = max(0.0, span.start_s), min(step_s, span.end_s), 0.0
+        while first < len(computing) and computing[first].end_s <= start_s:
+            first += 1
+        for each in computing[first:]:
+            if each.start_s >= end_s:
+                break
+            seconds += min(end_s, each.end_s) - max(start_s, each.start_s)
+        yield span, seconds
+
+
+def _inside(recording: Recording, tier: int) -> float:
+    program, waits = recording.program, dict[tuple[int, str], float]()
+    for span in recording.spans[recording.first :]:
+        if span.lane == COMPUTE and span.category in INSIDE:
+            key = span.position, span.category
+            waits[key] = waits.get(key, 0.0) + span.end_s - span.start_s
+    known, found = dict[tuple[object, ...], dict[int, float]](), 0.0
+    for position, instruction in enumerate(program.instructions):
+        if instruction.op not in PASSES:
+            continue
+        for category, message_class in INSIDE.items():
+            alike = (instruction.op, category, program.alike_inside(instruction.block))
+            if alike not in known:
+                known[alike] = inside_seconds(program, instruction, message_class)
+            total_s = sum(known[alike].values())
+            if total_s > 0.0:
+                hidden_s = max(0.0, total_s - waits.get((position, category), 0.0))
+                found += hidden_s * known[alike].get(tier, 0.0) / total_s
+    return found

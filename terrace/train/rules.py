@@ -1,0 +1,50 @@
+"""Rules across the sections of a run that need no plan of their own. Pure: needs no torch."""
+
+import fnmatch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from terrace.base.errors import ConfigError
+from terrace.model.attention_kernel import AttentionCase, refusal
+from terrace.model.spec import BlockSpec
+from terrace.plan.context import is_context_parallel
+from terrace.plan.mesh import Mesh
+
+if TYPE_CHECKING:
+    from terrace.train.config import RunConfig
+
+
+def attention_case(run: "RunConfig", backend: str) -> AttentionCase:
+    """Inputs of attention in the layers of a run on devices of a type."""
+    model = run.model
+    is_cut = run.has_documents or 0 < model.sliding_window < run.train.sequence
+    return AttentionCase(backend, run.plan.compute, model.head_dim, model.num_kv_heads != model.num_heads, is_cut)
+
+
+def check_attention(run: "RunConfig") -> None:
+    """Raise `ConfigError` for a kernel of attention that the run's devices, dtype or plan do not allow."""
+    choice = run.train.attention
+    if choice == "auto":
+        return
+    if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
+        raise ConfigError(
+            f"train.attention = {choice!r} has no effect where ranks attend together (a context axis, or balance = "
+            '"cost"), with kernels of their own: leave train.attention out'
+        )
+    if reason := refusal(choice, attention_case(run, run.cluster.device.backend)):
+        raise ConfigError(f"train.attention = {choice!r} cannot serve: {reason}; leave train.attention out")
+
+
+def check_moved(run: "RunConfig", blocks: Sequence[BlockSpec]) -> None:
+    """Raise `ConfigError` where a moved bias of a router belongs to what the run does not train."""
+    if run.lora is not None:
+        raise ConfigError(
+            "balance.bias moves a bias of the base model, and [lora] leaves the base as it is: leave one of them out"
+        )
+    moved = [f"{block.name}.{param.name}" for block in blocks for param in block.params if param.is_moved]
+    for pattern in run.train.freeze:
+        if found := fnmatch.filter(moved, pattern):
+            raise ConfigError(
+                f"balance.bias moves {found[0]}, and train.freeze pattern {pattern!r} names it: leave balance.bias "
+                "out, or freeze other parameters"
+            )
