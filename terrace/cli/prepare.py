@@ -22,6 +22,7 @@ from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import clear_leftovers
 from terrace.cli.programs import check_passes, checked_programs
 from terrace.data.batches import Batches, Source
+from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.launch.socket_folder import clear_abandoned
@@ -33,13 +34,13 @@ from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, compiles_words
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
-from terrace.train.eval_rules import eval_batches_of
 from terrace.train.facts import OBJECTIVE
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import resolved_run
 from terrace.train.trackers import check_installed
+from terrace.train.validation import eval_batches_of
 
 _RUNS = Path("runs")
 
@@ -87,15 +88,7 @@ def prepare(
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     if resume is None and (said := check_weights(config)):
         print(said, flush=True)
-    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
-    evaluated = prepare_eval_sources(
-        config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)
-    )
-    for source in (*sources, *evaluated):
-        source.tokens.check_vocab(config.model.vocab_size)
-    # Raises where the data is too short for a batch, or has nothing to evaluate.
-    batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
-    eval_batches_of(config, batches, evaluated)
+    sources, evaluated = _sources(config, tokenizer)
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
         raise CompleteError(
@@ -148,6 +141,20 @@ def compiles(config: RunConfig, programs: Sequence[Program]) -> bool:
         return False
     print(compiles_words(programs), flush=True)
     return True
+
+
+def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
+    """The data that is trained on and the data that is only evaluated, tokenised and checked."""
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
+    evaluated = prepare_eval_sources(
+        config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)
+    )
+    for source in (*sources, *evaluated):
+        source.tokens.check_vocab(config.model.vocab_size)
+    # Raises where the data is too short for a batch, or has nothing to evaluate.
+    batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
+    eval_batches_of(config, batches, evaluated)
+    return sources, evaluated
 
 
 def _tidy(folder: Path) -> None:

@@ -3,22 +3,12 @@
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError, did_you_mean
-from terrace.data.batches import Batches
 from terrace.data.config import HOLDOUT
-from terrace.data.eval_batches import EvalBatches, EvalSource, eval_batches
 from terrace.model.experts.config import refuse_looking_ahead
 from terrace.train.keys import TrainConfig
 
 if TYPE_CHECKING:
     from terrace.train.config import RunConfig
-
-
-def eval_batches_of(run: "RunConfig", batches: Batches, sources: tuple[EvalSource, ...]) -> list[EvalBatches]:
-    """What a run evaluates, as batches of the size of its steps; empty where it evaluates nothing."""
-    train = run.train
-    if not train.eval_every:
-        return []
-    return eval_batches(batches, sources, run.rows, train.eval_batches, run.model.vocab_size)
 
 
 def check_evaluation(run: "RunConfig") -> None:

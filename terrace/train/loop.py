@@ -49,7 +49,6 @@ from terrace.train.context_batches import ContextBatches
 from terrace.train.copies import Copies, take_up
 from terrace.train.effects import why_no_sample
 from terrace.train.error_budget import check_rounding
-from terrace.train.eval_rules import eval_batches_of
 from terrace.train.facts import facts_of
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob, device_of
@@ -64,7 +63,7 @@ from terrace.train.sample import closing_sample
 from terrace.train.saves import Saves
 from terrace.train.schedule import learning_rate
 from terrace.train.slow import SlowRanks
-from terrace.train.validation import Validation
+from terrace.train.validation import Validation, eval_batches_of
 
 
 def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:

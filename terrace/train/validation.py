@@ -10,15 +10,25 @@ from functools import partial
 from pathlib import Path
 
 from terrace.checkpoint.layout import folder_name, folder_of
-from terrace.data.eval_batches import EvalBatches
+from terrace.data.batches import Batches
+from terrace.data.eval_batches import EvalBatches, EvalSource, eval_batches
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
+from terrace.train.config import RunConfig
 from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.keys import TrainConfig
 from terrace.train.metrics import read_metrics
 from terrace.train.micro_batches import MicroBatches
 
 Passed = Callable[[int], None]  # told the number of each pass
+
+
+def eval_batches_of(run: RunConfig, batches: Batches, sources: tuple[EvalSource, ...]) -> list[EvalBatches]:
+    """What a run evaluates, as batches of the size of its steps; empty where it evaluates nothing."""
+    train = run.train
+    if not train.eval_every:
+        return []
+    return eval_batches(batches, sources, run.rows, train.eval_batches, run.model.vocab_size)
 
 
 class Validation:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from terrace.base.errors import ConfigError
 from terrace.launch.start import LocalPool, World
 from tests.support.toys import cluster_of
+from tests.support.trainer_cases import TOLERANCE, Case, make, simple, steps, train
 from tests.support.user_models import HIDDEN, MODELS, NUM_STEPS, Trained, batch_of
-from tests.system.test_trainer import TOLERANCE, Case, make, simple, steps, train
 
 STAGES = {"mapping": {"node": {"pipeline": 2}}, "micro_batch": 2}
 CASES = [
