@@ -345,6 +345,8 @@ class RankOfRun:
             num_tokens=num_tokens,
             step_s=step_s,
             outer=outer_figures(result.outer),
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
             pairs=self.learning.figures(self.step, self.engine),

@@ -83,7 +83,7 @@ _CONFLICTS = (
     "--plan.balance cost",
     "--plan.unit 3",
     "--plan.micro_batch 5",
-    "--plan.compute fp16",
+    "--plan.compute fp12",
     "--plan.master bf16 --plan.compute fp64",
     "--train.schedule wsd --train.decay_steps 1.5",
     "--train.schedule constant --train.decay sqrt --train.decay_steps 3",
