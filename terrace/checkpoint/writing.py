@@ -100,8 +100,19 @@ def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
     write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files, **snapshot.loss_scale}))
 
 
-def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
-    """Join the parts of all ranks, rename the folder into place and remove old checkpoints. Raises `OSError`."""
+def commit(
+    state: ModelState,
+    partial: Path,
+    folder: Path,
+    step: int,
+    facts: Mapping[str, Any],
+    keep: int,
+    best: int | None = None,
+) -> None:
+    """Join the parts of all ranks, rename the folder into place and remove old checkpoints. Raises `OSError`.
+
+    The checkpoint after step `best` stays beside the newest `keep`.
+    """
     files: Files = {}
     num_updates = 0
     for rank in range(state.program.cluster.world_size):
@@ -131,7 +142,8 @@ def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Map
     # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
     earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
     for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
-        remove(old)
+        if step_of(old) != best:
+            remove(old)
 
 
 def remove(folder: Path) -> None:

@@ -49,6 +49,7 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
 from terrace.runtime.step_sums import GivenUp, StepResult, StepSums, step_result
 from terrace.runtime.token_numbers import TokenNumbers
+from terrace.runtime.undisturbed import undisturbed
 
 _Key = tuple[MessageClass, str]  # of bytes: message class and tier
 
@@ -216,20 +217,12 @@ class Engine:
 
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
         self._settle()
-        modules = self.state.modules.values()
-        # Only modules in training mode are switched back: others may have been set to eval on purpose.
-        training = [module for module in modules if module.training]
-        for module in training:
-            module.eval()
         before = self._declared()
-        try:
+        with undisturbed(self.state.modules.values(), self.comm.collectives.errors, self.device):
             result = self._run(batches, 0.0, program)
-            assert isinstance(result, StepResult), "only training steps are given up"
-            return result
-        finally:
-            self._outside.update(self._declared() - before)
-            for module in training:
-                module.train()
+        self._outside.update(self._declared() - before)
+        assert isinstance(result, StepResult), "only training steps are given up"
+        return result
 
     def score(self, batches: Sequence[Batch]) -> list[TokenNumbers]:
         """Token numbers of micro-batches, as many as a step has, in their order; on other stages than the last, none.
@@ -369,6 +362,13 @@ class Engine:
         sent = {key: round((size - self._outside[key] - rest[key]) / steps) for key, size in total.items()}
         memory_bytes, load = self.comm.meter.peak(), self.load.mean_figures
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=memory_bytes, load=load)
+
+    @property
+    def steps_bytes(self) -> Counter[_Key]:
+        """Bytes that this rank has sent so far, by message class and tier, without those of evaluations."""
+        sent = Counter(self.comm.ledger.total())
+        sent.subtract(self._outside)
+        return sent
 
     def _of_steps(self) -> Counter[_Key]:
         """Bytes that the training steps so far declare."""

@@ -25,7 +25,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import TrainConfig
+from terrace.train.keys import TrainConfig
 from tests.support.time_limit import TooLate, limited
 from tests.support.tiny_runs import MODEL, write_run
 
