@@ -109,14 +109,12 @@ class DataConfig:
                 f"data.documents = {kept!r} has no effect on {source.path!r}, whose format is {chosen!r}: leave it out"
             )
         if chosen != "text":
-            for key, plain in (("column", "text"), ("split", "")):
-                # In a mixture, a key of the whole table may be for the other sources.
-                general = plain if self.mixture else getattr(self, key)
-                own = getattr(source, key)
-                if (general if own is None else own) != plain:
-                    raise ConfigError(
-                        f'data.{key} has no effect on {source.path!r}, whose format is "{chosen}": leave it out'
-                    )
+            # In a mixture, a key of the whole table may be for the other sources.
+            general = "text" if self.mixture else self.column
+            if (general if source.column is None else source.column) != "text":
+                raise ConfigError(
+                    f'data.column has no effect on {source.path!r}, whose format is "{chosen}": leave it out'
+                )
         return SourceSpec(
             path=source.path,
             name=source.name or source.path,

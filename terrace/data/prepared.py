@@ -34,9 +34,9 @@ def prepare_sources(
     _check_distinct(data.sources())
     for spec in data.sources():
         if spec.format == "chat":
-            tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
+            tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
         elif spec.format == "pairs":
-            tokens = prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
+            tokens = prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split)
         else:
             tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
         source = Source(
