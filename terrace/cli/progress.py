@@ -72,7 +72,8 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
     if record.pairs:
         parts.insert(2, f"right {100 * record.pairs['accuracy']:.1f} %  margin {record.pairs['margin']:.3f}")
     if record.mfu is not None:
-        parts.append(f"MFU {100 * record.mfu:.1f} %")
+        # No device exceeds its peak.
+        parts.append(f"MFU {100 * record.mfu:.1f} %{' (the peak is wrong)' * (record.mfu > 1)}")
     if record.balance is not None:
         parts.append(f"balance {record.balance:.2f}")
     if record.peak_memory_bytes:
