@@ -33,7 +33,8 @@ _HELP = {
     "eval": "measure how well a trained model predicts a text",
     "export": "write a trained model as a Hugging Face folder",
     "upcycle": "make a mixture of experts from a dense model",
-    "data": "look at a corpus before a run",
+    "data": "look at a corpus before a run, or tokenise it",
+    "keys": "list every key of a run with its default",
     "probe": "measure this machine or job and write a cluster file",
     "rehearse": "emulate a cluster on this machine and run a program in it",
 }
