@@ -158,6 +158,8 @@ def _fake(calls: list[tuple[str, Any]], name: str) -> ModuleType:
         log_params=noted("log_params"),
         log_metrics=noted("log"),
         end_run=noted("finish"),
+        get_tracking_uri=lambda: "sqlite:///mlflow.db",
+        is_tracking_uri_set=lambda: True,
     )
     return module
 
