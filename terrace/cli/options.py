@@ -7,7 +7,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
-from terrace.cli.overrides import parse_overrides
+from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.planned import TASK, read_planned
@@ -32,6 +32,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: local)")
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")
+    add_headroom(parser)
     parser.add_argument(
         "--data",
         metavar="PATH",

@@ -45,7 +45,7 @@ from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.loops import formats_words, loop_words, stored_words
 from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
-from terrace.report.tables import plan_table, quantity, seconds, sent_table
+from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
 from terrace.simulate.advice import Job, worst_words
@@ -211,7 +211,7 @@ def _show(
     print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
     _show_figures(whole, plan, shown, band, console)
     rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
-    console.print(headrooms_table(task, rooms, f"the fastest plan {of}that leaves a part of the memory free"))
+    console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)
@@ -230,11 +230,9 @@ def _show(
 
 def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: Terminal) -> None:
     console.print(split_table(shown.time_s, f"seconds of a step, {band}", "s"))
-    capacity = task.cluster.device.memory_bytes
-    title = (
-        f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
-    )
-    console.print(split_table(shown.memory_bytes, title, "B", capacity))
+    device = task.cluster.device
+    title = f"memory of a device at its fullest moment (a category may peak at another), of {device.room_words}"
+    console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
     job = Job(cluster=task.cluster, plan=plan, num_micros=shown.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
     print(f"{worst}\n" if worst else "", end="")

@@ -9,7 +9,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.words import counted
 from terrace.cli.files import check_not_read, check_writable
-from terrace.cli.overrides import parse_overrides
+from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, lay_over, parse_cluster
 from terrace.model.config import load_model, num_active_params, parse_model
@@ -27,6 +27,7 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="members of the outermost tier (default: as the cluster's file says)"
     )
+    add_headroom(parser)
     parser.add_argument("--batch", type=int, metavar="B", required=required, help="sequences a step, over all ranks")
     parser.add_argument("--seq", type=int, metavar="S", required=required, help="tokens a sequence")
     parser.add_argument(

@@ -34,7 +34,7 @@ from terrace.plan.wire_rules import crossing
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK
 from terrace.planner.operations import operations_s
-from terrace.planner.parts import Part, kinds_of, parts_of
+from terrace.planner.parts import Needs, Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stage_specs import data_cluster, whole_blocks
@@ -42,6 +42,7 @@ from terrace.planner.stages import SERIAL, has_halves, pipeline
 from terrace.planner.task import Candidate, Task, Wire, num_micros
 from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
+from terrace.program.schedules.counts import most_due
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
@@ -111,10 +112,10 @@ class Evaluator:
     def _evaluated_memory(self, candidate: Candidate) -> Mapping[str, int]:
         micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
+            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
         # Of like stages only the fullest is priced: the others cannot need more.
         neediest = self._pipeline(candidate).neediest
-        memories = (self.estimator.memory_bytes(candidate, part, waiting, micros) for part, waiting in neediest)
+        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in neediest)
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def played(self, candidate: Candidate) -> Estimate:
@@ -136,7 +137,7 @@ class Evaluator:
     def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
         micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
+            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
         orders, waiting = pipeline(
             candidate.schedule,
             candidate.mesh.total("pipeline"),
@@ -145,7 +146,8 @@ class Evaluator:
             candidate.unit if takes_unit(candidate.schedule) else 1,
         )
         parts = parts_of(self.estimator.split.cut(predicted.step.plan.stages), orders.placement)
-        memories = (self.estimator.memory_bytes(candidate, *each, micros) for each in neediest(parts, waiting))
+        needed = neediest(parts, waiting, most_due(orders))
+        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in needed)
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:

@@ -145,10 +145,10 @@ def bytes_words(size: float | None) -> str:
     return quantity(size, "B") if size else "-"
 
 
-def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
-    """Model state of one rank, every category at its own peak."""
+def memory_table(predicted: Mapping[str, int], room: str) -> Table:
+    """Model state of one rank, every category at its own peak; `room` is what a plan may take, in words."""
     return new_table(
-        f"{_STATE_TITLE}; no activations (the device has {quantity(capacity_bytes, 'B')})",
+        f"{_STATE_TITLE}; no activations; a plan may take {room}",
         ("category", "predicted"),
         left=("category",),
         rows=[(category, quantity(size, "B")) for category, size in predicted.items() if size],

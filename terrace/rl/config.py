@@ -159,11 +159,10 @@ def resolve(
                 f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
                 "a replica generates on: leave run.rows out, or leave out --place"
             )
-    if ACTOR in given.get("plans", {}) and (flags.get("plan") is not None or "plan" in overrides):
-        own = "--plan" if flags.get("plan") is not None else f"--plan.{next(iter(overrides['plan']), '')}"
+    if ACTOR in given.get("plans", {}) and flags.get("plan") is not None:
         raise ConfigError(
-            f"{own} has no effect on the actor, which has a plan of its own in [plans]: give --plans.actor in its "
-            "place, or leave plans.actor out"
+            f"--plan {flags['plan']} has no effect on the actor, which has a plan of its own in [plans]: give "
+            "--plans.actor in its place, or leave plans.actor out"
         )
     return parse(table, is_placed=is_placed)
 

@@ -31,7 +31,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.batch_checks import check_batches
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
-from terrace.runtime.compiled import check_compiles, compile_blocks
+from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.experts.load import Load
@@ -62,8 +62,8 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place of
     `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. A message that takes longer
-    than `timeout` is an error. `compiled` runs blocks through `torch.compile`. `balance` names losses of routers and
-    moves their bias, `seed` draws noise. Rank 0 verifies the stages of a pipeline against each other if not `verified`.
+    than `timeout` is an error. `compiled` runs blocks, or their parts, through `torch.compile`. `balance` names losses
+    of routers and moves their bias, `seed` draws noise. Rank 0 verifies stages against each other if not `verified`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -103,8 +103,8 @@ class Engine:
         specs = telling_choices(balance, with_dims(describe(blocks, names, freeze), declared))
         self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
         check_balance(balance, self.program.mesh, plan, specs)
-        if compiled:
-            check_compiles([self.program])
+        # Whole compiled blocks compute the gradients of their weights themselves.
+        whole_blocks = compiled and not why_parts([self.program])
         self.rank, self.device = rank, torch.device(device)
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
@@ -133,7 +133,7 @@ class Engine:
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()
         if compiled:
-            compile_blocks(self.state.modules.values())
+            (compile_blocks if whole_blocks else compile_parts)(self.state.modules.values())
         self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
         self.passages.follow(self.state.choices)
         self.island = None if plan.outer is None else Island(self.state)
@@ -146,7 +146,7 @@ class Engine:
             load=self.load,
             axes=self.axes,
             passages=self.passages,
-            compiled=compiled,
+            compiled=whole_blocks,
             progress=progress,
             island=self.island,
         )

@@ -44,7 +44,9 @@ def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
 
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
         hidden: Tensor = module.norm(inputs)  # (B, S, H)
-        loss, gradient, rest = loss_and_gradients(hidden.detach().flatten(0, 1), module.weight, labels.flatten())
+        loss, gradient, rest = loss_and_gradients(
+            hidden.detach().flatten(0, 1), module.weight, labels.flatten(), module.to_gradient
+        )
         # A weight gradient without a queue goes through autograd together with the hidden states' gradient.
         of_weight = () if rest is None else ((module.weight, rest),)
         roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
@@ -67,12 +69,17 @@ def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def loss_and_gradients(
+    hidden: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    to_gradient: Callable[[Tensor, Tensor], Tensor] = decoder.to_gradient,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
 
     The gradient of `weight` (V, H), if it trains, is recorded; without a queue, as with compiled blocks, it is
-    returned. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,
-    products in the dtype of `hidden`.
+    returned. Labels are as for `token_loss`, `to_gradient` as in `terrace.model.decoder`. Losses and softmax are
+    computed in fp32 at least, products in the dtype of `hidden`.
     """
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
@@ -86,7 +93,7 @@ def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> 
     def chunk_gradient(rows: slice) -> Tensor:
         x = logits[: len(hidden[rows])]
         torch.mm(hidden[rows], matrix.t(), out=x)
-        loss.add_(_to_gradient(x, labels[rows]))
+        loss.add_(to_gradient(x, labels[rows]))
         torch.mm(x, matrix, out=gradient[rows])
         return x
 
@@ -146,23 +153,6 @@ def gradients_through_logits(
     chunks = slices(len(hidden), max(1, rows))
     products = ((of_chunk(chunk), hidden[chunk]) for chunk in chunks)
     return gradient, add_weight_gradient(weight, products, len(chunks), of_weight)
-
-
-def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    # In place: logits (n, V) become the gradient of their loss against labels (n), which is returned.
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    step = max(1, CACHED_NUMEL // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    counted = labels != decoder.IGNORE_INDEX
-    at = labels.masked_fill(~counted, 0).unsqueeze(-1)
-    losses = logits.new_empty(len(logits), dtype=wide)
-    for rows in slices(len(logits), step):
-        # Rows per turn fit the CPU's caches: several passes over the same logits follow.
-        x = torch.log_softmax(logits[rows], -1, dtype=wide)
-        losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
-        x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
-        # Ignored labels get no gradient.
-        logits[rows] = x.mul_(counted[rows].unsqueeze(-1))
-    return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

@@ -24,6 +24,7 @@ from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
+from terrace.comm.process_group import barrier
 from terrace.comm.stage_p2p import StageP2P
 from terrace.model.attention_plans import choose_kernel
 from terrace.model.config import forward_flops
@@ -292,7 +293,7 @@ def _message_s(engine: Engine, message: Work) -> float:
 def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> float:
     work()
     if dist.is_initialized() and engine.program.cluster.world_size > 1:
-        dist.barrier()
+        barrier()
     _finish(engine)
     # Either as many calls as fit the budget, or a fixed number, which all ranks must share when they exchange messages.
     if not repeats:

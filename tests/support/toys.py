@@ -32,7 +32,9 @@ def cluster_of(*sizes: int, memory_bytes: float = 2e9) -> Cluster:
     """A cluster with these tier sizes, innermost first, named package, node, system and site."""
     local = load_cluster("local")
     tiers = tuple(replace(local.tiers[0], name=name, size=size) for name, size in zip(TIER_NAMES, sizes, strict=False))
-    return replace(local, name="test", device=replace(local.device, memory_bytes=memory_bytes), tiers=tiers)
+    return replace(
+        local, name="test", device=replace(local.device, memory_bytes=memory_bytes, headroom="0%"), tiers=tiers
+    )
 
 
 class _Embedding(nn.Module):

@@ -97,7 +97,6 @@ _CONFLICTS = (
     "--train.error_budget.sync 0.1",
     "--train.metrics ['nothing']",
     "--train.slow_steps 9 --train.slow_factor 0",
-    "--train.compile true --plan.mapping.node.tensor 2",
     "--optimizer.name muon --plan.update adamw",
     "--optimizer.name lion --optimizer.eps 1",
     "--data.format chat",
