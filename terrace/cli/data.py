@@ -9,6 +9,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.schema import merge
 from terrace.base.words import counted
+from terrace.cli import data_prepare
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides, take_word
@@ -34,8 +35,11 @@ _MOST_DOCUMENTS = 200_000  # of a batch, for the same reason
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("data", description="Look at a corpus before a run; nothing is trained.")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="lengths")
+    parser = commands.add_parser(
+        "data", description="Look at a corpus before a run, or tokenise it; nothing is trained."
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    data_prepare.add_action(actions)
     lengths = actions.add_parser(
         "lengths",
         help="lengths of documents, and costs of balance policies",

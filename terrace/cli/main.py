@@ -19,7 +19,7 @@ from terrace.cli.aliases import translated
 from terrace.cli.output import Terminated, drop_stdout, printable_output
 
 # Listed here, so that --help needs none of their modules.
-_HELP = {
+HELP = {
     "doctor": "check this machine: the parts that will be used, and fixes for missing ones",
     "plan": "find the fastest plan, say why, and write it",
     "scale": "predict how a plan scales",
@@ -33,12 +33,14 @@ _HELP = {
     "eval": "measure how well a trained model predicts a text",
     "export": "write a trained model as a Hugging Face folder",
     "upcycle": "make a mixture of experts from a dense model",
-    "data": "look at a corpus before a run",
+    "data": "look at a corpus before a run, or tokenise it",
+    "keys": "list every key of a run with its default",
+    "completion": "print a script that completes commands and options in a shell",
     "probe": "measure this machine or job and write a cluster file",
     "rehearse": "emulate a cluster on this machine and run a program in it",
 }
 _FORMER = {"explain": "simulate"}  # the module of a command under its former name
-_COMMANDS = tuple(name for name in _HELP if name not in _FORMER)
+_COMMANDS = tuple(name for name in HELP if name not in _FORMER)
 _MAY_BE_EMPTY = ("prompt",)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
@@ -135,6 +137,11 @@ class _Parser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)
 
 
+def whole_parser() -> argparse.ArgumentParser:
+    """The parser with the options of every command."""
+    return _parser()
+
+
 def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="terrace",
@@ -144,7 +151,7 @@ def _parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if named and named[0] in ("-h", "--help", "-V", "--version"):
-        for name, words in _HELP.items():
+        for name, words in HELP.items():
             commands.add_parser(name, help=words)
         return parser
     # Errors list all commands; a command needs its own module alone.

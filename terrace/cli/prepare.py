@@ -34,11 +34,13 @@ from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, compiles_words
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
+from terrace.train.effects import why_no_sample
 from terrace.train.facts import OBJECTIVE
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import resolved_run
+from terrace.train.sample import sample_prompt
 from terrace.train.trackers import check_installed
 from terrace.train.validation import eval_batches_of
 
@@ -89,6 +91,8 @@ def prepare(
     if resume is None and (said := check_weights(config)):
         print(said, flush=True)
     sources, evaluated = _sources(config, tokenizer)
+    if config.train.prompt is not None and not why_no_sample(config):
+        sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
         raise CompleteError(

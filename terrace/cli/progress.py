@@ -5,6 +5,7 @@ run leaves a usable terminal.
 """
 
 import math
+import re
 import sys
 
 from rich.console import Console
@@ -16,7 +17,9 @@ from terrace.report.tables import quantity
 from terrace.train.metrics import StepRecord, eval_figures
 from terrace.train.utilisation import Utilisation
 
-_BAR, _LEAST_WIDTH = 24, 60  # characters
+_BAR = 24  # characters
+# Left out of a narrow line, in this order; metrics.jsonl has them all.
+_SPARE = (r"\S+ \S+ (resident|allocated)$", "lr ", "norm ", "balance ")
 _ERASE = "\r\x1b[K"  # the line that the terminal's cursor is in
 
 
@@ -29,7 +32,7 @@ class ProgressLine:
         self._live, self._raw = sys.stdout.isatty(), raw_stream(sys.stdout)
 
     def show(self, record: StepRecord, seconds_left: float) -> None:
-        line = step_words(record, self._num_steps, seconds_left)
+        line = step_words(record, self._num_steps, seconds_left, self._console.width)
         # First and last step are always kept.
         keep = record.step % self._log_every == 0 or record.step in (1, self._num_steps)
         if keep or record.eval:
@@ -37,10 +40,11 @@ class ProgressLine:
         for words in eval_words(record):
             self._permanent(words)
         if self._live and record.step < self._num_steps:
-            print(f"{_ERASE}{self._bar(record.step)}", end="", file=self._raw, flush=True)
-            # A line longer than the terminal would wrap, and could not be overwritten.
-            words = line[: max(0, self._console.width - _BAR - 2)]
-            print(words if self._console.width >= _LEAST_WIDTH else "", end="", flush=True)
+            # The figures come first. A line longer than the terminal would wrap, and could not be overwritten.
+            width = self._console.width - 1
+            bar = self._bar(record.step) if len(line) + _BAR + 1 <= width else ""
+            print(f"{_ERASE}{bar}", end="", file=self._raw, flush=True)
+            print(line[:width], end="", flush=True)
 
     def above(self, text: str) -> None:
         """Print a permanent line above the progress line."""
@@ -60,8 +64,8 @@ class ProgressLine:
         )  # without colours the rest of the bar is not drawn
 
 
-def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
-    """One-line summary of a step."""
+def step_words(record: StepRecord, num_steps: int, seconds_left: float, width: int = 1 << 30) -> str:
+    """One-line summary of a step, without memory, learning rate, norm and balance where `width` is too small."""
     parts = [
         f"step {record.step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {record.loss:.3f}",
@@ -75,14 +79,19 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
     if record.pairs:
         parts.insert(2, f"right {100 * record.pairs['accuracy']:.1f} %  margin {record.pairs['margin']:.3f}")
     if record.mfu is not None:
-        parts.append(f"MFU {100 * record.mfu:.1f} %")
+        # No device exceeds its peak.
+        parts.append(f"MFU {100 * record.mfu:.1f} %{' (the peak is wrong)' * (record.mfu > 1)}")
     if record.balance is not None:
         parts.append(f"balance {record.balance:.2f}")
     if record.peak_memory_bytes:
         # The first kind is the one that counts: allocated on CUDA, resident on a CPU.
         name, size = next(iter(record.peak_memory_bytes.items()))
         parts.append(f"{quantity(size, 'B')} {name}")
-    return "  ".join([*parts, f"{clock(seconds_left)} left"])
+    parts.append(f"{clock(seconds_left)} left")
+    for spare in _SPARE:
+        if len("  ".join(parts)) > width:
+            parts = [part for part in parts if not re.match(spare, part)]
+    return "  ".join(parts)
 
 
 def eval_words(record: StepRecord) -> list[str]:

@@ -5,6 +5,7 @@ time of every source file (terrace.data.originals).
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,13 +19,15 @@ from terrace.base.errors import DataError
 from terrace.base.files import open_atomic
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
-from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
+from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
 from terrace.data.originals import Originals
 from terrace.data.sources import STDLIB
+from terrace.data.tables import table_records
 from terrace.data.template import ChatTemplate, load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
+_COLUMNS = ("messages", "prompt", "completion", "tools")
 _FORMAT = "terrace-chat-2"  # part of the key: raise it when the same data would give other bytes
 
 
@@ -34,21 +37,24 @@ def prepare_chat(
     tokenizer_path: str | Path,
     template_path: str | Path,
     cache_dir: str | Path,
+    split: str = "",
 ) -> TokenFile:
-    """The token file of the conversations in `path`, a `.jsonl` file or a folder of them; made if it is not in the
-    cache.
+    """The token file of the conversations in `path`, a `.jsonl`, `.parquet` or `.arrow` file or a folder of them; made
+    if it is not in the cache. `split` chooses a split of a data set.
 
-    Prompts and completions need no template. Raises `DataError`, naming file and line, for a line that is not a
+    Prompts and completions need no template. Raises `DataError`, naming file and record, for one that is not a
     conversation, has nothing to train on or is refused by the template; also for a missing template, a damaged cache,
     and a folder that cannot be written. An error leaves no file behind.
     """
-    files = _files(path)
+    files = _files(path, split)
     # A look at the text is enough to decide whether a template is needed; parsing comes later.
-    needed = any('"messages"' in line for line, _ in lines_of(files))
+    needed = any('"messages"' in line for line, _ in _records(files))
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
-    return encoder.prepare(path, "chat", _FORMAT, lambda: _files(path), lambda reader: reader.read(lines_of(files)))
+    return encoder.prepare(
+        path, "chat", _FORMAT, lambda: _files(path, split), lambda reader: reader.read(_records(files))
+    )
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,11 @@ class Tokenized:
             return token_file(target, description, target.with_suffix(".mask"))
 
         return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
+
+
+def holds_conversations(path: str | Path, split: str = "") -> bool:
+    """Whether the first record of chat data is a conversation, not a prompt with its completion."""
+    return '"messages"' in next(_records(_files(path, split)), ("", ""))[0]
 
 
 def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
@@ -159,14 +170,30 @@ def lines_of(files: list[Path]) -> Iterator[tuple[str, str]]:
             raise DataError(f"cannot read data {file}: {error.strerror}; check the path and its permissions") from error
 
 
-def _files(path: str | Path) -> list[Path]:
+def _records(files: list[Path]) -> Iterator[tuple[str, str]]:
+    for file in files:
+        if file.suffix.lower() in JSON_LINES_SUFFIXES:
+            yield from lines_of([file])
+            continue
+        for record, where in table_records(file, _COLUMNS):
+            try:
+                yield json.dumps(record), where
+            except TypeError as error:
+                # Tables have values without a form in JSON, such as times and bytes.
+                raise DataError(f"{where}: {error}; write the value as a string") from error
+
+
+def _files(path: str | Path, split: str) -> list[Path]:
     if path == STDLIB:
         raise DataError(
             f'data.format = "chat" needs conversations, and data.path = {STDLIB!r} is source text: name a .jsonl file '
             "with --data"
         )
-    files = find_documents(path)
+    files = find_documents(path, split)
     for file in files:
-        if file.suffix.lower() not in JSON_LINES_SUFFIXES:
-            raise DataError(f"data {file} is no .jsonl file, as chat data must be; convert it or move it elsewhere")
+        if file.suffix.lower() not in JSON_LINES_SUFFIXES | TABLE_SUFFIXES:
+            raise DataError(
+                f"data {file} is no .jsonl, .parquet or .arrow file, as chat data must be; convert it or move it "
+                "elsewhere"
+            )
     return files

@@ -25,13 +25,13 @@ _DEFAULT_DOCUMENTS: Mapping[str, Documented] = {"text": "join", "chat": "whole",
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    path: str = STDLIB
-    tokenizer: str = "bytes"
-    cache: str = ".terrace-cache"
+    path: str = STDLIB  # a file, a folder, or stdlib
+    tokenizer: str = "bytes"  # tokenizer.json, its folder, or bytes
+    cache: str = ".terrace-cache"  # folder of the tokenised data
     bos: bool | str = "auto"  # before a text: as the tokenizer's folder says, its bos_token, nothing, or a token
     eos: str = "auto"  # after a text: as the tokenizer's folder says, or a token
     mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
-    format: Format = "text"
+    format: Format = "text"  # conversations are "chat", preferences "pairs"
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
     too_long: TooLong | None = None  # treatment of a whole document that is longer than a sequence
     column: str = "text"  # the key, or the column, that holds the text of a record
@@ -120,14 +120,12 @@ class DataConfig:
                 f"data.documents = {kept!r} has no effect on {source.path!r}, whose format is {chosen!r}: leave it out"
             )
         if chosen != "text":
-            for key, plain in (("column", "text"), ("split", "")):
-                # In a mixture, a key of the whole table may be for the other sources.
-                general = plain if self.mixture else getattr(self, key)
-                own = getattr(source, key)
-                if (general if own is None else own) != plain:
-                    raise ConfigError(
-                        f'data.{key} has no effect on {source.path!r}, whose format is "{chosen}": leave it out'
-                    )
+            # In a mixture, a key of the whole table may be for the other sources.
+            general = "text" if self.mixture else self.column
+            if (general if source.column is None else source.column) != "text":
+                raise ConfigError(
+                    f'data.column has no effect on {source.path!r}, whose format is "{chosen}": leave it out'
+                )
         return SourceSpec(
             path=source.path,
             name=source.name or source.path,

@@ -17,11 +17,11 @@ import numpy as np
 from terrace.base.errors import DataError
 from terrace.data.chat import ChatReader, Ids, Mask
 from terrace.data.chat_tokens import Tokenized, lines_of
-from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
+from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.sources import STDLIB
-from terrace.data.tables import PARQUET, parquet_records
+from terrace.data.tables import table_records
 from terrace.data.template import load_template
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
@@ -37,18 +37,21 @@ def prepare_pairs(
     tokenizer_path: str | Path,
     template_path: str | Path,
     cache_dir: str | Path,
+    split: str = "",
 ) -> TokenFile:
-    """The token file of the pairs in `path`, a `.jsonl` or `.parquet` file or a folder of them; made if it is not in
-    the cache.
+    """The token file of the pairs in `path`, a `.jsonl`, `.parquet` or `.arrow` file or a folder of them; made if it is
+    not in the cache. `split` chooses a split of a data set.
 
     Texts need no template. Raises `DataError`, naming file and record, for one that is no pair, else as
     `terrace.data.chat_tokens.prepare_chat`.
     """
-    files = _files(path)
+    files = _files(path, split)
     needed = any(isinstance(record.get(MEMBERS[0]), list) for record, _ in _records(files))
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
-    return encoder.prepare(path, "pairs", _FORMAT, lambda: _files(path), lambda reader: _responses(files, reader))
+    return encoder.prepare(
+        path, "pairs", _FORMAT, lambda: _files(path, split), lambda reader: _responses(files, reader)
+    )
 
 
 def _responses(files: list[Path], reader: ChatReader) -> Iterator[tuple[Ids, Mask, str]]:
@@ -132,7 +135,7 @@ def _member(record: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
 
 
 def _plain(message: Any) -> Any:
-    # Tables give all messages the same keys, null where one has none.
+    # A key with null in one member makes no difference between them.
     return {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
 
 
@@ -142,17 +145,19 @@ def _records(files: list[Path]) -> Iterator[tuple[dict[str, Any], str]]:
             for line, where in lines_of([file]):
                 yield json_object(line, lambda place=where: place, _FORM), where  # type: ignore[misc]
         else:
-            yield from parquet_records(file, ("prompt", *MEMBERS, "tools"))
+            yield from table_records(file, ("prompt", *MEMBERS, "tools"))
 
 
-def _files(path: str | Path) -> list[Path]:
+def _files(path: str | Path, split: str) -> list[Path]:
     if path == STDLIB:
         raise DataError(
             f'data.format = "pairs" needs pairs, and data.path = {STDLIB!r} is source text: name a .jsonl file with '
             "--data"
         )
-    files = find_documents(path)
+    files = find_documents(path, split)
     for file in files:
-        if file.suffix.lower() not in {*JSON_LINES_SUFFIXES, PARQUET}:
-            raise DataError(f"data {file} is no .jsonl or .parquet file, as pairs must be; convert it or move it")
+        if file.suffix.lower() not in JSON_LINES_SUFFIXES | TABLE_SUFFIXES:
+            raise DataError(
+                f"data {file} is no .jsonl, .parquet or .arrow file, as pairs must be; convert it or move it"
+            )
     return files

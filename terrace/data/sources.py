@@ -17,14 +17,14 @@ TooLong = Literal["refuse", "cut", "split", "drop"]
 class SourceConfig:
     """An entry of `data.mixture`. Missing keys default to those of `[data]`; weights are in any unit."""
 
-    path: str
-    weight: float = 1.0
+    path: str  # a file or a folder
+    weight: float = 1.0  # share of the sequences, in any unit
     name: str = ""  # shown, and used in `--data.mixture.NAME.weight`; if empty, the path
-    format: Format | None = None
-    documents: Documented | None = None
-    too_long: TooLong | None = None
-    column: str | None = None
-    split: str | None = None
+    format: Format | None = None  # as data.format
+    documents: Documented | None = None  # as data.documents
+    too_long: TooLong | None = None  # as data.too_long
+    column: str | None = None  # as data.column
+    split: str | None = None  # as data.split
 
     def absolute(self) -> "SourceConfig":
         """The same source with an absolute path; its name is kept."""

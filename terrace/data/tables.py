@@ -96,18 +96,48 @@ def _check_column(file: Path, schema: Any, column: str) -> None:
         )
 
 
-def parquet_records(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a Parquet file with those of `columns` that it has, and the place of each.
+def table_records(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of a Parquet or Arrow file with those of `columns` that it has, and the place of each.
 
-    Raises `DataError` for a damaged file.
+    Nulls are left out, at any depth: a table gives all its records the same keys. Raises `DataError` for a damaged file
+    and for one without any of `columns`.
     """
-    with _parquet(file) as table, _damage(file):
-        kept = [name for name in columns if name in table.schema_arrow.names]
-        number = 0
-        for batch in table.iter_batches(columns=kept):
-            for row in batch.to_pylist():
-                number += 1
-                yield row, f"{file}: row {number}"
+    number = 0
+    for batch in _columns(file, columns):
+        for row in batch.to_pylist():
+            number += 1
+            yield _without_nulls(row), f"{file}: row {number}"
+
+
+def _columns(file: Path, columns: tuple[str, ...]) -> Iterator[Any]:
+    if file.suffix.lower() == PARQUET:
+        with _parquet(file) as table, _damage(file):
+            yield from table.iter_batches(_ROWS, columns=_present(file, table.schema_arrow, columns))
+        return
+    with _damage(file), _batches(file) as (schema, batches):
+        kept = _present(file, schema, columns)
+        for batch in batches:
+            chosen = batch.select(kept)
+            chosen.validate(full=True)  # offsets of a damaged file would be followed anywhere
+            for first in range(0, chosen.num_rows, _ROWS):
+                yield chosen.slice(first, _ROWS)
+
+
+def _present(file: Path, schema: Any, columns: tuple[str, ...]) -> list[str]:
+    kept = [name for name in columns if name in schema.names]
+    for name in kept:
+        if schema.names.count(name) > 1:
+            raise DataError(f"{file} has the column {name!r} {schema.names.count(name)} times; rename all but one")
+    if not kept:
+        there = ", ".join(map(repr, schema.names[:8])) or "none"
+        raise DataError(f"{file} has none of the columns {', '.join(columns)} (its columns: {there}); rename them")
+    return kept
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager

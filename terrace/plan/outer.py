@@ -40,14 +40,14 @@ class Outer:
     of the optimizer's paper.
     """
 
-    tier: str
-    every: int
-    fragments: int = 1
-    delay: int = 0
-    optimizer: Literal["nesterov", "momentum", "average"] = "nesterov"
-    lr: float | None = None
-    momentum: float | None = None
-    keep: float = 1.0
+    tier: str  # the links between islands
+    every: int  # steps of a cycle
+    fragments: int = 1  # parts of the model that are exchanged in turn
+    delay: int = 0  # steps that an exchange may take; 0: waited for
+    optimizer: Literal["nesterov", "momentum", "average"] = "nesterov"  # of the outer step
+    lr: float | None = None  # of the outer step; none: of the optimizer's paper
+    momentum: float | None = None  # of the outer step; none: of the optimizer's paper
+    keep: float = 1.0  # part of an island's changes during an exchange that it keeps
     penalty: bool = False  # the staleness gap penalty of CO2
     clip: float = 0.0  # largest magnitude of a momentum; 0: as large as it is
 

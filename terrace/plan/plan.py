@@ -31,10 +31,10 @@ class Plan:
     plan against a cluster and a model.
     """
 
-    name: str = "custom"
-    params: str
-    grads: str
-    optimizer: str
+    name: str = "custom"  # shown on the screen
+    params: str  # tier over which parameters are sharded
+    grads: str  # tier over which gradients are sharded
+    optimizer: str  # tier over which optimizer states are sharded
     params_backward: str | None = None  # where a secondary copy of the parameters serves later gathers
     mapping: Mapping[str, Mapping[str, int | Mapping[str, int]]] = field(default_factory=dict)  # tier -> axis -> degree
     # The same ranks once more, for experts: tier -> axis -> degree. Along rows every expert is cut, along expert ranks

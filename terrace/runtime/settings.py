@@ -18,13 +18,13 @@ class OptimizerConfig:
     norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without effect.
     """
 
-    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
-    lr: float = 3e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"  # the rule of an update
+    lr: float = 3e-3  # peak learning rate
+    beta1: float = 0.9  # of AdamW and Lion: decay of the mean of gradients
+    beta2: float = 0.95  # of AdamW and Lion: decay of the second mean
+    eps: float = 1e-8  # of AdamW: added to the root of the mean square
+    weight_decay: float = 0.1  # decoupled, times the learning rate
+    clip: float = 1.0  # largest global gradient norm; 0: not clipped
     momentum: float | None = None  # of muon, 0.95 by default, and of sgd, 0 by default
     newton_schulz_steps: int = 5  # of muon
     adamw_lr: float | None = None  # of what muon leaves to AdamW; none: `lr`

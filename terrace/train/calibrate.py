@@ -9,6 +9,7 @@ between stages, so nothing is added there. The result is the cluster with these 
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ _SMALL_BYTES, _LARGE_BYTES = 4_096, 1_048_576  # per rank; around the sizes of a
 _BUDGET_S = 0.2
 _REPEATS = 20  # of a collective: every member must make the same number of calls
 _FEWEST = 3
+_WINDOWS, _AGREE, _LONGEST = 5, 1.5, 4  # a busy moment is measured longer, up to so many budgets
 
 Work = Callable[[], object]
 Progress = Callable[[str], None]
@@ -176,6 +178,14 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     return lambda: blocks[1](x), forward_flops(config, 1, *sizes)
 
 
+def layer_flops_per_s(engine: Engine, run: RunConfig) -> float:
+    """FLOP/s of a decoder layer's forward on this rank, now; it waits for no other rank."""
+    layer, flops = _layer(engine, run)
+    layer()
+    _finish(engine)
+    return flops / _window_seconds(engine, layer)
+
+
 def _codec_bytes_per_s(engine: Engine) -> float:
     cluster, plan = engine.program.cluster, engine.program.plan
     wires = {
@@ -291,14 +301,35 @@ def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> flo
     if dist.is_initialized() and engine.program.cluster.world_size > 1:
         barrier()
     _finish(engine)
-    begin, calls = time.perf_counter(), 0
-    # Either a fixed number of calls, which all ranks must share when they exchange messages, or as many as fit the
-    # budget.
-    while calls < repeats if repeats else (calls < _FEWEST or time.perf_counter() - begin < _BUDGET_S):
+    # Either as many calls as fit the budget, or a fixed number, which all ranks must share when they exchange messages.
+    if not repeats:
+        return _window_seconds(engine, work)
+    begin = time.perf_counter()
+    for _ in range(repeats):
         work()
-        calls += 1
     _finish(engine)
-    return (time.perf_counter() - begin) / calls
+    return (time.perf_counter() - begin) / repeats
+
+
+def _window_seconds(engine: Engine, work: Work) -> float:
+    """Seconds of a call: the median over windows of calls.
+
+    Another program's burst lengthens some windows. While the median is far from the shortest window, more are measured.
+    """
+    windows: list[float] = []
+    begin = time.perf_counter()
+    while True:
+        started, calls = time.perf_counter(), 0
+        while not calls or time.perf_counter() - started < _BUDGET_S / _WINDOWS:
+            work()
+            calls += 1
+        _finish(engine)
+        windows.append((time.perf_counter() - started) / calls)
+        spent_s, median_s = time.perf_counter() - begin, statistics.median(windows)
+        if len(windows) < _FEWEST or spent_s < _BUDGET_S:
+            continue
+        if median_s <= _AGREE * min(windows) or spent_s >= _LONGEST * _BUDGET_S:
+            return median_s
 
 
 def _finish(engine: Engine) -> None:

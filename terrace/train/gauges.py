@@ -4,6 +4,8 @@ import resource
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,16 +14,32 @@ from terrace.cluster.cluster import Cluster
 from terrace.plan.dims import has_routers
 from terrace.runtime.engine import Engine
 from terrace.runtime.step_sums import StepResult
+from terrace.train.calibrate import layer_flops_per_s
 from terrace.train.job import RunJob
 from terrace.train.loads import LoadsFile, cut_other_stages
 from terrace.train.prediction import utilisation_of
 
+_DISAGREE = 2.0  # times the predicted step, or a part of it, after which the peak is measured again
+
 
 class Gauges:
-    """Reads the engine's counters and writes the loads of its experts; measures nothing by itself."""
+    """Reads the engine's counters and writes the loads of its experts.
 
-    def __init__(self, engine: Engine, job: RunJob, cluster: Cluster, first_step: int) -> None:
+    If the second step and `predicted_s` disagree by more than twice, rank 0 measures the peak behind MFU again, where
+    it was measured at the start, and keeps the higher one; `note` receives the two.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        job: RunJob,
+        cluster: Cluster,
+        first_step: int,
+        predicted_s: float,
+        note: Callable[[str], None],
+    ) -> None:
         self._engine, self._used = engine, utilisation_of(job.run, cluster, engine.device.type)
+        self._run, self._second, self._predicted_s, self._note = job.run, first_step + 2, predicted_s, note
         program, stage = engine.program, engine.program.stage.index
         writes = bool(engine.load.layers) and program.mesh.at_stage(0, stage) == engine.rank
         train = job.run.train
@@ -37,6 +55,8 @@ class Gauges:
         """Fields of a `StepRecord` for the step, counted from 1, that has just ended; `num_tokens` are an island's."""
         if self._loads is not None and result.loads is not None:
             self._loads.add(step, result.loads)
+        if step == self._second and self._engine.rank == 0 and self._used.is_measured_here:
+            self._check_peak(step_s)
         # Each island makes steps of its own.
         tokens_per_s = self._engine.program.layout.num_islands * num_tokens / step_s
         return {
@@ -50,6 +70,18 @@ class Gauges:
             "peak_memory_bytes": self._peak(),
             "time": time.time(),
         }
+
+    def _check_peak(self, step_s: float) -> None:
+        if max(step_s / self._predicted_s, self._predicted_s / step_s) <= _DISAGREE:
+            return
+        before = self._used.peak_flops_per_s
+        peak = max(before, layer_flops_per_s(self._engine, self._run))
+        self._used = replace(self._used, peak_flops_per_s=peak)
+        self._note(
+            f"the second step took {step_s:.3g} s, predicted {self._predicted_s:.3g} s: the machine is busy, or was "
+            f"when it was measured, or a step is more than its layers. The peak behind MFU, measured again: "
+            f"{before:.3g} -> {peak:.3g} FLOP/s"
+        )
 
     def _sent(self) -> dict[str, int]:
         total: dict[str, int] = defaultdict(int)

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from terrace.base.errors import DataError
 from terrace.checkpoint.reading import Checkpoint
-from terrace.data.chat import load_encoder
-from terrace.data.rendering import TemplateRefusalError
-from terrace.data.template import load_template
+from terrace.data.chat_prompt import chat_ids
 from terrace.data.tokenizer import Tokenizer
 from terrace.generation.request import Completion, Sampling
 from terrace.generation.texts import continue_texts
@@ -71,21 +69,10 @@ def generate(
 
 
 def chat_prompt(model: Trained, message: str) -> list[int]:
-    """Ids of a conversation that a user begins with `message`, up to where the assistant answers.
-
-    The chat template is the one of training. Raises `DataError` without one, for a message that it refuses, and for one
-    that spells out a special token, which no conversation in training does.
+    """Ids of a conversation that a user begins with `message`: `terrace.data.chat_prompt.chat_ids` of the model's
+    training.
     """
-    template = load_template(model.tokenizer_path, model.template_path)
-    forged = load_encoder(model.tokenizer_path, model.tokenizer).forged(message)
-    if forged is not None:
-        raise DataError(f"the message spells out the special token {forged!r}: leave it out, or leave out --chat")
-    try:
-        text, _ = template.render([{"role": "user", "content": message}], add_generation_prompt=True)
-    except TemplateRefusalError as error:
-        raise DataError(f"the message cannot be put into a chat: {error}") from error
-    # The template begins the text itself.
-    return [int(token) for token in model.tokenizer.encode_prompt(text, begins_text=False)]
+    return chat_ids(model.tokenizer, model.tokenizer_path, model.template_path, message)
 
 
 def _encoded(prompt: Prompt, model: Trained) -> list[int]:

@@ -16,21 +16,21 @@ from terrace.train.trackers import check_names
 class TrainConfig:
     """Length of a run, sizes of its steps, and outputs. `batch` is in sequences or pairs per step, over all ranks."""
 
-    steps: int
-    batch: int
-    sequence: int
+    steps: int  # optimizer steps of the run
+    batch: int  # sequences or pairs of a step, over all ranks
+    sequence: int  # tokens of a sequence
     objective: Literal["next-token", "reward", "dpo"] = "next-token"  # the last two on pairs
     beta: float = 0.1  # of dpo
-    seed: int = 0
-    warmup_steps: int = 0
+    seed: int = 0  # of the initial values and the order of the samples
+    warmup_steps: int = 0  # steps in which the learning rate rises to its peak
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # of the learning rate: terrace.train.schedule
     final_lr_fraction: float = 0.1  # the schedule ends at this part of the peak learning rate
     decay_steps: int | float = 0.2  # of wsd: the steps of its decay, or their part of the run
     decay: Literal["linear", "sqrt"] = "sqrt"  # the form of the decay of wsd
     freeze: tuple[str, ...] = ()  # patterns over block.parameter
-    log_every: int = 10
+    log_every: int = 10  # steps between permanent lines on the screen
     checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest ones that stay in the run folder
     eval_every: int = 0  # steps between evaluations, and one at the end; 0: none
     eval_batches: int = 100  # most batches of `batch` sequences of each source in an evaluation; 0: all
     keep_best: str = ""  # what is evaluated whose best checkpoint is kept: "holdout" or a name in data.eval

@@ -170,7 +170,7 @@ class RankOfRun:
         of_stages = self.copies.start(predict_once(self.engine, self.run, cluster), cluster, first_step)
         predicted = of_stages[self.engine.program.stage.index]  # a rank is compared with its own stage
         self.patience.expect(self.run.plan.outer, predicted.step_s)
-        self.gauges = Gauges(self.engine, self.job, cluster, first_step)
+        self.gauges = Gauges(self.engine, self.job, cluster, first_step, predicted.step_s, self.observer.note)
         self.observer.started(predicted, cluster, first_step)
         self.slow = SlowRanks(self.dog, self.engine.program, self.run.train, self.observer)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)

@@ -12,6 +12,8 @@ and offline modes are configured by the packages' own environment variables.
 import importlib
 import importlib.util
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +145,11 @@ def _trackio(folder: Path, config: Config, first_step: int) -> Tracker:
 
 
 def _mlflow(folder: Path, config: Config, first_step: int) -> Tracker:
-    mlflow, known = importlib.import_module("mlflow"), _ids(folder).get("mlflow")
+    mlflow, kept = importlib.import_module("mlflow"), _ids(folder)
+    known, place = kept.get("mlflow"), kept.get("mlflow_place")
+    # MLflow's default place is in the working directory, and a run may go on from another. What its user says now wins.
+    if known is not None and place is not None and not mlflow.is_tracking_uri_set():
+        mlflow.set_tracking_uri(place)
     # MLflow refuses parameters that change, so they are logged once, at the first start.
     if known is None:
         run = mlflow.start_run(run_name=folder.resolve().name)
@@ -153,7 +159,15 @@ def _mlflow(folder: Path, config: Config, first_step: int) -> Tracker:
     else:
         run = mlflow.start_run(run_id=known)
     _keep_id(folder, "mlflow", str(run.info.run_id))
+    _keep_id(folder, "mlflow_place", _absolute_place(str(mlflow.get_tracking_uri())))
     return Tracker(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
+
+
+def _absolute_place(place: str) -> str:
+    """A tracking URI that means the same in every working directory."""
+    # sqlite:///FILE, as SQLAlchemy writes a relative one; file:FOLDER; FOLDER. Servers stay as they are.
+    found = re.fullmatch(r"(sqlite:///|file:(?!/)|(?![\w+.-]+:))(.*)", place, re.DOTALL)
+    return place if found is None else f"{found[1]}{os.path.abspath(found[2])}"
 
 
 TRACKERS: dict[str, Callable[[Path, Config, int], Tracker]] = {

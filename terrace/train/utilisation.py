@@ -48,6 +48,7 @@ class Utilisation:
     num_devices: int
     peak_flops_per_s: float
     origin: str
+    is_measured_here: bool = False  # at the start of the run, from a layer
 
     def mfu(self, step_s: float) -> float:
         """Model FLOPs utilisation of a step of `step_s` seconds."""
@@ -105,10 +106,16 @@ def utilisation(
         origin = f"the {plan.compute} peak of {device.name}, {mark}"
         peak = device.peak_flops_per_s[plan.compute]
     else:
-        origin = "what a layer's forward reaches here, measured at the start: MFU may exceed 100 %"
+        origin = "what a layer's forward reaches here, measured at the start"
         peak = measured.device.peak_flops_per_s[plan.compute]
     flops = step_flops(model, blocks, plan, batch, sequence)
-    return Utilisation(flops=flops, num_devices=cluster.world_size, peak_flops_per_s=peak, origin=origin)
+    return Utilisation(
+        flops=flops,
+        num_devices=cluster.world_size,
+        peak_flops_per_s=peak,
+        origin=origin,
+        is_measured_here=not (is_own or measured is cluster),
+    )
 
 
 def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:

@@ -182,5 +182,5 @@ def test_a_column_or_a_split_without_effect_is_refused(tmp_path: Path) -> None:
     for column, split in (("body", ""), ("text", "test")):
         with pytest.raises(DataError, match="has no effect on the indexed data set"):
             prepare_tokens(prefix, ByteTokenizer(), tmp_path / "cache", column, split)
-        with pytest.raises(ConfigError, match="has no effect on 'chats', whose format is"):
-            DataConfig(path="chats", format="chat", column=column, split=split)
+    with pytest.raises(ConfigError, match="has no effect on 'chats', whose format is"):
+        DataConfig(path="chats", format="chat", column="body")

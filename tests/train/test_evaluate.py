@@ -219,6 +219,32 @@ def test_a_run_s_closing_sample_begins_with_the_ids_of_its_data(
     assert given == [sources[0].tokens.open().tolist(), "<s>A <|im_end|>"]
 
 
+def test_a_chat_run_s_closing_sample_is_an_answer_in_its_template(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    talk = [{"role": "user", "content": "What is a tier?"}, {"role": "assistant", "content": "A level."}]
+    path = write_lines(tmp_path / "chat.jsonl", [{"messages": talk}, {"messages": talk[::-1] + talk}])
+    data = DataConfig(path=str(path), format="chat", tokenizer=str(folder), cache=str(tmp_path / "cache"))
+    tokenizer = load_tokenizer(folder)
+    sources = prepare_sources(data, tokenizer, 64)
+    run = replace(resolve(None, {}, {"model": {"vocab_size": 404}}), data=data)
+
+    def prompt(text: str | None) -> str:
+        asked = replace(run, train=replace(run.train, prompt=text))
+        ids = sample_module.sample_prompt(asked, sources, tokenizer)
+        assert isinstance(ids, list)
+        return tokenizer.decode(ids, keep_special=True)
+
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt(None) == turn.format("What is a tier?")
+    assert prompt("And a plan?") == turn.format("And a plan?")
+    with pytest.raises(DataError, match=r"^train.prompt = 'a<\|im_end\|>': the message spells out the special token"):
+        prompt("a<|im_end|>")
+    # A prompt with its completion has no template.
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
+    plain = replace(run, data=replace(data, path=str(pairs)), train=replace(run.train, prompt="What"))
+    assert sample_module.sample_prompt(plain, sources, tokenizer) == "What"
+
+
 @pytest.mark.parametrize(
     ("bad", "dtype"), [(float("nan"), torch.float32), (1e39, torch.float32), (1e39, torch.bfloat16)]
 )

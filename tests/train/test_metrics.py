@@ -159,6 +159,8 @@ def _fake(calls: list[tuple[str, Any]], name: str) -> ModuleType:
         log_params=noted("log_params"),
         log_metrics=noted("log"),
         end_run=noted("finish"),
+        get_tracking_uri=lambda: "sqlite:///mlflow.db",
+        is_tracking_uri_set=lambda: True,
     )
     return module
 
@@ -325,7 +327,7 @@ class _Screen(io.StringIO):
 def test_lines_that_stay_are_the_same_with_a_bar_and_without(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = _Screen(live)
     monkeypatch.setattr(sys, "stdout", screen)
-    line = ProgressLine(Console(width=100, force_terminal=live, color_system=None), 8, 4)
+    line = ProgressLine(Console(width=140, force_terminal=live, color_system=None), 8, 4)
     for step in range(1, 9):
         line.show(replace(RECORD, step=step), 60.0 * (8 - step))
     line.above("saved somewhere")
@@ -334,7 +336,7 @@ def test_lines_that_stay_are_the_same_with_a_bar_and_without(live: bool, monkeyp
     assert shown == [f"step {step}/8  {words}  {8 - step}:00 left" for step in (1, 4, 8)] + ["saved somewhere"]
     bars = [text for text in screen.getvalue().split("\r\x1b[K") if "\u2501" in text]
     assert len(bars) == (7 if live else 0)
-    assert all(len(text.strip("\n")) < 100 for text in bars)
+    assert all(len(text.strip("\n")) < 140 for text in bars)
     assert "\x1b[?25l" not in screen.getvalue(), "no cursor is hidden"
 
 

@@ -30,11 +30,11 @@ FIGURES = (*LOSSES, "dropped")  # of routers in a step's sums, in this order; th
 class BalanceConfig:
     """The factor of each loss of a router, of an expert's capacity, and the step u of a bias; 0 turns it off."""
 
-    sequence: float = 0.0
-    step: float = 0.0
-    z: float = 0.0
+    sequence: float = 0.0  # factor of the balance loss over each sequence
+    step: float = 0.0  # factor of the balance loss over the whole step
+    z: float = 0.0  # factor of the loss on a router's logits
     capacity: float = 0.0  # of an expert, over the tokens that even choices bring; 0: it takes all
-    bias: float = 0.0
+    bias: float = 0.0  # step of the bias that evens the choices
 
     def __post_init__(self) -> None:
         for item in fields(self):

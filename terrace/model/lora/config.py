@@ -25,7 +25,7 @@ _WEIGHT = ".weight"
 class LoraConfig:
     """The section `[lora]` of a run. Raises `ConfigError` for numbers that no adapter has."""
 
-    rank: int
+    rank: int  # of the two matrices of an adapter
     alpha: float = 16.0  # an adapter counts alpha / rank times
     targets: tuple[str, ...] = ("layers.*",)  # patterns over block.parameter: weights of linear layers
 
