@@ -25,7 +25,8 @@ from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import TrainConfig, resolve
+from terrace.train.config import resolve
+from terrace.train.keys import TrainConfig
 
 SECTIONS: Mapping[str, type[Any]] = {
     "train": TrainConfig,

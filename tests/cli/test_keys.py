@@ -8,7 +8,8 @@ import pytest
 
 from terrace.cli.keys import SECTIONS, keys_of
 from terrace.cli.main import main
-from terrace.train.config import TrainConfig, resolve
+from terrace.train.config import resolve
+from terrace.train.keys import TrainConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
