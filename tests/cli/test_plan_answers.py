@@ -181,6 +181,12 @@ def test_the_headroom_of_the_command_is_kept_and_shown(here: Planning) -> None:
     assert "less a headroom of 97%)" in here.error()
 
 
+def test_a_headroom_is_given_once_and_shown_as_written(here: Planning) -> None:
+    twice = here.refused("plan", "--headroom", "5%", "--cluster.device.headroom", "10%")
+    assert "--headroom 5% and --cluster.device.headroom set the same: leave one out" in twice
+    assert """device.headroom = "5'%" must be""" in here.refused("plan", "--headroom", "5'%")
+
+
 def test_a_headroom_without_a_unit_is_refused(here: Planning) -> None:
     error = here.refused("plan", *SMALL, "--headroom", "6")
     assert "device.headroom = '6' must be a share of the memory or bytes of it: write 5% or 4GB" in error
