@@ -36,6 +36,7 @@ def test_time_and_price_of_a_training_by_hand() -> None:
     found = cost(0.5)
     assert throughput_words(task, found) == "throughput: 8.19 k tokens/s of all devices, 1.02 k of one"
     # 2,441,407 steps of half a second are 339.08 hours.
+    assert (training_words(task, found, 1, None) or "").startswith("1 token: 1 step, 500.0 ms, ")
     said = training_words(task, found, 10**10, None)
     assert said == "10 G tokens: 2,441,407 steps, 14.1 days, 2.71 k device-hours"
     assert training_words(task, found, 10**10, 2.5) == f"{said}, price 6,782"
