@@ -121,10 +121,16 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(recompute=("layer.*",)), ("recompute pattern 'layer.*'", "matches no block", "did you mean 'layers.*'?")),
     (zero3(recompute=("layers.*: flash",)), ("recompute 'layers.*: flash'", "'flash' is no operation of a layer")),
     (zero3(recompute=("layers.*:",)), ("'' is no operation of a layer; give one of attention, mlp, norms",)),
-    (zero3(recompute=("layers.* last 2",)), ("recompute 'layers.* last 2': an entry is a pattern of block names, then",)),
+    (
+        zero3(recompute=("layers.* last 2",)),
+        ("recompute 'layers.* last 2': an entry is a pattern of block names, then",),
+    ),
     (zero3(recompute=("nothing.*",)), ("matches no block; known: embedding, head, layers.*",)),
     (zero3(recompute=("layers.* every 0",)), ("recompute 'layers.* every 0': every 0 names no block",)),
-    (zero3(recompute=("head: attention",)), ("no decoder layer matches 'head', and no other block has operations; leave attention out",)),
+    (
+        zero3(recompute=("head: attention",)),
+        ("no decoder layer matches 'head', and no other block has operations; leave attention out",),
+    ),
     (zero3(micro_batch=0), ("micro_batch = 0", "at least 1")),
     (zero3(unit=0), ("unit = 0", "at least 1 micro-batch")),
     (zero3(unit=9, compute="bf16"), ("unit = 9 with compute = 'bf16'", "use at most 8")),
