@@ -18,7 +18,7 @@ from terrace.data.tokens import prepare_tokens
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_sums import StepResult
-from terrace.train.config import TrainConfig
+from terrace.train.keys import TrainConfig
 from terrace.train.micro_batches import MicroBatches
 from terrace.train.schedule import learning_rate
 

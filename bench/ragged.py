@@ -53,8 +53,9 @@ from terrace.runtime.engine import Engine
 from terrace.sequence.distributions import bimodal, sample
 from terrace.train.attention_cost import work_cost
 from terrace.train.calibrate import calibrate
-from terrace.train.config import RunConfig, TrainConfig
+from terrace.train.config import RunConfig
 from terrace.train.context_batches import ContextBatches
+from terrace.train.keys import TrainConfig
 from terrace.train.micro_batches import MicroBatches, StepBatches
 
 TARGET = 1.5

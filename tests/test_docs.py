@@ -20,7 +20,7 @@ from terrace.plan.plan import Plan
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import TrainConfig
+from terrace.train.keys import TrainConfig
 from tests.support.tiny_runs import environment, terrace
 
 ROOT = Path(__file__).parents[1]

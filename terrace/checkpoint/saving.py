@@ -76,6 +76,7 @@ class Saver:
         self.staging_bytes = self._snapshot.num_bytes + num_bytes(engine.program, engine.state)  # of residuals, later
         self._number, self._thread = 0, threading.Thread()
         self._folder, self._stalled_s = run_folder, 0.0
+        self._best: int | None = None
         # Outcome of the save under way, once it has ended.
         self._outcome: str | None = None
         self._error: BaseException | None = None
@@ -86,8 +87,10 @@ class Saver:
     def is_under_way(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, best: int | None = None) -> None:
         """Copy the state after `step` steps and start writing it; first waits for a save under way.
+
+        The checkpoint after step `best` stays beside the newest ones.
 
         Raises `CheckpointError` on every rank if that earlier save failed.
         """
@@ -96,6 +99,7 @@ class Saver:
         # Work may still be queued on lanes and streams; the copy must see its results.
         self._engine.drain()
         self._snapshot.take()
+        self._best = best
         self._folder, self._outcome, self._number = folder_of(self._run_folder, step), None, self._number + 1
         self._stalled_s = time.perf_counter() - begin_s
         self._thread = threading.Thread(target=self._save, args=(step,), name="checkpoint", daemon=True)
@@ -210,7 +214,8 @@ class Saver:
         elif self._store.check([f"{number}/problem"]):
             problem = self._text_of(f"{number}/problem")
         else:
-            problem = attempt(lambda: commit(self._engine.state, partial, folder, step, self._facts, self._keep))
+            own = self._facts, self._keep, self._best
+            problem = attempt(lambda: commit(self._engine.state, partial, folder, step, *own))
             problem = None if problem is None else f"rank 0: {problem}"
         if problem is not None:
             shutil.rmtree(partial, ignore_errors=True)

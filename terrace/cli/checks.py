@@ -195,6 +195,7 @@ def task_of(run: RunConfig, cluster: Cluster) -> Task:
         sequence=run.train.sequence,
         compute=plan.compute,
         messages=plan.messages,
+        products=plan.products,
         master=plan.master,
         optimizer_states=plan.optimizer_states,
         wire=plan.wire,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load
 from terrace.data.batches import Source
+from terrace.data.eval_batches import EvalSource
 from terrace.train.config import RunConfig, parse_run, run_toml
 from terrace.train.job import JobInputs, RunJob
 
@@ -21,6 +22,7 @@ class _JobText(JobInputs):
 @dataclass(frozen=True, kw_only=True)
 class _Sources:
     sources: tuple[Source, ...]
+    eval_sources: tuple[EvalSource, ...]
 
 
 def job_text(job: RunJob) -> str:
@@ -38,14 +40,15 @@ def read_job(text: str) -> RunJob:
     return RunJob(**vars(table) | {"run": parse_run(run)})
 
 
-def sources_text(sources: Sequence[Source]) -> str:
+def sources_text(sources: Sequence[Source], eval_sources: Sequence[EvalSource] = ()) -> str:
     """Prepared sources as JSON, for the ranks of the same machine; `read_sources` gives equal ones back."""
-    return json.dumps(dump(_Sources(sources=tuple(sources))))
+    return json.dumps(dump(_Sources(sources=tuple(sources), eval_sources=tuple(eval_sources))))
 
 
-def read_sources(text: str) -> tuple[Source, ...]:
+def read_sources(text: str) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
     """Inverse of `sources_text`."""
-    return load(_Sources, json.loads(text), "sources").sources
+    found = load(_Sources, json.loads(text), "sources")
+    return found.sources, found.eval_sources
 
 
 def section_digests(run: RunConfig) -> dict[str, str]:

@@ -21,7 +21,7 @@ from terrace.simulate.bands import band_of
 from terrace.train.config import section
 
 DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
-_DTYPES = ("compute", "messages", "master", "optimizer_states")
+_DTYPES = ("compute", "messages", "products", "master", "optimizer_states")
 
 
 class OwnPlan(NamedTuple):

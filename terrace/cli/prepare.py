@@ -22,7 +22,8 @@ from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import clear_leftovers
 from terrace.cli.programs import check_passes, checked_programs
 from terrace.data.batches import Batches, Source
-from terrace.data.prepared import compare_facts, prepare_sources
+from terrace.data.eval_batches import EvalSource
+from terrace.data.prepared import compare_facts, prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
@@ -39,6 +40,7 @@ from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import resolved_run
 from terrace.train.trackers import check_installed
+from terrace.train.validation import eval_batches_of
 
 _RUNS = Path("runs")
 
@@ -86,11 +88,7 @@ def prepare(
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     if resume is None and (said := check_weights(config)):
         print(said, flush=True)
-    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
-    for source in sources:
-        source.tokens.check_vocab(config.model.vocab_size)
-    # Raises where the data is too short for a batch.
-    Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
+    sources, evaluated = _sources(config, tokenizer)
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
         raise CompleteError(
@@ -117,6 +115,7 @@ def prepare(
         run=replace(config, plan=plan, train=replace(config.train, compile=is_compiled)),
         folder=chosen,
         sources=sources,
+        eval_sources=evaluated,
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
         config="" if earlier is None else run_toml(config),
@@ -142,6 +141,20 @@ def compiles(config: RunConfig, programs: Sequence[Program]) -> bool:
         return False
     print(compiles_words(programs), flush=True)
     return True
+
+
+def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
+    """The data that is trained on and the data that is only evaluated, tokenised and checked."""
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
+    evaluated = prepare_eval_sources(
+        config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)
+    )
+    for source in (*sources, *evaluated):
+        source.tokens.check_vocab(config.model.vocab_size)
+    # Raises where the data is too short for a batch, or has nothing to evaluate.
+    batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
+    eval_batches_of(config, batches, evaluated)
+    return sources, evaluated
 
 
 def _tidy(folder: Path) -> None:
@@ -263,7 +276,9 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
     )
     num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
     # The new checkpoint is complete before an old one is removed.
-    num_at_once = min(num_saves + 1, train.keep_checkpoints + 1)  # an old one stays until the new one is complete
+    num_saves += -(-train.steps // train.eval_every) if train.keep_best else 0
+    num_kept = train.keep_checkpoints + bool(train.keep_best)
+    num_at_once = min(num_saves + 1, num_kept + 1)  # an old one stays until the new one is complete
     existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
     try:
         usage = shutil.disk_usage(existing)

@@ -4,6 +4,7 @@ The bar is part of an ordinary line that the next one overwrites. No cursor is h
 run leaves a usable terminal.
 """
 
+import math
 import sys
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from terrace.cli.output import raw_stream
 from terrace.report.tables import quantity
-from terrace.train.metrics import StepRecord
+from terrace.train.metrics import StepRecord, eval_figures
 from terrace.train.utilisation import Utilisation
 
 _BAR, _LEAST_WIDTH = 24, 60  # characters
@@ -31,8 +32,10 @@ class ProgressLine:
         line = step_words(record, self._num_steps, seconds_left)
         # First and last step are always kept.
         keep = record.step % self._log_every == 0 or record.step in (1, self._num_steps)
-        if keep:
+        if keep or record.eval:
             self._permanent(line)
+        for words in eval_words(record):
+            self._permanent(words)
         if self._live and record.step < self._num_steps:
             print(f"{_ERASE}{self._bar(record.step)}", end="", file=self._raw, flush=True)
             # A line longer than the terminal would wrap, and could not be overwritten.
@@ -80,6 +83,15 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
         name, size = next(iter(record.peak_memory_bytes.items()))
         parts.append(f"{quantity(size, 'B')} {name}")
     return "  ".join([*parts, f"{clock(seconds_left)} left"])
+
+
+def eval_words(record: StepRecord) -> list[str]:
+    """A line for each source that was evaluated after a step."""
+    return [
+        f"  {name}: loss {row.get('loss', math.nan):.4f}  perplexity {row['perplexity']:.3f}  "
+        f"{row.get('tokens', 0):,.0f} tokens"
+        for name, row in eval_figures(record).items()
+    ]
 
 
 def clock(seconds_left: float) -> str:

@@ -26,13 +26,14 @@ from terrace.program.report import StepReport, plain
 from terrace.report.inside import ASSIGNED
 from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg
+from terrace.report.run_curves import finite
 from terrace.report.stage_tables import stage_comparison_table
 from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
 from terrace.simulate.bands import band_of
 from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
-from terrace.train.metrics import Outcome, StepRecord, read_metrics
+from terrace.train.metrics import Outcome, StepRecord, eval_lines, read_metrics
 from terrace.train.prediction import utilisation_of
 
 _WARM_STEPS = 10  # a run of fewer says little about a steady step
@@ -62,6 +63,11 @@ def show_plan(job: RunJob) -> None:
 
 def _dtype_words(run: RunConfig) -> str:
     plan, device = run.plan, run.cluster.device
+    if plan.products is not None and device.backend == "cpu":
+        return (
+            f"warning: plan.products = {plan.products!r} is emulated on a CPU: operands are rounded to 8 bits and "
+            "multiplied in fp32, so a step learns as on a GPU and takes longer than without\n\n"
+        )
     if plan.compute == "bf16" and device.backend == "cpu":
         slowdown = bf16_slowdown()
         if slowdown > 1:
@@ -183,7 +189,9 @@ class Screen:
         title = f"{run.model.family} under {run.plan.name}"
         steps, losses = [record.step for record in records], [record.loss for record in records]
         if records:
-            write_atomic(folder / "loss.svg", loss_svg(steps, losses, title=title, target=run.train.target_loss))
+            lines = {name: finite(line) for name, line in eval_lines(records).items()}
+            svg = loss_svg(steps, losses, title=title, target=run.train.target_loss, evaluated=lines)
+            write_atomic(folder / "loss.svg", svg)
         if outcome.sample is not None:
             write_atomic(folder / "sample.txt", outcome.sample + "\n")
 

@@ -32,7 +32,7 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     parser.add_argument("--seq", type=int, metavar="S", required=required, help="tokens a sequence")
     parser.add_argument(
         "--compute",
-        choices=("bf16", "fp32", "fp64"),
+        choices=("bf16", "fp16", "fp32", "fp64"),
         help="dtype of parameters and messages (default: bf16; where fp32 is faster, fp32, with messages in bf16)",
     )
     parser.add_argument(
@@ -132,6 +132,7 @@ def with_formats(task: Task, plan: Any) -> Task:
         task,
         compute=plan.compute,
         messages=plan.messages,
+        products=plan.products,
         master=plan.master,
         optimizer_states=plan.optimizer_states,
         wire=plan.wire,

@@ -18,7 +18,8 @@ from terrace.cli.output import Terminated, drop_stdout, printable_output, sigter
 from terrace.cli.prepare import CompleteError, prepare
 from terrace.cli.screen import Screen, show_plan
 from terrace.data.batches import Source
-from terrace.data.prepared import prepare_sources
+from terrace.data.eval_batches import EvalSource
+from terrace.data.prepared import prepare_eval_sources, prepare_sources
 from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.rank_log import FOLDER, rank_log
 from terrace.launch.start import is_restarted, join, launch_local, local_devices, pace, world_size
@@ -134,8 +135,9 @@ def _run_joined(world: World, job: RunJob, changes: str) -> None:
     host = world.hosts[world.rank]
     first, num_others = world.hosts.index(host) == world.rank, world.hosts.count(host) - 1
     with store_lost():
-        text = one_makes(world, f"tokens/{host}", num_others, first, lambda: sources_text(_sources_here(job)))
-    signal_name = run_rank(world, replace(job, sources=read_sources(text)))
+        text = one_makes(world, f"tokens/{host}", num_others, first, lambda: sources_text(*_sources_here(job)))
+    sources, eval_sources = read_sources(text)
+    signal_name = run_rank(world, replace(job, sources=sources, eval_sources=eval_sources))
     dist.destroy_process_group()
     if signal_name is not None and world.rank != 0:
         sys.exit(128 + signal.SIGINT if signal_name == "SIGINT" else 128 + signal.SIGTERM)  # rank 0 says why
@@ -147,7 +149,7 @@ def _end(signal_name: str | None, job: RunJob) -> None:
         raise Terminated(signal_name, job.again())
 
 
-def _sources_here(job: RunJob) -> tuple[Source, ...]:
+def _sources_here(job: RunJob) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
     # Once per machine: its run folder and its data must be rank 0's.
     if not (job.folder / "config.toml").is_file():
         raise CheckpointError(
@@ -155,12 +157,14 @@ def _sources_here(job: RunJob) -> tuple[Source, ...]:
             "file system that all machines share"
         )
     data = job.run.data
-    sources = prepare_sources(data, load_tokenizer(data.tokenizer, data.bos, data.eos), job.run.train.sequence)
+    tokenizer, sequence = load_tokenizer(data.tokenizer, data.bos, data.eos), job.run.train.sequence
+    sources = prepare_sources(data, tokenizer, sequence)
+    eval_sources = prepare_eval_sources(data, tokenizer, sequence)
     # Paths may be local to machines: contents must be the same.
-    for mine, of_rank_0 in zip(sources, job.sources, strict=True):
+    for mine, of_rank_0 in zip((*sources, *eval_sources), (*job.sources, *job.eval_sources), strict=True):
         here, there = ((each.tokens.digest, each.tokens.sums_digest) for each in (mine, of_rank_0))
         if here != there:
             raise DataError(
                 f"{mine.name} on {socket.gethostname()} differs from rank 0's: give every machine the same data"
             )
-    return sources
+    return sources, eval_sources

@@ -13,6 +13,8 @@ visit, because decoding whole messages again would double their cost.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from terrace.comm.ledger import Meter
 from terrace.plan.wire import MessageClass
 
 _SAMPLE_NUMEL = 4096
+_AFTER_A_STEP = (MessageClass.REFRESH, MessageClass.OUTER)  # classes that may be under way when a step has ended
 
 _Key = tuple[MessageClass, str, int]  # message class, origin, tier
 Hop = tuple[MessageClass, int, str]  # message class, tier, leg
@@ -94,11 +97,21 @@ class ErrorLog:
         self._sums: dict[_Key, Tensor] = {}
         self._last: dict[_Key, Tensor] = {}
         self._visits: dict[tuple[_Key, str], int] = defaultdict(int)
+        self._is_aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Messages of the body are not measured, except those of a step that are still under way."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     def sample(self, key: _Key, leg: str, numel: int, block: int) -> slice:
         """Part of a message of `numel` elements to measure; it begins at a codec block."""
         visit = self._visits[key, leg]
-        self._visits[key, leg] += 1
+        self._visits[key, leg] += self._counts(key)
         # Each visit measures the next part, so that over the steps all of a message is sampled.
         places = max(1, -(-numel // _SAMPLE_NUMEL))
         start = visit % places * _SAMPLE_NUMEL // block * block
@@ -106,7 +119,7 @@ class ErrorLog:
 
     def add(self, key: _Key, sums: Tensor) -> None:
         """Record [squared error, square] of a sample, as fp64; of another class than `messages` nothing."""
-        if key[0] not in self.messages:
+        if key[0] not in self.messages or not self._counts(key):
             return
         # On the device: a copy to the host would make the lane wait.
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
@@ -114,11 +127,16 @@ class ErrorLog:
     def take(self) -> Tensor:
         """[squared error, square] of every lossy class, concatenated; resets the sums."""
         total = torch.zeros(len(self.messages), 2, dtype=torch.float64, device=self._device)
+        if self._is_aside:
+            return total.view(-1)
         for (message, _, _), sums in self._sums.items():
             total[self.messages.index(message)] += sums
         # Kept for the error message: the total says that a value is not finite, the parts say whose.
         self._last, self._sums = self._sums, {}
         return total.view(-1)
+
+    def _counts(self, key: _Key) -> bool:
+        return not self._is_aside or key[0] in _AFTER_A_STEP
 
     def not_finite(self) -> list[str]:
         """Names of messages with inf or nan in the last `take`."""

@@ -28,6 +28,7 @@ from terrace.data.packing import Packing, Tally, packed
 from terrace.data.pairs import PairOrder, PairRows
 from terrace.data.samples import Packed, Parts, Windows
 from terrace.data.sources import Documented, TooLong
+from terrace.data.text_rows import TextRows
 from terrace.data.token_file import TokenFile
 
 # A permutation of few positions costs little more than that of one (terrace.data.order), so a rank's next steps are
@@ -63,7 +64,7 @@ class Source:
         """Whether parts of one document may lie in several sequences of whole documents."""
         return self.documents == "whole" and self.too_long == "split"
 
-    def samples(self, sequence: int, holdout: float = 0) -> Windows | Packed | PairRows:
+    def samples(self, sequence: int, holdout: float = 0) -> Windows | Packed | PairRows | TextRows:
         """Samples of this source. Raises `DataError` if it has none."""
         if self.documents == "pairs":
             return PairRows(self._opened(), sequence)
@@ -177,7 +178,7 @@ class Batches:
         assert step >= 0, f"step {step}"
         assert 0 <= data_rank < num_data_ranks, f"data_rank {data_rank} of {num_data_ranks}"
         # All are read at once and then cut: a read costs as much as a thousand tokens.
-        whole = self._gather(*self._placed_ahead(step, data_rank, num_data_ranks, micro_batch))
+        whole = self.gather(*self._placed_ahead(step, data_rank, num_data_ranks, micro_batch))
         ends = range(micro_batch, len(whole[0]) + 1, micro_batch)
         return [tuple(array[end - micro_batch : end] for array in whole) for end in ends]
 
@@ -185,7 +186,7 @@ class Batches:
         """Rows `rows`, shape (n,), of the global batch of `step`: inputs, labels and, if `has_positions`, positions,
         each int64 of shape (n, sequence).
         """
-        return self._gather(*self._placed(step * self.batch + rows))
+        return self.gather(*self._placed(step * self.batch + rows))
 
     @property
     def pairs(self) -> PairRows | None:
@@ -195,7 +196,7 @@ class Batches:
 
     def of_samples(self, samples: Ids) -> Arrays:
         """Rows of samples of the only source, shape (n,): the arrays of `rows`."""
-        return self._gather(np.zeros_like(samples), samples)
+        return self.gather(np.zeros_like(samples), samples)
 
     def samples_of(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Ids:
         """Samples of a data rank's rows in `step`, micro-batch after micro-batch, of whichever source."""
@@ -203,8 +204,11 @@ class Batches:
 
     def parts(self, step: int) -> list[Parts]:
         """For every row of the global batch of `step`, its documents that have a label. Reads no tokens."""
-        sources, samples = self._placed(np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64))
-        of_rows: list[Parts] = [()] * self.batch
+        return self.parts_of(*self._placed(np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64)))
+
+    def parts_of(self, sources: Ids, samples: Ids) -> list[Parts]:
+        """The same for samples of sources, both of shape (n,)."""
+        of_rows: list[Parts] = [()] * len(samples)
         for source in np.unique(sources):
             chosen = np.flatnonzero(sources == source)
             for row, parts in zip(chosen.tolist(), self._samples[source].parts(samples[chosen]), strict=True):
@@ -222,12 +226,15 @@ class Batches:
             raise DataError(
                 f"holdout sample {outside[0]} does not exist: {self.num_holdout_samples} are held out; raise holdout"
             )
-        # Indices count through the held-out samples of all sources; each source's lie at the end of its samples.
-        ends = np.cumsum(self._held)
-        sources = np.searchsorted(ends, chosen, side="right")
-        sizes: Ids = np.array([order.num_samples for order in self._orders], dtype=np.int64)
-        firsts: Ids = sizes - ends + np.asarray(self._held, dtype=np.int64)
-        return self._gather(sources, chosen + firsts[sources])
+        sources, samples = self.held()
+        return self.gather(sources[chosen], samples[chosen])
+
+    def held(self) -> tuple[Ids, Ids]:
+        """Source and sample of every held-out row, source by source."""
+        # Each source's lie at the end of its samples.
+        firsts = [order.num_samples for order in self._orders]
+        found = [np.arange(first, first + held) for first, held in zip(firsts, self._held, strict=True)]
+        return np.repeat(np.arange(len(found)), self._held), np.concatenate(found)
 
     def _placed_ahead(self, step: int, *split: int) -> tuple[Ids, Ids]:
         # Source and sample of the rows of a data rank in `step`. A pure function: only its last result is kept.
@@ -237,9 +244,7 @@ class Batches:
         first = step - step % num_steps
         ahead = self._ahead
         if ahead is None or ahead.key != (first, *split):
-            # Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks.
-            micros = np.arange(data_rank, self.batch // micro_batch, num_data_ranks)
-            rows = (micros[:, None] * micro_batch + np.arange(micro_batch)).ravel()
+            rows = rows_of_rank(self.batch, data_rank, num_data_ranks, micro_batch)
             positions = np.arange(first, first + num_steps)[:, None] * self.batch + rows
             sources, samples = self._placed(positions.ravel())
             ahead = _Placed((first, *split), sources.reshape(positions.shape), samples.reshape(positions.shape))
@@ -254,7 +259,8 @@ class Batches:
             indices[chosen] = self._orders[source].sample(indices[chosen])
         return sources, indices
 
-    def _gather(self, sources: Ids, samples: Ids) -> Arrays:
+    def gather(self, sources: Ids, samples: Ids) -> Arrays:
+        """Rows of samples of sources, both of shape (n,): the arrays of `rows`."""
         shape = len(samples), self.sequence
         inputs, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         positions = np.empty(shape, dtype=np.int64) if self.has_positions else None
@@ -279,6 +285,13 @@ class Batches:
             f"vocab_size is {vocab_size}: {source.tokens.path} is damaged or belongs to another tokenizer; "
             "delete it if it is in the cache, and it will be made again"
         )
+
+
+def rows_of_rank(batch: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Ids:
+    """Rows of a global batch that a data rank has, micro-batch after micro-batch."""
+    # Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks.
+    micros = np.arange(data_rank, batch // micro_batch, num_data_ranks)
+    return (micros[:, None] * micro_batch + np.arange(micro_batch)).ravel()
 
 
 def _num_held(source: Source, num_samples: int, holdout: float) -> int:

@@ -3,11 +3,21 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from terrace.base.errors import ConfigError
-from terrace.data.sources import STDLIB, Documented, Format, SourceConfig, SourceSpec, TooLong
+from terrace.data.sources import (
+    STDLIB,
+    Documented,
+    EvalConfig,
+    Format,
+    SourceConfig,
+    SourceSpec,
+    TooLong,
+    absolute,
+)
 
+HOLDOUT = "holdout"  # its name among the sources that are evaluated
 # key -> the value that is not a path
 PATHS = {"path": STDLIB, "tokenizer": "bytes", "cache": "", "chat_template": ""}
 _DEFAULT_DOCUMENTS: Mapping[str, Documented] = {"text": "join", "chat": "whole", "pairs": "pairs"}
@@ -28,6 +38,7 @@ class DataConfig:
     split: str = ""  # of a data set that has several; if empty, "train"
     chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
     holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
+    eval: Mapping[str, str | EvalConfig] = field(default_factory=dict)  # name -> path or table, only evaluated
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < math.inf or (self.holdout >= 1 and self.holdout != int(self.holdout)):
@@ -36,7 +47,7 @@ class DataConfig:
                 "of them"
             )
         sources = self.sources()
-        if self.chat_template and not any(source.format != "text" for source in sources):
+        if self.chat_template and not any(source.format != "text" for source in (*sources, *self.eval_sources())):
             raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')
 
     def sources(self) -> tuple[SourceSpec, ...]:
@@ -128,11 +139,49 @@ class DataConfig:
             split=self.split if source.split is None else source.split,
         )
 
+    def eval_sources(self) -> tuple[SourceSpec, ...]:
+        """The sources that are only evaluated, with defaults resolved. Raises `ConfigError` for one that cannot be."""
+        return tuple(
+            self._evaluated(name, EvalConfig(path=given) if isinstance(given, str) else given)
+            for name, given in self.eval.items()
+        )
+
+    def _evaluated(self, name: str, given: EvalConfig) -> SourceSpec:
+        if name == HOLDOUT or not name or "/" in name:
+            raise ConfigError(
+                f"data.eval has a source named {name!r}: {HOLDOUT!r} is the hold-out, and a name has no slash; give it "
+                "another"
+            )
+        if not given.path:
+            raise ConfigError(f"data.eval.{name} has an empty path: name a file or a folder")
+        chosen = given.format or self.format
+        if chosen == "pairs":
+            raise ConfigError(f"data.eval.{name} holds pairs, which are not evaluated during training: leave it out")
+        keys = ("too_long",) if chosen == "text" else ("column", "split")
+        for key in keys:
+            if getattr(given, key) is not None:
+                raise ConfigError(f'data.eval.{name}.{key} has no effect on format = "{chosen}": leave it out')
+        is_text = chosen == "text"
+        return SourceSpec(
+            path=given.path,
+            name=name,
+            weight=1.0,
+            format=chosen,
+            documents="separate" if is_text else "whole",
+            too_long=given.too_long or self.too_long or "refuse",
+            column=(self.column if given.column is None else given.column) if is_text else "text",
+            split=(self.split if given.split is None else given.split) if is_text else "",
+        )
+
     def absolute(self) -> "DataConfig":
         """The same configuration with absolute paths."""
         named = {name: getattr(self, name) for name in PATHS}
         kept = {name: os.path.abspath(at) for name, at in named.items() if at != PATHS[name]}
-        return replace(self, mixture=tuple(source.absolute() for source in self.mixture), **kept)
+        evaluated = {
+            name: absolute(given) if isinstance(given, str) else replace(given, path=absolute(given.path))
+            for name, given in self.eval.items()
+        }
+        return replace(self, eval=evaluated, mixture=tuple(source.absolute() for source in self.mixture), **kept)
 
 
 def _no_effect(what: str, documents: str) -> ConfigError:

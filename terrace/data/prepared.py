@@ -8,11 +8,13 @@ from terrace.base.errors import DataError
 from terrace.data.batches import Source
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.config import DataConfig
+from terrace.data.eval_batches import EvalSource
 from terrace.data.files import find_documents
 from terrace.data.indexed import indexed_files, is_indexed
 from terrace.data.pair_tokens import prepare_pairs
 from terrace.data.pieces import unreadable
 from terrace.data.sources import SourceSpec
+from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 from terrace.data.tokens import prepare_tokens
 
@@ -33,12 +35,7 @@ def prepare_sources(
     sources: list[Source] = []
     _check_distinct(data.sources())
     for spec in data.sources():
-        if spec.format == "chat":
-            tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
-        elif spec.format == "pairs":
-            tokens = prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
-        else:
-            tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
+        tokens = _tokens(spec, data, tokenizer, progress)
         source = Source(
             tokens=tokens, name=spec.name, weight=spec.weight, documents=spec.documents, too_long=spec.too_long
         )
@@ -53,6 +50,35 @@ def prepare_sources(
                 )
         sources.append(source)
     return tuple(sources)
+
+
+def prepare_eval_sources(
+    data: DataConfig, tokenizer: Tokenizer, sequence: int, progress: Callable[[str], None] = lambda text: None
+) -> tuple[EvalSource, ...]:
+    """The same for the sources of `data.eval`."""
+    sources, around = list[EvalSource](), tokenizer.text_tokens
+    for spec in data.eval_sources():
+        source = EvalSource(
+            tokens=_tokens(spec, data, tokenizer, progress),
+            name=spec.name,
+            documents=spec.documents,
+            too_long=spec.too_long,
+            begin=around.begin,
+            end=around.end,
+            context=around.context,
+        )
+        if source.documents == "whole":
+            source.packing(sequence)
+        sources.append(source)
+    return tuple(sources)
+
+
+def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: Callable[[str], None]) -> TokenFile:
+    if spec.format == "chat":
+        return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
+    if spec.format == "pairs":
+        return prepare_pairs(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
+    return prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
 
 
 def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:

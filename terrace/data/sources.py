@@ -28,8 +28,18 @@ class SourceConfig:
 
     def absolute(self) -> "SourceConfig":
         """The same source with an absolute path; its name is kept."""
-        path = self.path if self.path == STDLIB else os.path.abspath(self.path)
-        return replace(self, path=path, name=self.name or self.path)
+        return replace(self, path=absolute(self.path), name=self.name or self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """An entry of `data.eval`; missing keys default to those of `[data]`. Texts are cut as `terrace eval` cuts them."""
+
+    path: str
+    format: Format | None = None
+    too_long: TooLong | None = None  # of conversations
+    column: str | None = None
+    split: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,25 @@ class SourceSpec:
     too_long: TooLong
     column: str
     split: str
+
+
+def absolute(path: str) -> str:
+    """A path of data as an absolute one."""
+    return path if path == STDLIB else os.path.abspath(path)
+
+
+def eval_beside(folder: Path, sources: Any) -> Any:
+    """The table `data.eval` of a file, with relative paths resolved against the file's folder."""
+    if not isinstance(sources, Mapping):
+        return sources
+    found = dict[str, Any]()
+    for name, given in sources.items():
+        table = {"path": given} if isinstance(given, str) else given
+        path = table.get("path") if isinstance(table, Mapping) else None
+        found[name] = (
+            {**table, "path": str(folder / path)} if isinstance(path, str) and path not in ("", STDLIB) else given
+        )
+    return found
 
 
 def beside(folder: Path, mixture: Any) -> Any:

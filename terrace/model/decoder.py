@@ -168,8 +168,8 @@ def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> Non
         raise ModelError(f"a sequence of {longest} tokens needs as many positions; the model has {limit}")
 
 
-def to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """The SUM of the cross entropies as `token_loss`, fp64; logits (N, V) become its gradient, in place.
+def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
+    """The SUM of the cross entropies as `token_loss`, fp64; logits (N, V) become `scale` times its gradient, in place.
 
     Labels (N) are as there. Computed in fp32 at least.
     """
@@ -184,7 +184,7 @@ def to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
         losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
         x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
         # Ignored labels get no gradient.
-        logits[rows] = x.mul_(counted[rows].unsqueeze(-1))
+        logits[rows] = x.mul_(counted[rows].unsqueeze(-1) * scale)
     return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
 
 

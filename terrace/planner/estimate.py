@@ -98,6 +98,7 @@ class Estimator:
                 operations=operations_in(parts),
                 flash=self._flash,
                 compute=self.task.compute,
+                products=self.task.products,
                 expert=mesh.expert_degrees[0],
                 expert_rows=mesh.expert_degrees[1],
                 load=1.0 if mesh.experts is None else LOAD_FACTOR,

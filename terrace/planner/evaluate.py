@@ -27,6 +27,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
+from terrace.plan.products import check_products
 from terrace.plan.recompute import operations_in
 from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import ROUTES, MessageClass
@@ -100,6 +101,8 @@ class Evaluator:
     def evaluate(self, candidate: Candidate) -> Estimate:
         """Cost of a candidate, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
         micros = num_micros(self.task, candidate)
+        if self.task.products is not None:  # programs of stages do not see the whole model
+            check_products(self.task.cluster.device, candidate.mesh, self.plan(candidate), self.task.blocks)
         if candidate.schedule != SERIAL:
             return self._pipelined(candidate, micros)
         time_s = self._stage(self._whole(), candidate, micros).report(micros // candidate.unit)
@@ -290,6 +293,7 @@ class Evaluator:
             BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
             for index, size in enumerate(sizes)
         ]
+        plan = replace(plan, products=None)  # of blocks without matrices
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
         accumulate, again = self.estimator.accumulates(mesh, candidate.micro_batch), candidate.recompute

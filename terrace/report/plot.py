@@ -1,20 +1,31 @@
 """The loss curve as an SVG file."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from terrace.base.printable import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, RIGHT = 720, 360, 60, 44, 20
 _TOP = 36
+_COLOURS = ("#dc2626", "#15803d", "#a16207", "#7c3aed")  # of evaluations
 
 
-def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, target: float | None = None) -> str:
+def loss_svg(
+    steps: Sequence[int],
+    losses: Sequence[float],
+    *,
+    title: str,
+    target: float | None = None,
+    evaluated: Mapping[str, Sequence[tuple[int, float]]] = MappingProxyType({}),
+) -> str:
     """Loss over steps as SVG: each step faint, the running mean strong, the target dashed.
 
-    Needs at least one loss; all are finite.
+    Needs at least one loss; all are finite. `evaluated` are losses of other data by name, as (step, loss): lines with
+    dots.
     """
-    low = min([*losses, *([target] if target is not None else [])])
-    high = max(losses)
+    others = [loss for line in evaluated.values() for _, loss in line]
+    low = min([*losses, *others, *([target] if target is not None else [])])
+    high = max([*losses, *others])
     # A margin of 5 %, and one of 0.05 for a constant loss.
     low, high = low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1)
     first, last = steps[0], max(steps[-1], steps[0] + 1)
@@ -34,6 +45,13 @@ def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, targe
         parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 24}" text-anchor="middle" fill="#52525b">{tick:g}</text>')
     parts.append(line(losses, 'stroke="#93c5fd" stroke-width="1"'))
     parts.append(line(_running_mean(losses), 'stroke="#1d4ed8" stroke-width="2"'))
+    for index, (name, found) in enumerate(evaluated.items()):
+        colour, dots = _COLOURS[index % len(_COLOURS)], [(x(step), y(loss)) for step, loss in found]
+        points = " ".join(f"{across:.1f},{down:.1f}" for across, down in dots)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts += [f'<circle cx="{across:.1f}" cy="{down:.1f}" r="2.5" fill="{colour}"/>' for across, down in dots]
+        label = f'<text x="{WIDTH - RIGHT}" y="{22 + 15 * index}" text-anchor="end" fill="{colour}">'
+        parts.append(f"{label}{escape(name)}</text>")
     if target is not None:
         style = 'stroke="#dc2626" stroke-dasharray="6 4"'
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(target):.1f}" y2="{y(target):.1f}" {style}/>')

@@ -36,7 +36,7 @@ from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.loads import read_loads
-from terrace.train.metrics import StepRecord, num_final, read_sound_metrics
+from terrace.train.metrics import StepRecord, eval_lines, num_final, read_sound_metrics
 from terrace.train.prediction import step_of
 from terrace.train.recorder import PREDICTION, RunEvent, read_events, read_prediction
 
@@ -237,7 +237,9 @@ def _curves(left: _Left) -> list[Curve]:
     rate = {"tokens/s": line(attrgetter("tokens_per_s"))}
     shares = {name.upper(): line(attrgetter(name), 100.0) for name in ("mfu", "hfu")}
     curves = [
-        Curve(title="Loss", lines={"loss": line(attrgetter("loss"))}, smooth=True, level=aim),
+        Curve(
+            title="Loss", lines={"loss": line(attrgetter("loss"))} | eval_lines(left.records), smooth=True, level=aim
+        ),
         Curve(title="Gradient norm before clipping", lines={"norm": line(attrgetter("grad_norm"))}, smooth=True),
         Curve(title="Learning rate", lines={"rate": line(attrgetter("learning_rate"))}, from_zero=True),
         Curve(title="Throughput", unit="tokens/s over all ranks", lines=rate, smooth=True, from_zero=True),

@@ -37,6 +37,8 @@ def why_parts(programs: Sequence[Program]) -> str:
         return "with a tensor axis blocks talk to other ranks in the middle of a layer"
     if is_context_parallel(program.mesh, program.plan):
         return "ranks attend together, so that layers talk to other ranks in their middle"
+    if program.plan.products is not None:
+        return f"products = {program.plan.products!r} are the runtime's own, with its own backward"
     mixture = next((block.name for block in program.blocks if any(map(is_router, block.params))), None)
     if mixture is not None:
         return f"the rows of an expert of {mixture} are another number in every micro-batch"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -11,7 +12,6 @@ from terrace.base.errors import ModelError, ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import Pacer
-from terrace.comm.rounding import relative_errors
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance import check_balance, telling_choices
@@ -47,8 +47,9 @@ from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
-from terrace.runtime.step_sums import GivenUp, StepResult, StepSums
+from terrace.runtime.step_sums import GivenUp, StepResult, StepSums, step_result
 from terrace.runtime.token_numbers import TokenNumbers
+from terrace.runtime.undisturbed import undisturbed
 
 _Key = tuple[MessageClass, str]  # of bytes: message class and tier
 
@@ -216,20 +217,12 @@ class Engine:
 
     def _evaluate(self, batches: Sequence[Batch], program: Program) -> StepResult:
         self._settle()
-        modules = self.state.modules.values()
-        # Only modules in training mode are switched back: others may have been set to eval on purpose.
-        training = [module for module in modules if module.training]
-        for module in training:
-            module.eval()
         before = self._declared()
-        try:
+        with undisturbed(self.state.modules.values(), self.comm.collectives.errors, self.device):
             result = self._run(batches, 0.0, program)
-            assert isinstance(result, StepResult), "only training steps are given up"
-            return result
-        finally:
-            self._outside.update(self._declared() - before)
-            for module in training:
-                module.train()
+        self._outside.update(self._declared() - before)
+        assert isinstance(result, StepResult), "only training steps are given up"
+        return result
 
     def score(self, batches: Sequence[Batch]) -> list[TokenNumbers]:
         """Token numbers of micro-batches, as many as a step has, in their order; on other stages than the last, none.
@@ -280,7 +273,13 @@ class Engine:
         try:
             sums = self.runner.run(batches, lr, program)
         except GivenUp as given_up:
+            scale = self.state.loss_scale
+            if scale is not None and scale.skips(given_up.sums.figures[0]):
+                self._count_undeclared()
+                return replace(self._result(given_up.sums), skipped=True)
             return NotFinite(self._result(given_up.sums), self._examined(batches, program, drawn).first)
+        if program.trains and self.state.loss_scale is not None:
+            self.state.loss_scale.stepped()
         # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
         if program.trains and self.island is not None and self._num_steps % self.island.outer.every == 0:
@@ -296,20 +295,9 @@ class Engine:
         return batches
 
     def _result(self, sums: StepSums, loads: Loads | None = None, outer: Sequence[OuterResult] = ()) -> StepResult:
-        names, balance = self.passages.names, self.passages.balance
-        (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
-        of_routers, rounding = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
-        return StepResult(
-            loss=loss,
-            grad_norm=norm,
-            num_tokens=round(count),
-            time_s=self.clock.totals(),
-            quantisation_error=relative_errors(self.comm.collectives.errors.messages, rounding),
-            router_losses={name: of_routers[name] / (count or 1.0) for name in balance.losses},  # weights may be small
-            dropped=int(of_routers["dropped"]) if balance.capacity else None,
-            loads=loads,
-            outer=tuple(outer),
-        )
+        rounded, time_s = self.comm.collectives.errors.messages, self.clock.totals()
+        found = step_result(sums, self.passages, rounded, time_s, loads, outer)
+        return found if self.state.loss_scale is None else replace(found, loss_scale=sums.loss_scale)
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
         """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""
@@ -319,12 +307,15 @@ class Engine:
     def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
         with restored(drawn, self.device):
             found = examine(self.runner, self.state, batches, program)
+        self._count_undeclared()
+        return found
+
+    def _count_undeclared(self) -> None:
         # No program declares the bytes of a step that was given up: after CLIP nothing is under way.
         sent = Counter(self.comm.ledger.total())
         sent.subtract(self._declared())
         self._given_up.update(sent)
         self._outside.update(sent)
-        return found
 
     @property
     def talks_inside(self) -> bool:
@@ -353,7 +344,8 @@ class Engine:
                 )
 
     def _declared(self) -> Counter[_Key]:
-        expected = dict(self.runner.declared_bytes)
+        # Of what the program declares, nothing yet if its first step was given up.
+        expected = {**dict.fromkeys(self.program.sent_bytes, 0), **self.runner.declared_bytes}
         for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
             expected = {**axis.declared, **expected}
         return Counter(expected) + self._given_up
@@ -370,6 +362,13 @@ class Engine:
         sent = {key: round((size - self._outside[key] - rest[key]) / steps) for key, size in total.items()}
         memory_bytes, load = self.comm.meter.peak(), self.load.mean_figures
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=memory_bytes, load=load)
+
+    @property
+    def steps_bytes(self) -> Counter[_Key]:
+        """Bytes that this rank has sent so far, by message class and tier, without those of evaluations."""
+        sent = Counter(self.comm.ledger.total())
+        sent.subtract(self._outside)
+        return sent
 
     def _of_steps(self) -> Counter[_Key]:
         """Bytes that the training steps so far declare."""

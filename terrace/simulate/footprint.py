@@ -241,6 +241,7 @@ def work_of(
         balance=plan.balance,
         pooled=axis_degree(cluster, plan, "data"),
         compute=plan.compute,
+        products=plan.products,
         flash=has_flash_attention(
             model, sequence, plan.compute, backend or cluster.device.backend, documents, attention
         ),

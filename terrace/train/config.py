@@ -6,13 +6,12 @@ the file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a 
 directory.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import tomli_w
 
@@ -22,8 +21,7 @@ from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
-from terrace.data.sources import beside
-from terrace.model.attention_kernel import AttentionChoice
+from terrace.data.sources import beside, eval_beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
@@ -36,103 +34,18 @@ from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
+from terrace.train.eval_rules import check_evaluation
 from terrace.train.folder import with_folder
+from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rules import check_attention, check_moved
-from terrace.train.steps import check_profile
-from terrace.train.trackers import check_names
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
 _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Length of a run, sizes of its steps, and outputs. `batch` is in sequences or pairs per step, over all ranks."""
-
-    steps: int
-    batch: int
-    sequence: int
-    objective: Literal["next-token", "reward", "dpo"] = "next-token"  # the last two on pairs
-    beta: float = 0.1  # of dpo
-    seed: int = 0
-    warmup_steps: int = 0
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # of the learning rate: terrace.train.schedule
-    final_lr_fraction: float = 0.1  # the schedule ends at this part of the peak learning rate
-    decay_steps: int | float = 0.2  # of wsd: the steps of its decay, or their part of the run
-    decay: Literal["linear", "sqrt"] = "sqrt"  # the form of the decay of wsd
-    freeze: tuple[str, ...] = ()  # patterns over block.parameter
-    log_every: int = 10
-    checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2
-    peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
-    peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
-    weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
-    compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
-    attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
-    background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
-    rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log
-    timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
-    slow_factor: float = 1.5  # a rank whose own work takes so many times its peers' is named; 0: none is
-    slow_steps: int = 20  # by its last steps
-    error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
-    target_loss: float | None = None  # the run fails when its last losses lie above
-    prompt: str | None = field(default=None, metadata={"empty": True})  # if absent, the beginning of the data
-    metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
-    profile: str | int | None = None  # steps to trace, such as "10-12"
-    profile_torch: bool = False  # with torch's own profiler, too
-
-    def __post_init__(self) -> None:
-        least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1, "slow_steps": 4}
-        least |= {"checkpoint_every": 0, "keep_checkpoints": 1, "peer_copies_every": 0}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
-        if self.peer_copies not in (0, 1):
-            raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
-        if self.peer_copies_every and not self.peer_copies:
-            raise ConfigError("train.peer_copies_every has no effect: train.peer_copies = 0")
-        if not 0 <= self.final_lr_fraction <= 1:
-            raise ConfigError(f"train.final_lr_fraction = {self.final_lr_fraction} must lie between 0 and 1")
-        self._check_schedule()
-        if not 0 < self.timeout_s <= 1e6:
-            raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
-        if self.slow_factor and not 1 < self.slow_factor < math.inf:
-            raise ConfigError(f"train.slow_factor = {self.slow_factor} must be above 1, or 0 to look for no slow ranks")
-        if not self.slow_factor and self.slow_steps != TrainConfig.slow_steps:
-            raise ConfigError("train.slow_steps has no effect: train.slow_factor = 0")
-        for message, limit in self.error_budget.items():
-            if not 0 < limit < math.inf:
-                raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")
-        if self.target_loss is not None and not math.isfinite(self.target_loss):
-            raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
-        check_names(self.metrics)
-        check_profile(self.profile, self.profile_torch, self.steps)
-
-    def _check_schedule(self) -> None:
-        defaults = {item.name: item.default for item in fields(self)}
-        given = [name for name in ("decay_steps", "decay") if getattr(self, name) != defaults[name]]
-        if self.schedule != "wsd":
-            if given:
-                raise ConfigError(f"train.{given[0]} has no effect: train.schedule = {self.schedule!r}, not 'wsd'")
-            return
-        # An integer counts steps; a fraction is a part of the run.
-        whole = isinstance(self.decay_steps, int)
-        if not (self.decay_steps >= 1 if whole else 0 < self.decay_steps < 1):
-            raise ConfigError(
-                f"train.decay_steps = {self.decay_steps} must be a number of steps, at least 1, or a part of the run "
-                "between 0 and 1"
-            )
-        longest = self.steps - self.warmup_steps
-        if (self.decay_steps if whole else self.decay_steps * self.steps) > longest:
-            raise ConfigError(
-                f"train.decay_steps = {self.decay_steps} is longer than the {counted(longest, 'step')} after the "
-                f"warm-up, train.steps - train.warmup_steps: use at most {max(0, longest)}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,6 +254,7 @@ def _check(run: RunConfig) -> None:
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     check_objective(run)
+    check_evaluation(run)
     check_attention(run)
     run.num_micros()
     if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
@@ -379,6 +293,7 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
         paths = {key: at for key, at in data.items() if key in PATHS and isinstance(at, str)}
         named: dict[str, Any] = {key: str(folder / at) for key, at in paths.items() if at not in ("", PATHS[key])}
         named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
+        named |= {"eval": eval_beside(folder, data["eval"])} if "eval" in data else {}
         result["data"] = merge(result["data"], named)
     train = own.get("train")
     if isinstance(train, Mapping) and isinstance(train.get("weights"), str) and train["weights"]:

@@ -22,6 +22,7 @@ import torch
 
 from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Arrays, Batches
+from terrace.data.eval_batches import EvalBatches
 from terrace.data.samples import IGNORED, Parts
 from terrace.plan.context import CHUNKS_PER_RING_RANK, ContextGroup, chunk_tokens, local_tokens
 from terrace.plan.layout import Layout
@@ -67,7 +68,7 @@ class ContextBatches:
     """Makes the micro-batches of a rank under a plan with a context axis or `balance = "cost"`."""
 
     def __init__(
-        self, batches: Batches, cluster: Cluster, plan: Plan, num_micros: int, rank: int, cost: WorkCost
+        self, batches: Batches | EvalBatches, cluster: Cluster, plan: Plan, num_micros: int, rank: int, cost: WorkCost
     ) -> None:
         self._batches, self._plan, self._num_micros, self._cost = batches, plan, num_micros, cost
         self._mesh, layout = Mesh.of(cluster, plan), Layout.of(cluster, plan)

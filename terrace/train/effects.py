@@ -17,7 +17,8 @@ from terrace.base.words import counted
 from terrace.model.config import num_params
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.train.config import RunConfig, TrainConfig, section
+from terrace.train.config import RunConfig, section
+from terrace.train.keys import TrainConfig
 
 SAMPLE_MAX_PARAMS = 100_000_000  # of a model that writes a sample at the end of its run
 

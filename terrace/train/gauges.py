@@ -53,7 +53,7 @@ class Gauges:
 
     def _sent(self) -> dict[str, int]:
         total: dict[str, int] = defaultdict(int)
-        for (_, tier), size in self._engine.comm.ledger.total().items():
+        for (_, tier), size in self._engine.steps_bytes.items():
             total[tier] += size
         # The ledger counts from the start; a record has the bytes since the line before.
         new = {tier: total[tier] - self._before.get(tier, 0) for tier in self._engine.program.layout.tiers}

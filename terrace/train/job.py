@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from terrace.checkpoint.layout import latest
 from terrace.data.batches import Source
+from terrace.data.eval_batches import EvalSource
 from terrace.train.config import RunConfig
 
 
@@ -18,7 +19,8 @@ class JobInputs:
 
     `config` is the text for the folder's config.toml, if a file of an earlier start is there: rank 0 writes it once all
     ranks are ready and it holds the folder. `changes` are settings that differ from that file's. `memory` is the
-    manifest of a checkpoint in the memory of machines; `resume` is then its folder on this one.
+    manifest of a checkpoint in the memory of machines; `resume` is then its folder on this one. `eval_sources` are only
+    evaluated.
     """
 
     folder: Path
@@ -28,6 +30,7 @@ class JobInputs:
     config: str = ""
     changes: tuple[str, ...] = ()
     memory: str = ""
+    eval_sources: tuple[EvalSource, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ All user mistakes are caught before; only the machine can still fail here.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from shlex import quote
@@ -18,12 +19,11 @@ from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.base.schema import dump, load
 from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.reading import Checkpoint
-from terrace.checkpoint.saved import Saved
-from terrace.checkpoint.saving import Saver
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches
+from terrace.data.eval_batches import EvalBatches
 from terrace.data.feeding import Feeder
 from terrace.launch import flight
 from terrace.launch.signals import SIGNALS
@@ -53,26 +53,17 @@ from terrace.train.facts import facts_of
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
-from terrace.train.metrics import (
-    NUM_SAVES,
-    MetricsFile,
-    Observer,
-    Outcome,
-    StepRecord,
-    Summary,
-    outer_figures,
-    outer_words,
-)
+from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary, outer_figures, outer_words
 from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.pairs import Learning
 from terrace.train.patience import APART, Patience
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
 from terrace.train.sample import closing_sample
+from terrace.train.saves import Saves
 from terrace.train.schedule import learning_rate
 from terrace.train.slow import SlowRanks
-
-_PATIENCE = 10  # timeouts that rank 0 waits for files of others
+from terrace.train.validation import Validation, eval_batches_of
 
 
 def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
@@ -107,6 +98,7 @@ class RankOfRun:
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step, self.patience, self.learning = 0, Patience(), Learning(run)
+        self.num_before = 0  # instructions of the step and of evaluations behind it, before those that run
         starts_with = run.train.weights if job.resume is None else ""
         # A resumed run has its values in the checkpoint, so the starting weights are not read again.
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
@@ -140,7 +132,7 @@ class RankOfRun:
             self.patience.follow(self.engine.island, waits_anywhere=self.engine.device.type == "cuda")
         outer, train = run.plan.outer, run.train
         turns = {} if outer is None else {"turn": outer.every // outer.fragments, "delay": outer.delay}
-        self.vote, self.saves = Vote(world, stop_signal, **turns), tuple[Saved, ...]()
+        self.vote = Vote(world, stop_signal, **turns)
         self.batches = Batches(
             job.sources, train.sequence, run.rows, train.seed, run.data.holdout, run.model.vocab_size
         )
@@ -150,7 +142,7 @@ class RankOfRun:
         # The watchdog would take a long compilation for a hang.
         if not self.compiling:
             extra_s = self.patience.seconds(self.step, instruction, waiting_on)
-            self.dog.at(self.step, counter, instruction, waiting_on, extra_s)
+            self.dog.at(self.step, self.num_before + counter, instruction, waiting_on, extra_s)
 
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if self.job.resume is not None:
@@ -169,7 +161,10 @@ class RankOfRun:
         made = self.micro_batches(cluster)
         self.dog.idle("reading the reference of DPO")
         self.learning.begin(self.engine, self.batches, self.job, self.observer.note, self.dog.idle)
-        self.saver = self._saver()
+        self.saves = Saves(self.engine, self.world, self.job, self.cost, self.dog, self.observer)
+        sources = eval_batches_of(self.run, self.batches, self.job.eval_sources)
+        self.validation = Validation(self.engine, self.run.train, sources, self._micro_batches_of)
+        self.validation.resume(self.job.folder, first_step)
         facts = facts_of(self.job, self.cost)
         self.copies = Copies(self.engine, self.world, self.job, facts, self._at, self.observer.note)
         of_stages = self.copies.start(predict_once(self.engine, self.run, cluster), cluster, first_step)
@@ -182,7 +177,7 @@ class RankOfRun:
         # Closed on any error too: its thread would go on reading data.
         with closing(Feeder(self.learning.fed(made), first_step, self.run.train.steps)) as feeder:
             summary, stop = self._steps(first_step, feeder)
-        self.saver.close()
+        self.saves.close()
         self.copies.close()
         if stop is not None:
             self.engine.close()
@@ -200,7 +195,7 @@ class RankOfRun:
             sample=self._sample(folder),
             quantisation_error=summary.quantisation_error,
             stages=stages,
-            saves=self.saves,
+            saves=self.saves.newest,
         )
         self.engine.close()
         self.observer.finished(result)
@@ -214,26 +209,20 @@ class RankOfRun:
         return take_up(self.job.resume, self.job, self.engine, self.world, self.observer.note)
 
     def micro_batches(self, cluster: Cluster) -> MicroBatches:
-        run, program, rank, context = self.run, self.engine.program, self.world.rank, None
+        run, program = self.run, self.engine.program
         if is_context_parallel(program.mesh, run.plan):
             if self.job.resume is not None:
                 self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
             # Rank 0's figures for all: ranks that measured different ones would assign documents differently.
             own = dump(self.cost or work_cost(run, cluster))
             self.cost = load(WorkCost, self.engine.comm.exchange(own)[0], "the cost of rank 0")
-            context = ContextBatches(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
-        return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", context)
+        return self._micro_batches_of(self.batches)
 
-    def _saver(self) -> Saver:
-        return Saver(
-            self.engine,
-            self.world,
-            self.job.folder,
-            facts_of(self.job, self.cost),
-            self.run.train.keep_checkpoints,
-            background=self.run.train.background_save,
-            limit_s=_PATIENCE * self.run.train.timeout_s,
-        )
+    def _micro_batches_of(self, batches: Batches | EvalBatches) -> MicroBatches:
+        run, program, rank, context = self.run, self.engine.program, self.world.rank, None
+        if self.cost is not None:
+            context = ContextBatches(batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
+        return MicroBatches(batches, program, rank, self.engine.device.type == "cuda", context)
 
     def _steps(self, first_step: int, feeder: Feeder[StepBatches]) -> tuple[Summary, Stop | None]:
         train, outer = self.run.train, self.run.plan.outer
@@ -245,13 +234,11 @@ class RankOfRun:
         self.dog.begin()
         if self.world.rank == 0:
             begin_steps(self.world)
-        beside = "is written beside the steps" if train.background_save else "is waited for"
-        # Checkpoints are copied to main memory first, which the user must have room for.
-        staged_mb = self.saver.staging_bytes / 1e6
-        self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
+        for words in filter(None, (self.saves.words, self.validation.words)):
+            self.observer.note(words)
         self.observer.note(attention_words(self.run, self.engine.device))
         if self.job.resume is None:
-            self._save(0)  # a folder that cannot be written ends the run in its first minute
+            self.saves.save(0)  # a folder that cannot be written ends the run in its first minute
         # The time left is estimated without the first checkpoint.
         begin = time.perf_counter()
         # An attribute, so that watchdog messages name the step.
@@ -269,6 +256,11 @@ class RankOfRun:
             record = self._record(result, rate, batches, data_s, time.perf_counter() - started)
             self.slow.stepped(result, data_s, record.step_s)
             summary.add(record)
+            num_done = self.step + 1
+            if num_done == train.steps and problem is None:
+                self._finish(summary)
+            if self.validation.is_due(num_done) and problem is None:
+                record = replace(record, eval=self._evaluated(num_done))
             if metrics is not None:
                 metrics.write(record)
             done = self.step + 1 - first_step
@@ -277,17 +269,17 @@ class RankOfRun:
             self._check(result, problem)
             if self.step == first_step:
                 self.engine.check_bytes()  # a wrong byte count stops the run before it has cost anything
-            num_done = self.step + 1
             stop = self._stop(num_done) if num_done < train.steps else None
             # A stop is voted on after every step but the last, and always leaves a checkpoint.
             due = train.checkpoint_every and num_done % train.checkpoint_every == 0
-            if num_done == train.steps:
-                self._finish(summary)
-            if due or stop is not None or num_done == train.steps:
-                self._save(num_done)
+            if due or stop is not None or num_done == train.steps or self.validation.is_new_best:
+                self.saves.save(num_done, self.validation.best_step)
+                self.validation.is_new_best = False
             if stop is not None:
                 break
-        self._finish_saving()
+        self.saves.finish()
+        if self.validation.best_words:
+            self.observer.note(self.validation.best_words)
         if metrics is not None:
             metrics.close()
         return summary, stop
@@ -318,15 +310,15 @@ class RankOfRun:
             yield
         # All ranks of an island raise this after the same step, and others still write their parts: the save can end.
         except TrainingError:
-            self._finish_saving()
+            self.saves.finish()
             self.copies.close()
             raise
 
     def _stop(self, num_done: int) -> Stop | None:
-        self._tell()
+        self.saves.tell()
         # A rank that failed to save tells the others through the vote, so that all stop after the same step.
-        if self.saver.problem is not None:
-            self.vote.fail(self.saver.problem)
+        if self.saves.problem is not None:
+            self.vote.fail(self.saves.problem)
         stop = self.vote.after(num_done)
         if stop is not None and stop.why == "failed":
             raise CheckpointError(stop.text)
@@ -353,6 +345,8 @@ class RankOfRun:
             num_tokens=num_tokens,
             step_s=step_s,
             outer=outer_figures(result.outer),
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
             pairs=self.learning.figures(self.step, self.engine),
@@ -363,14 +357,6 @@ class RankOfRun:
             **self.gauges.read(self.step + 1, result, num_tokens, step_s),
         )
 
-    def _save(self, step: int) -> None:
-        self.dog.idle("saving a checkpoint")
-        if self.saver.is_under_way:
-            self.observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
-        self.saver.start(step)
-        self._tell()
-        self.engine.check_bytes()
-
     def _finish(self, summary: Summary) -> None:
         with self._saved_first():
             results = self.engine.finish()
@@ -378,16 +364,18 @@ class RankOfRun:
             summary.finish(results)
             self.observer.note(f"islands have agreed on all parameters: {outer_words(results)}")
 
-    def _finish_saving(self) -> None:
-        self.dog.idle("finishing a checkpoint")
-        self.saver.finish()
-        self._tell()
+    def _evaluated(self, num_done: int) -> dict[str, dict[str, float]]:
+        def passed(number: int) -> None:
+            # A rank in an evaluation is ahead of one in the step.
+            self.num_before = (number + 1) * len(self.engine.program.instructions)
 
-    def _tell(self) -> None:
-        # Background saves finish at any time; their news are passed on at these points.
-        while (saved := self.saver.news()) is not None:
-            self.saves = (*self.saves, saved)[-NUM_SAVES:]
-            self.observer.saved(saved.folder)
+        self.compiling = bool(self.run.train.compile) and self.validation.is_first
+        if self.compiling:
+            self.dog.idle("compiling the blocks, in its first evaluation")
+        with self._saved_first():
+            found = self.validation.after(num_done, passed)
+        self.num_before, self.compiling = 0, False
+        return {name: {"loss": each.loss, "tokens": float(each.num_tokens)} for name, each in found.items()}
 
     def _sample(self, folder: Path) -> str | None:
         if self.world.rank != 0:

@@ -1,8 +1,9 @@
 """Reports of a run while it goes and when it ends, and the metrics file."""
 
 import json
+import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -60,8 +61,29 @@ class StepRecord:
     balance: float | None = None
     load: dict[str, float] = field(default_factory=dict)  # of the experts of rank 0's stage: terrace.program.loads
     outer: dict[str, dict[str, MaybeNaN]] = field(default_factory=dict)
+    loss_scale: float | None = None  # in fp16
+    skipped: bool = False  # nothing was updated, since gradients were not finite in fp16
     slow_ranks: dict[str, float] = field(default_factory=dict)  # rank -> its own time over its peers'
+    eval: dict[str, dict[str, MaybeNaN]] = field(default_factory=dict)  # by source: loss, tokens; after the step
     time: float = 0.0  # when the step ended, in seconds since 1970
+
+
+def eval_figures(record: StepRecord) -> dict[str, dict[str, float]]:
+    """The evaluations after a step by source, each with its perplexity."""
+    found = {}
+    for name, row in record.eval.items():
+        loss = row.get("loss", math.nan)
+        found[name] = row | {"perplexity": math.exp(loss) if loss < 700 else loss}
+    return found
+
+
+def eval_lines(records: Iterable[StepRecord]) -> dict[str, list[tuple[int, float]]]:
+    """By source, the loss after each step that has an evaluation."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, row in record.eval.items():
+            found.setdefault(name, []).append((record.step, row.get("loss", math.nan)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

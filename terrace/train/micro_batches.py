@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from terrace.data.batches import Arrays, Batches
+from terrace.data.eval_batches import EvalBatches
 from terrace.plan.dims import has_routers
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
@@ -28,7 +29,12 @@ class MicroBatches:
     """Makes the micro-batches of a rank: whole rows, or local tokens from `context`; page-locked if `pinned`."""
 
     def __init__(
-        self, batches: Batches, program: Program, rank: int, pinned: bool, context: ContextBatches | None = None
+        self,
+        batches: Batches | EvalBatches,
+        program: Program,
+        rank: int,
+        pinned: bool,
+        context: ContextBatches | None = None,
     ) -> None:
         self._batches, self._context, self._has_routers = batches, context, has_routers(program.blocks)
         self._program, self._place, self._pinned = program, program.layout.data_place(rank), pinned
@@ -59,6 +65,7 @@ class MicroBatches:
         first = step * self._batches.batch + (micro * degree + self._place) * size
         lengths, pairs = None, self._batches.pairs
         if pairs is not None:
+            assert isinstance(self._batches, Batches), "pairs are not evaluated"
             samples = self._batches.samples_of(step, self._place, degree, size)
             lengths = torch.from_numpy(pairs.lengths[samples[micro * size : (micro + 1) * size]])
         batch = Batch(inputs, labels, *positions).with_places(first, lengths=lengths)

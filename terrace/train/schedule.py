@@ -14,7 +14,7 @@ peak rate, `train.final_lr_fraction`:
 import math
 
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import TrainConfig
+from terrace.train.keys import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> float:

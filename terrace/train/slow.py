@@ -5,7 +5,7 @@ from terrace.launch.slow import in_lines
 from terrace.launch.watchdog import Watchdog
 from terrace.program.program import Program
 from terrace.runtime.step_sums import StepResult
-from terrace.train.config import TrainConfig
+from terrace.train.keys import TrainConfig
 from terrace.train.metrics import Observer
 
 

@@ -3,7 +3,8 @@
     train.metrics = ["tensorboard", "wandb"]
 
 Names are the same everywhere, with a slash after their kind: `train/loss`, `perf/tokens_per_s`, `time/forward`,
-`bytes/node`, `memory/params`, `quantisation/sync`. Each package is imported only when requested, on rank 0. A resumed
+`bytes/node`, `memory/params`, `quantisation/sync`, `eval/holdout/loss`.
+Each package is imported only when requested, on rank 0. A resumed
 run continues in the same place: ids given by a service are kept in `trackers.json` of the run folder. Accounts, servers
 and offline modes are configured by the packages' own environment variables.
 """
@@ -21,7 +22,7 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
 from terrace.base.sealed import sealed_json
-from terrace.train.metrics import StepRecord
+from terrace.train.metrics import StepRecord, eval_figures
 
 _PROJECT = "terrace"
 _IDS = "trackers.json"
@@ -63,6 +64,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
         "train/learning_rate": record.learning_rate,
+        "train/loss_scale": record.loss_scale,
         "train/tokens": record.num_tokens,
         "perf/tokens_per_s": record.tokens_per_s,
         "perf/tokens_per_s_per_device": record.tokens_per_s_per_device,
@@ -80,6 +82,9 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "pairs": record.pairs,
         "load": record.load,
         "outer": {f"{each}_{name}": value for each, row in record.outer.items() for name, value in row.items()},
+        "eval": {
+            f"{source}/{name}": value for source, row in eval_figures(record).items() for name, value in row.items()
+        },
         "slow": {f"rank_{rank}": factor for rank, factor in record.slow_ranks.items()},
     }
     for kind, table in tables.items():

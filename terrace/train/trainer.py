@@ -16,17 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, TerraceError, TrainingError
-from terrace.base.words import counted
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, resume
 from terrace.checkpoint.writing import save
 from terrace.cluster.cluster import Cluster
-from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
-from terrace.plan.dims import has_routers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
@@ -36,10 +33,12 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.objective import ignored_label
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_sums import StepResult
+from terrace.train.cut import check_same, eval_passes, micro_batches
+from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan, resolved_plan
 from terrace.train.trainer_report import TrainerReport
-from terrace.train.user_blocks import digest, hidden_dims, move_buffers, named, places, spread
+from terrace.train.user_blocks import hidden_dims, move_buffers, named, places, spread
 from terrace.train.whole import whole_values
 
 
@@ -177,9 +176,7 @@ class Trainer:
         Raises `ConfigError` for a batch that cannot be cut, `NonFiniteError` on every rank for a loss or gradient that
         is inf or nan, with nothing updated, and the engine's other errors.
         """
-        if self._is_closed:
-            raise TrainingError("this trainer is closed: make a new one, and load a checkpoint into it")
-        tensors = {"inputs": inputs, "labels": labels} | ({} if positions is None else {"positions": positions})
+        tensors = self._taken(inputs, labels, positions)
         with self._guarded("between steps"):
             result = self._first_step(tensors, lr) if self._is_new else self._step(tensors, lr)
         self.num_steps += 1
@@ -188,6 +185,21 @@ class Trainer:
                 f"step {self.num_steps} has no label that counts: all are {self._ignored}, and its gradient is zero"
             )
         return result
+
+    def evaluate(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Evaluated:
+        """Mean loss over a batch of any size, under the plan; nothing changes, so the next step has the same bits.
+
+        Blocks are in evaluation mode. Where a batch does not divide among the ranks and micro-batches it is filled up
+        with copies of its first sample, whose labels are ignored ones. Of islands, each evaluates its part.
+        Every rank calls this, with a batch as for `step`. Raises `ConfigError` for a batch that is empty, or cannot be
+        filled up since its labels are not integers.
+        """
+        tensors = self._taken(inputs, labels, positions)
+        with self._guarded("between steps"):
+            if self._is_new and not self._local_batches and self._joined.world_size > 1:
+                check_same(self.engine, tensors)
+            passes = eval_passes(self.engine, tensors, is_local=self._local_batches, ignored=self._ignored)
+            return evaluated(self.engine, passes)
 
     def report(self) -> TrainerReport:
         """A step of this rank, predicted and measured: bytes and times are means of the steps so far.
@@ -291,6 +303,11 @@ class Trainer:
         if kind is None:
             self.close()
 
+    def _taken(self, inputs: Tensor, labels: Tensor, positions: Tensor | None) -> dict[str, Tensor]:
+        if self._is_closed:
+            raise TrainingError("this trainer is closed: make a new one, and load a checkpoint into it")
+        return {"inputs": inputs, "labels": labels} | ({} if positions is None else {"positions": positions})
+
     def _step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
         rate = self.lr if lr is None else lr
         if not 0 <= rate < math.inf:
@@ -304,7 +321,7 @@ class Trainer:
     def _first_step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
         if not self._local_batches and self._joined.world_size > 1:
             # Different batches would train silently on wrong data.
-            self._check_same(tensors)
+            check_same(self.engine, tensors)
         # Timing runs a block twice, which blocks that send messages cannot do.
         first = FirstStep(self.names, self.device, self._predicts and not self.engine.talks_inside)
         with first.watching(self.engine):
@@ -323,55 +340,8 @@ class Trainer:
         return result
 
     def _micro_batches(self, tensors: Mapping[str, Tensor]) -> list[Batch]:
-        num_micros, layout = self.engine.program.num_micros, self.engine.program.layout
-        num_ranks = 1 if self._local_batches else layout.data_degree
-        sizes = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in tensors.items()}
-        num = sizes["inputs"]
-        if len(set(sizes.values())) > 1:
-            raise ConfigError(f"the first dim of a batch is its samples, and these differ: {sizes}")
-        unit = num_ranks * num_micros
-        if num < 1 or num % unit:
-            below = num // unit * unit
-            near = f"{below} or {below + unit}" if below else str(unit)
-            raise ConfigError(
-                f"a batch of {counted(num, 'sample')} does not divide into {counted(num_ranks, 'data rank')} x "
-                f"{counted(num_micros, 'micro-batch')} = {unit}: give {near}, or another num_micros"
-            )
-        size = num // unit
-        spreads = is_context_parallel(self.engine.program.mesh, self.plan)
-        if (spreads or self.engine.program.stage.num_stages > 1) and size != self.plan.micro_batch:
-            does = "a context axis spreads the tokens" if spreads else "stages exchange activations"
-            raise ConfigError(
-                f"a micro-batch of {counted(size, 'sample')}: {does} of plan.micro_batch = "
-                f'{self.plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
-                f"{counted(unit * self.plan.micro_batch, 'sample')}"
-            )
-        # A whole batch is cut by data rank; a local one is this rank's already.
-        first = 0 if self._local_batches else layout.data_place(self.rank) * num_micros * size
-        row = (self.num_steps * layout.data_degree + layout.data_place(self.rank)) * num_micros * size
-        micros = []
-        for micro, start in enumerate(range(first, first + num_micros * size, size)):
-            rows = {name: self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items()}
-            batch = Batch(rows["inputs"], rows["labels"], rows.get("positions"))
-            is_text = has_routers(self.engine.program.blocks) and batch.labels.shape == batch.inputs.shape
-            micros.append(batch.with_places(row + micro * size, self._ignored) if is_text else batch)
-        return micros
-
-    def _placed(self, name: str, tensor: Tensor) -> Tensor:
-        # Labels keep their dtype, as a loss may need it.
-        floats = name == "inputs" and tensor.is_floating_point()
-        return tensor.to(self.device, DTYPES[self.plan.compute] if floats else tensor.dtype)
-
-    def _check_same(self, tensors: Mapping[str, Tensor]) -> None:
-        # Digests instead of tensors keep the exchange small.
-        digests = self.engine.comm.exchange({name: digest(tensor) for name, tensor in tensors.items()})
-        for rank, theirs in enumerate(digests):
-            for name, value in theirs.items():
-                if value != digests[0].get(name):
-                    raise ConfigError(
-                        f"rank {rank} has other {name} than rank 0 in its first batch: give every rank the same whole "
-                        "batch (the same seed), or its own part with Trainer(..., local_batches=True)"
-                    )
+        local, step = self._local_batches, self.num_steps
+        return micro_batches(self.engine, tensors, is_local=local, ignored=self._ignored, step=step)
 
     def _full_name(self, block: str, name: str) -> str:
         module = self._blocks[self.names.index(block)]

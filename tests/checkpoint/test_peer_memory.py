@@ -23,7 +23,8 @@ from terrace.launch.seal import Seal
 from terrace.launch.start import World
 from terrace.program.lowering import build_stages
 from terrace.simulate.peer_copies import find_partners, part_bytes
-from terrace.train.config import TrainConfig, parse_run, resolve_table
+from terrace.train.config import parse_run, resolve_table
+from terrace.train.keys import TrainConfig
 from tests.support.checkpoints import make, train
 from tests.support.tiny_runs import write_run
 

@@ -47,7 +47,7 @@ def test_a_job_is_read_as_it_was_written(name: str) -> None:
         changes=("optimizer.lr 0.1 -> 0.2",),
     )
     assert read_job(job_text(resumed)) == resumed
-    assert read_sources(sources_text(sources())) == sources()
+    assert read_sources(sources_text(sources())) == (sources(), ())
 
 
 @pytest.mark.parametrize(

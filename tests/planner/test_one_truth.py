@@ -31,7 +31,8 @@ from terrace.simulate.events import simulate as play_one
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.stages import simulate_stages
 from terrace.simulate.step import predict_step
-from terrace.train.config import RunConfig, TrainConfig
+from terrace.train.config import RunConfig
+from terrace.train.keys import TrainConfig
 from terrace.train.prediction import predict, resolved_run
 from tests.support.mixtures import GROUPED, SHARED, mixture
 from tests.support.planner_cases import CLUSTERS, gpt

@@ -25,7 +25,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.config import TrainConfig
+from terrace.train.keys import TrainConfig
 from tests.support.time_limit import TooLate, limited
 from tests.support.tiny_runs import MODEL, write_run
 
@@ -83,7 +83,7 @@ _CONFLICTS = (
     "--plan.balance cost",
     "--plan.unit 3",
     "--plan.micro_batch 5",
-    "--plan.compute fp16",
+    "--plan.compute fp12",
     "--plan.master bf16 --plan.compute fp64",
     "--train.schedule wsd --train.decay_steps 1.5",
     "--train.schedule constant --train.decay sqrt --train.decay_steps 3",

@@ -25,8 +25,9 @@ from terrace.program.report import StepReport
 from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.masks import causal_pairs
 from terrace.simulate.work import Work
-from terrace.train.config import RunConfig, TrainConfig, resolve
+from terrace.train.config import RunConfig, resolve
 from terrace.train.job import RunJob
+from terrace.train.keys import TrainConfig
 from terrace.train.metrics import MetricsFile, Outcome, Silent, StepRecord, read_metrics, read_sound_metrics
 from terrace.train.prediction import predict
 from terrace.train.recorder import read_events, recorded

@@ -1,0 +1,33 @@
+"""The loss over the micro-batches of several passes of the program of forwards."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Mean loss over `num_tokens` predicted tokens."""
+
+    loss: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite beyond the range of a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluated(engine: Engine, passes: Sequence[Callable[[], Sequence[Batch]]]) -> Evaluated:
+    """The loss over the micro-batches of several passes, each made when it is due. Every rank calls this.
+
+    Of islands, each evaluates its rows with its own parameters, and the sums are over all of them.
+    """
+    total, num_tokens = 0.0, 0
+    for micros in passes:
+        result = engine.evaluate(micros())
+        total, num_tokens = total + result.loss * result.num_tokens, num_tokens + result.num_tokens
+    return Evaluated(loss=total / max(1, num_tokens), num_tokens=num_tokens)

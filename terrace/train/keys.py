@@ -1,0 +1,106 @@
+"""The section `[train]` of a run's configuration."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from terrace.base.errors import ConfigError
+from terrace.base.words import counted
+from terrace.model.attention_kernel import AttentionChoice
+from terrace.train.steps import check_profile
+from terrace.train.trackers import check_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length of a run, sizes of its steps, and outputs. `batch` is in sequences or pairs per step, over all ranks."""
+
+    steps: int
+    batch: int
+    sequence: int
+    objective: Literal["next-token", "reward", "dpo"] = "next-token"  # the last two on pairs
+    beta: float = 0.1  # of dpo
+    seed: int = 0
+    warmup_steps: int = 0
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # of the learning rate: terrace.train.schedule
+    final_lr_fraction: float = 0.1  # the schedule ends at this part of the peak learning rate
+    decay_steps: int | float = 0.2  # of wsd: the steps of its decay, or their part of the run
+    decay: Literal["linear", "sqrt"] = "sqrt"  # the form of the decay of wsd
+    freeze: tuple[str, ...] = ()  # patterns over block.parameter
+    log_every: int = 10
+    checkpoint_every: int = 0  # 0: only at the end
+    keep_checkpoints: int = 2
+    eval_every: int = 0  # steps between evaluations, and one at the end; 0: none
+    eval_batches: int = 100  # most batches of `batch` sequences of each source in an evaluation; 0: all
+    keep_best: str = ""  # what is evaluated whose best checkpoint is kept: "holdout" or a name in data.eval
+    peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
+    peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
+    weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
+    compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
+    attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
+    background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
+    rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log
+    timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
+    slow_factor: float = 1.5  # a rank whose own work takes so many times its peers' is named; 0: none is
+    slow_steps: int = 20  # by its last steps
+    error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
+    target_loss: float | None = None  # the run fails when its last losses lie above
+    prompt: str | None = field(default=None, metadata={"empty": True})  # if absent, the beginning of the data
+    metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
+    profile: str | int | None = None  # steps to trace, such as "10-12"
+    profile_torch: bool = False  # with torch's own profiler, too
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1, "slow_steps": 4}
+        least |= {
+            "eval_every": 0,
+            "eval_batches": 0,
+            "checkpoint_every": 0,
+            "keep_checkpoints": 1,
+            "peer_copies_every": 0,
+        }
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
+        if self.peer_copies not in (0, 1):
+            raise ConfigError(f"train.peer_copies = {self.peer_copies} must be 0 or 1, the copies on other machines")
+        if self.peer_copies_every and not self.peer_copies:
+            raise ConfigError("train.peer_copies_every has no effect: train.peer_copies = 0")
+        if not 0 <= self.final_lr_fraction <= 1:
+            raise ConfigError(f"train.final_lr_fraction = {self.final_lr_fraction} must lie between 0 and 1")
+        self._check_schedule()
+        if not 0 < self.timeout_s <= 1e6:
+            raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
+        if self.slow_factor and not 1 < self.slow_factor < math.inf:
+            raise ConfigError(f"train.slow_factor = {self.slow_factor} must be above 1, or 0 to look for no slow ranks")
+        if not self.slow_factor and self.slow_steps != TrainConfig.slow_steps:
+            raise ConfigError("train.slow_steps has no effect: train.slow_factor = 0")
+        for message, limit in self.error_budget.items():
+            if not 0 < limit < math.inf:
+                raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")
+        if self.target_loss is not None and not math.isfinite(self.target_loss):
+            raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
+        check_names(self.metrics)
+        check_profile(self.profile, self.profile_torch, self.steps)
+
+    def _check_schedule(self) -> None:
+        defaults = {item.name: item.default for item in fields(self)}
+        given = [name for name in ("decay_steps", "decay") if getattr(self, name) != defaults[name]]
+        if self.schedule != "wsd":
+            if given:
+                raise ConfigError(f"train.{given[0]} has no effect: train.schedule = {self.schedule!r}, not 'wsd'")
+            return
+        # An integer counts steps; a fraction is a part of the run.
+        whole = isinstance(self.decay_steps, int)
+        if not (self.decay_steps >= 1 if whole else 0 < self.decay_steps < 1):
+            raise ConfigError(
+                f"train.decay_steps = {self.decay_steps} must be a number of steps, at least 1, or a part of the run "
+                "between 0 and 1"
+            )
+        longest = self.steps - self.warmup_steps
+        if (self.decay_steps if whole else self.decay_steps * self.steps) > longest:
+            raise ConfigError(
+                f"train.decay_steps = {self.decay_steps} is longer than the {counted(longest, 'step')} after the "
+                f"warm-up, train.steps - train.warmup_steps: use at most {max(0, longest)}"
+            )
