@@ -5,6 +5,7 @@ Exit codes are listed in docs/training.md.
 
 import argparse
 import errno
+import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,13 @@ def _changed_files_said() -> Iterator[None]:
         yield
 
 
+def _headroom(value: str, rest: Sequence[str]) -> str:
+    key = "--cluster.device.headroom"
+    if any(word.partition("=")[0] == key for word in rest):
+        raise ConfigError(f"--headroom {value} and {key} set the same: leave one out")
+    return f"{key}={json.dumps(value)}"  # a TOML text, so that 6 is refused for its missing unit
+
+
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         # Commands are imported inside the try: importing takes a moment, and Ctrl-C then must print one line, too.
@@ -80,8 +88,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             print(f"terrace: {line}", file=sys.stderr)
         options, rest = _parser(words[:1]).parse_known_args(words)
         options.command_words = command
-        if getattr(options, "headroom", None) is not None:  # as a TOML text, so that 6 is refused for its missing unit
-            rest.append(f"--cluster.device.headroom='{options.headroom}'")
+        if getattr(options, "headroom", None) is not None:
+            rest.append(_headroom(options.headroom, rest))
         code: int = options.run(options, rest)
         # A closed pipe shows itself here, inside the try, not at interpreter exit.
         sys.stdout.flush()

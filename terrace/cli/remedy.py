@@ -53,7 +53,7 @@ def nodes_words(space: Space, limit: int) -> str:
     if larger is None and tuple(space.axes) == ("data",):
         larger = least_nodes(space, limit=limit, grow_batch=True)
     if larger is None:
-        return f"nor does one with up to {MAX_GROWTH} times as many members of {task.cluster.tiers[-1].name!r} fit"
+        return f"nor with up to {MAX_GROWTH} times as many members of {task.cluster.tiers[-1].name!r}"
     there, found = larger
     batch = "" if there.batch == task.batch else f" --batch {there.batch}"
     options = f"--nodes {there.cluster.tiers[-1].size}{batch}"

@@ -8,12 +8,18 @@ a cycle of their own reach one another through devices in between, which is take
 RCCL's rings over the eight devices of a node of Frontier (rome_models.cc, model 52) are the two cycles found here.
 """
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
+from math import gcd
 
 Link = tuple[int, int, int]  # two devices, numbered within their tier's group, and the links between them
 Pair = tuple[int, int]
-_MOST_CYCLES = 10_000  # of many more there are enough without a common link among the first
+_MOST_LINKS = 100  # of a pair; devices have tens of links
+_TRIES = 30  # of finding disjoint cycles one after the other
+# Bounds of what is tried, since both searches take exponential time: members that a path is longer by, and cycles.
+_MOST_STEPS, _MOST_CYCLES, _MOST_CHOICES = 2_000, 3_000, 20_000
 
 
 @lru_cache(maxsize=1024)
@@ -23,12 +29,15 @@ def num_links(links: tuple[Link, ...], group: tuple[int, ...]) -> int:
     if len(group) == 2:
         return max(1, left.get(_pair(*group), 0))
     degrees = [sum(number for pair, number in left.items() if member in pair) for member in group]
-    cycles: list[list[Pair]] = []
-    for cycle in _cycles(group, left):
-        cycles.append(cycle)
-        if len(cycles) == _MOST_CYCLES:
-            break
-    return max(1, 2 * _disjoint(cycles, left, 0, min(degrees) // 2))
+    most = min(degrees) // 2
+    alike = max(1, gcd(*left.values()))  # bundles of links that may go round together
+    found = alike * _one_by_one(group, {pair: number // alike for pair, number in left.items()}, most // alike)
+    if found < most:
+        found = max(found, _one_by_one(group, left, most))
+    if found < most:
+        cycles = list(islice(_cycles(group, left), _MOST_CYCLES))
+        found = max(found, _disjoint(cycles, left, most))
+    return max(1, 2 * found)
 
 
 def by_degree(links: tuple[Link, ...], inner: int, size: int) -> tuple[int, ...]:
@@ -55,6 +64,8 @@ def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str | Non
                 f"tiers.{tier}.links has {[one, other, number]}: give two devices, numbered from 0 within the tier's "
                 "group, and how many links join them, at least 1"
             )
+        if number > _MOST_LINKS:
+            return f"tiers.{tier}.links has {[one, other, number]}: give at most {_MOST_LINKS} links of two devices"
         if _pair(one, other) in seen:
             return f"tiers.{tier}.links has devices {one} and {other} twice: add their links up"
         seen.add(_pair(one, other))
@@ -65,7 +76,19 @@ def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str | Non
             f"tiers.{tier}.links joins device {alone[0]} to no other of the {num_devices} in the tier's group: add its "
             "links, or leave links out"
         )
+    # Through devices outside the group too: a smaller group is a part of a node.
+    reached = _reached(0, seen)
+    if links and (apart := sorted(set(range(num_devices)) - reached)):
+        return f"tiers.{tier}.links has no way from device 0 to device {apart[0]}: add links between them"
     return None
+
+
+def _reached(first: int, pairs: set[Pair]) -> set[int]:
+    found, last = {first}, set[int]()
+    while found != last:
+        last = set(found)
+        found |= {device for pair in pairs if found & {*pair} for device in pair}
+    return found
 
 
 def _pair(one: int, other: int) -> Pair:
@@ -81,32 +104,63 @@ def _placements(degree: int, size: int) -> Iterator[range]:
                     yield range(start, start + block, apart)
 
 
-def _cycles(group: Sequence[int], left: Mapping[Pair, int]) -> Iterator[list[Pair]]:
-    """Cycles through all members, each in one of its two directions."""
+def _cycles(
+    group: Sequence[int], left: Mapping[Pair, int], shuffled: random.Random | None = None
+) -> Iterator[list[Pair]]:
+    """Cycles through all members, each in one of its two directions; `shuffled` begins with any of them."""
+    steps = _MOST_STEPS if shuffled else _MOST_STEPS * _TRIES
 
     def longer(path: list[int]) -> Iterator[list[Pair]]:
+        nonlocal steps
         if len(path) == len(group):
             # The other direction is the same cycle.
-            if path[1] < path[-1] and _pair(path[-1], path[0]) in left:
+            if (shuffled or path[1] < path[-1]) and left.get(_pair(path[-1], path[0])):
                 yield [_pair(one, other) for one, other in zip(path, [*path[1:], path[0]], strict=True)]
             return
-        for member in group:
-            if member not in path and _pair(path[-1], member) in left:
-                yield from longer([*path, member])
+        after = [member for member in group if member not in path and left.get(_pair(path[-1], member))]
+        if shuffled:
+            shuffled.shuffle(after)
+        for member in after:
+            if steps <= 0:
+                return
+            steps -= 1
+            yield from longer([*path, member])
 
     yield from longer([group[0]])
 
 
-def _disjoint(cycles: Sequence[list[Pair]], left: dict[Pair, int], first: int, most: int) -> int:
-    """The most cycles, of those from `first` on, that share no link; `most` is a bound."""
-    best = 0
-    for index in range(first, len(cycles)):
-        if best >= most:
-            break
-        if all(left[pair] for pair in cycles[index]):
-            for pair in cycles[index]:
+def _one_by_one(group: Sequence[int], links: Mapping[Pair, int], most: int) -> int:
+    """Cycles that share no link, each any cycle of the links that those before it leave: the most of some tries."""
+    best, shuffled = 0, random.Random(0)  # the same cycles in every run
+    for _ in range(_TRIES):
+        left, found = dict(links), 0
+        while found < most and (cycle := next(_cycles(group, left, shuffled), None)) is not None:
+            for pair in cycle:
                 left[pair] -= 1
-            best = max(best, 1 + _disjoint(cycles, left, index, most - 1))
-            for pair in cycles[index]:
-                left[pair] += 1
+            found += 1
+        best = max(best, found)
+        if best == most:
+            break
     return best
+
+
+def _disjoint(cycles: Sequence[list[Pair]], left: dict[Pair, int], most: int) -> int:
+    """The most cycles that share no link; `most` is a bound."""
+    choices = _MOST_CHOICES
+
+    def chosen(first: int, most: int) -> int:
+        nonlocal choices
+        best = 0
+        for index in range(first, len(cycles)):
+            if best >= most or choices <= 0:
+                break
+            choices -= 1
+            if all(left[pair] for pair in cycles[index]):
+                for pair in cycles[index]:
+                    left[pair] -= 1
+                best = max(best, 1 + chosen(index, most - 1))
+                for pair in cycles[index]:
+                    left[pair] += 1
+        return best
+
+    return chosen(0, most)

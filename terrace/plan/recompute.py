@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from terrace.base.errors import PlanError, did_you_mean
+from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 
 OPERATIONS = ("attention", "mlp", "norms")
@@ -51,7 +51,7 @@ def parse_recomputation(entry: str) -> Recomputation:
     """Read an entry; raises `PlanError` with the rule it breaks."""
     blocks, colon, named = entry.partition(":")
     found = _SELECTION.fullmatch(blocks.strip())
-    if found is None:
+    if found is None or " " in found["pattern"]:  # no block's name has one: a slip in what follows the pattern
         raise PlanError(
             f"recompute {entry!r}: an entry is a pattern of block names, then 'first K' or 'every K', then a colon and "
             f"operations ({', '.join(OPERATIONS)}), such as 'layers.* every 2: attention'"
@@ -62,8 +62,8 @@ def parse_recomputation(entry: str) -> Recomputation:
     operations = tuple(each.strip() for each in named.split(",")) if colon else WHOLE
     for operation in operations if colon else ():
         if operation not in OPERATIONS:
-            known = f"one of {', '.join(OPERATIONS)}{did_you_mean(operation, OPERATIONS)}"
-            raise PlanError(f"recompute {entry!r}: {operation!r} is no operation of a layer; give {known}")
+            known = ", ".join(OPERATIONS)
+            raise PlanError(f"recompute {entry!r}: {operation!r} is no operation of a layer; give one of {known}")
     first, every = (number if found["which"] == which else default for which, default in (("first", 0), ("every", 1)))
     return Recomputation(pattern=found["pattern"], first=first, every=every, operations=operations)
 

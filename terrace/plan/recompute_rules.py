@@ -43,9 +43,16 @@ def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None
 
 def _check_names(entry: str, read: Recomputation, names: Sequence[str], blocks: Sequence[BlockSpec]) -> None:
     if not fnmatch.filter(names, read.pattern):
-        raise PlanError(f"recompute pattern {read.pattern!r} matches no block{did_you_mean(read.pattern, names)}")
+        raise PlanError(f"recompute pattern {read.pattern!r} matches no block{_meant(read.pattern, names)}")
     if not read.selects(names, [block.attends for block in blocks]):
         raise PlanError(
-            f"recompute {entry!r}: no decoder layer matches {read.pattern!r}, and {', '.join(read.operations)} are "
-            "operations of these; name whole blocks"
+            f"recompute {entry!r}: no decoder layer matches {read.pattern!r}, and no other block has operations; leave "
+            f"{', '.join(read.operations)} out"
         )
+
+
+def _meant(pattern: str, names: Sequence[str]) -> str:
+    # Layers are many and alike, so one pattern stands for all of them.
+    kinds = [name.rpartition(".")[0] for name in names]
+    known = dict.fromkeys(f"{kind}.*" if kind else name for kind, name in zip(kinds, names, strict=True))
+    return did_you_mean(pattern, known)

@@ -103,7 +103,9 @@ def _parsed(text: str, cluster: Cluster, islands: bool) -> tuple[MessageClass, l
     word, tier, name = match.groups()
     classes = [message.value for message in PLACEABLE]
     if word not in classes:
-        raise PlanError(f"--allow {text!r} names message class {word!r}{did_you_mean(word, classes)}")
+        # Of states too, which are read elsewhere: any of these may be meant.
+        hint = did_you_mean(word, [*classes, "master", "optimizer_states"])
+        raise PlanError(f"--allow {text!r} names {word!r}, which is no message class or state{hint}")
     message = MessageClass(word)
     if message is MessageClass.OUTER and not islands:
         raise PlanError(f"--allow {text} has no effect: all ranks are one island; give --outer, or leave it out")

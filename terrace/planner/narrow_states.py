@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
-from terrace.base.errors import PlanError, did_you_mean
+from terrace.base.errors import PlanError
 from terrace.plan.state_formats import element_bytes
 from terrace.planner.formats import Allowed, Searched, find_allowed
 from terrace.planner.ranking import TIE
@@ -48,12 +48,14 @@ def parse_ways(texts: Iterable[str], task: Task) -> tuple[list[Way], list[str]]:
     rest = list[str]()
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
+        if (owner := name.partition(".")[0]) in _NAMES and owner != name:
+            raise PlanError(f"--allow {text}: {owner} belongs to no tier; write {owner}={_NAMES[owner][-1]}")
         if name not in _NAMES:
             rest.append(text)
             continue
         if value not in _NAMES[name]:
-            hint = did_you_mean(value, _NAMES[name])
-            raise PlanError(f"--allow {text}: {name} can be stored in {' or '.join(_NAMES[name])}{hint}")
+            known = " or ".join(_NAMES[name])
+            raise PlanError(f"--allow {text}: {name} can be stored in {known}; write {name}={_NAMES[name][-1]}")
         if value in asked[name][:1]:
             raise PlanError(f"--allow {text} has no effect: {name} is stored in {value} anyway")
         if name == "master" and task.compute != "bf16":

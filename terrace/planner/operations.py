@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from terrace.base.errors import PlanError, did_you_mean
+from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import OPERATIONS, WHOLE
@@ -124,8 +124,8 @@ def parse_operations(text: str | None, task: "Task", axes: Sequence[str]) -> _Pa
     named = [word.strip() for word in text.split(",")]
     for name in named:
         if name not in OPERATIONS:
-            known = f"; known are {', '.join(OPERATIONS)}, and layers alone{did_you_mean(name, OPERATIONS)}"
-            raise PlanError(f"--recompute {text!r} names {name!r}{known}")
+            known = f"give {', '.join(OPERATIONS)} joined by commas, or layers alone"
+            raise PlanError(f"--recompute {text!r} names {name!r}, which is no operation of a layer: {known}")
         if _REFUSED.get(name) in axes:
             raise PlanError(
                 f"--recompute {text!r}: {name} cannot be recomputed alone with ranks on the {_REFUSED[name]} axis, and "

@@ -23,6 +23,7 @@ STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
 # Largest relative error of a prediction; bytes must be equal.
 STEP_BAND, MEMORY_BAND = 0.20, 0.10
+_WIDTH = 80  # of a terminal: longer titles are broken into lines
 _STATE_TITLE = "model state of one rank, each category at its own peak"
 
 
@@ -321,7 +322,7 @@ def new_table(
     total: Iterable[str] | None = None,
 ) -> Table:
     """A table in the house style; columns are right-aligned but those in `left`, a line separates the `total`."""
-    width = len(title) + 2  # a narrower table would break its title into lines
+    width = min(len(title) + 2, _WIDTH)  # a narrower table would break its title into lines
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width
     )

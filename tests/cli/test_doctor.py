@@ -197,7 +197,7 @@ def test_what_does_not_fit_blocks(slow_run: RunConfig) -> None:
     found = check_run(small, SOUND, "terrace plan")
     assert any(each.level == "blocks" for each in found)
     fix = _of(found, "memory of a rank").fix
-    assert fix == "no plan fits here; nor does one with up to 64 times as many members of 'system' fit"
+    assert fix == "no plan fits here; nor with up to 64 times as many members of 'system'"
     # Replicated, the model lacks a quarter of a gigabyte.
     device = replace(slow_run.cluster.device, memory_bytes=1.95e9)
     plan = replace(slow_run.plan, params="device", grads="device", optimizer="device", micro_batch=4)

@@ -36,6 +36,7 @@ def test_time_and_price_of_a_training_by_hand() -> None:
     found = cost(0.5)
     assert throughput_words(task, found) == "throughput: 8.19 k tokens/s of all devices, 1.02 k of one"
     # 2,441,407 steps of half a second are 339.08 hours.
+    assert (training_words(task, found, 1, None) or "").startswith("1 token: 1 step, 500.0 ms, ")
     said = training_words(task, found, 10**10, None)
     assert said == "10 G tokens: 2,441,407 steps, 14.1 days, 2.71 k device-hours"
     assert training_words(task, found, 10**10, 2.5) == f"{said}, price 6,782"
@@ -179,6 +180,12 @@ def test_the_headroom_of_the_command_is_kept_and_shown(here: Planning) -> None:
         assert f"less a headroom of {headroom})" in here.refused("plan", *fixed, *memory, "--headroom", headroom)
     assert main(["simulate", "plan.toml", *memory, "--headroom", "97%"]) == 2
     assert "less a headroom of 97%)" in here.error()
+
+
+def test_a_headroom_is_given_once_and_shown_as_written(here: Planning) -> None:
+    twice = here.refused("plan", "--headroom", "5%", "--cluster.device.headroom", "10%")
+    assert "--headroom 5% and --cluster.device.headroom set the same: leave one out" in twice
+    assert """device.headroom = "5'%" must be""" in here.refused("plan", "--headroom", "5'%")
 
 
 def test_a_headroom_without_a_unit_is_refused(here: Planning) -> None:

@@ -55,6 +55,24 @@ def test_rings_are_the_most_that_trying_everything_finds(size: int, data: st.Dat
     assert num_links(links, tuple(range(size))) == max(1, 2 * most(left, possible))
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("size", "number"), [(12, 1), (16, 1), (16, 4)])
+def test_devices_that_are_all_wired_in_pairs(size: int, number: int) -> None:
+    """A complete graph of n has (n - 1) // 2 disjoint cycles (Walecki, 1892); there are far too many to list."""
+    links = tuple((one, other, number) for one, other in itertools.combinations(range(size), 2))
+    found = num_links(links, tuple(range(size)))
+    assert number * (size - 1) - found <= number * 2
+
+
+@pytest.mark.timeout(60)
+def test_wires_without_any_ring() -> None:
+    """A grid with an odd number of devices has no cycle through all of them, and exponentially many paths."""
+    side = 5
+    links = [(side * row + column, side * row + column + 1, 1) for row in range(side) for column in range(side - 1)]
+    links += [(side * row + column, side * (row + 1) + column, 1) for row in range(side - 1) for column in range(side)]
+    assert num_links(tuple(links), tuple(range(side**2))) == 1
+
+
 def test_a_part_of_a_node_keeps_its_links() -> None:
     cluster = load_cluster("frontier").resized(4)
     link = cluster.tiers[1].bandwidth_bytes_per_s * cluster.tiers[1].efficiency
@@ -70,7 +88,9 @@ def test_a_part_of_a_node_keeps_its_links() -> None:
         (((0, 0, 1),), r"tiers\.node\.links has \[0, 0, 1\]: give two devices"),
         (((0, 1, 0),), r"tiers\.node\.links has \[0, 1, 0\]"),
         (((0, 1, 1), (1, 0, 1)), r"tiers\.node\.links has devices 1 and 0 twice: add their links up"),
-        (FRONTIER[:4], None),
+        (((0, 1, 101),), r"tiers\.node\.links has \[0, 1, 101\]: give at most 100 links of two devices"),
+        (tuple((each, each + 1, 1) for each in range(7)), None),
+        (FRONTIER[:4], r"tiers\.node\.links has no way from device 0 to device 2: add links between them"),
         (FRONTIER[:3], r"tiers\.node\.links joins device 6 to no other of the 8"),
     ],
 )

@@ -86,7 +86,8 @@ def test_a_slow_boundary_between_stages_is_coded() -> None:
     [
         ("sync", "write CLASS=FORMAT or CLASS.TIER=FORMAT"),
         ("snc=int8", "did you mean 'sync'"),
-        ("control=int8", "names message class 'control'"),
+        ("control=int8", "names 'control', which is no message class or state; known: combine, context, dispatch,"),
+        ("optimiser_states=int8", "did you mean 'optimizer_states'?"),
         ("sync.nod=int8", "did you mean 'node'"),
         ("sync=int9", "is not a wire format"),
         ("sync=bf16", "sync travels in bf16 anyway"),

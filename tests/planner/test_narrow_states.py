@@ -87,7 +87,8 @@ def test_an_update_of_narrow_states_is_priced_by_what_rounding_reads_and_writes(
     ("text", "said"),
     [
         ("optimizer_states=fp8", "--allow optimizer_states=fp8: optimizer_states can be stored in bf16 or int8"),
-        ("master=int8", "--allow master=int8: master can be stored in bf16"),
+        ("master=int8", "--allow master=int8: master can be stored in bf16; write master=bf16$"),
+        ("optimizer_states.node=int8", "optimizer_states belongs to no tier; write optimizer_states=int8"),
         ("optimizer_states=", "optimizer_states can be stored in bf16 or int8"),
     ],
 )

@@ -25,8 +25,8 @@ MIXED = replace(TASK, model=mixture(GROUPED))
 @pytest.mark.parametrize(
     ("text", "axes", "is_mixture", "said"),
     [
-        ("attn", "all", False, "names 'attn'; known are"),
-        ("mlp,layers", "data", False, "names 'layers'; known are attention, mlp, norms"),
+        ("attn", "all", False, "names 'attn', which is no operation of a layer: give attention, mlp, norms joined by"),
+        ("mlp,layers", "data", False, "names 'layers', which is no operation of a layer: give attention, mlp, norms"),
         ("mlp,attention", "data,context", False, "attention cannot be recomputed alone with ranks on the context axis"),
         ("norms", "data,tensor", False, "norms cannot be recomputed alone with ranks on the tensor axis"),
         ("mlp", "data", True, "layers.0 is a mixture of experts"),
