@@ -8,6 +8,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
 from terrace.cli.overrides import parse_overrides
+from terrace.cli.ranks import add_ranks, with_ranks
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.planned import TASK, read_planned
@@ -31,6 +32,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "Llama-style decoder)",
     )
     parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: local)")
+    add_ranks(parser)
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")
     parser.add_argument(
         "--data",
@@ -48,7 +50,11 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     """Table of the options and the dotted overrides in `rest`, not yet validated."""
-    return resolve_table(options.config, flags(options, "model", "cluster", "plan", "data"), parse_overrides(rest))
+    given, overrides = flags(options, "model", "cluster", "plan", "data"), parse_overrides(rest)
+    table = resolve_table(options.config, given, overrides)
+    if options.ranks is None:
+        return table
+    return resolve_table(options.config, given, with_ranks(options.ranks, overrides, table.get("cluster")))
 
 
 def flags(options: argparse.Namespace, *names: str) -> dict[str, str | None]:

@@ -14,6 +14,7 @@ from terrace.base.schema import read_table
 from terrace.cli.elastic import fitted_run
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, run_table
 from terrace.cli.overrides import parse_overrides
+from terrace.cli.ranks import with_ranks
 from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
@@ -89,4 +90,4 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     outer = plan.get("outer") if isinstance(plan, dict) else None
     if isinstance(outer, dict) and "preset" in outer:
         table["plan"] = {key: each for key, each in table["plan"].items() if key != "outer"}
-    return lay_over(table, overrides)
+    return lay_over(table, with_ranks(options.ranks, overrides, table.get("cluster")))
