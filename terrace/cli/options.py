@@ -12,6 +12,7 @@ from terrace.cli.ranks import add_ranks, with_ranks
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.planned import TASK, read_planned
+from terrace.train.rates import check_rate
 
 OVERRIDES_HELP = (
     "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "
@@ -44,6 +45,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     """Validated configuration from the options and the dotted overrides in `rest`."""
     run = parse_run(run_table(options, rest))
+    check_rate(run)
     check_effects(run, file_layers(options.config, options.plan), parse_overrides(rest))
     return run
 

@@ -34,6 +34,7 @@ from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 from terrace.train.prediction import utilisation_of
+from terrace.train.rates import rate_words
 
 _WARM_STEPS = 10  # a run of fewer says little about a steady step
 
@@ -47,7 +48,7 @@ def show_plan(job: RunJob) -> None:
         f"{data_words(job)}\n{counted(run.train.steps, 'step')} of {views.step_words(run)}\n"
     )
     if job.resume is None and start_words(run):
-        print(f"{start_words(run)}\n")
+        print("\n".join(filter(None, (start_words(run), rate_words(run)))) + "\n")
     view = views.StepView(run, checked_programs(run))
     forget_programs()
     for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):

@@ -19,6 +19,7 @@ from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
+from terrace.train.rates import check_rate
 
 AUTO = "auto"
 
@@ -48,6 +49,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # A run that goes on keeps the keys of its own file.
     files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
     check_effects(config, files, parse_overrides(rest))
+    # A resumed run has its rate, unless it is given another.
+    if options.resume in (None, AUTO) or "optimizer" in parse_overrides(rest):
+        check_rate(config)
     going_on = options.resume == AUTO
     if going_on and options.folder is None:
         raise ConfigError("--resume auto needs a folder: give --folder FOLDER")

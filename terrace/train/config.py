@@ -39,6 +39,7 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
+from terrace.train.rates import with_rate
 from terrace.train.rules import check_attention, check_moved
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
@@ -72,6 +73,7 @@ class TrainConfig:
     peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
     weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
+    high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     compile: bool = False  # each block through torch.compile
     attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
@@ -229,7 +231,7 @@ def resolve_table(
     table = lay_over({name: section(name, value) for name, value in table.items()}, overrides)
     data = [given.get("data") for given in (own, overrides)]
     names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
-    return with_folder(table, model, names_tokenizer)
+    return with_rate(with_folder(table, model, names_tokenizer), (own, overrides))
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
