@@ -5,9 +5,10 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
+from terrace.cli.here import named_table
 from terrace.cli.ranks import with_ranks
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, lay_over, parse_cluster
+from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.plan.presets import PRESETS
 
 CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4."
@@ -22,7 +23,7 @@ def read_cluster(name: str, rest: Sequence[str], instead: str, ranks: int | None
     for section in overrides:
         if section != "cluster":
             raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
-    table = cluster_table(name)
+    table = named_table(name)
     return parse_cluster(lay_over({"cluster": table}, with_ranks(ranks, overrides, table))["cluster"])
 
 

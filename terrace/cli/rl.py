@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError, ConfigError
+from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.rl.config import resolve
     from terrace.rl.layers import resolve_table
 
-    given, overrides = flags(options, "model", "cluster", "plan"), parse_overrides(rest, of_run=False)
+    given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
+    given["cluster"], overrides = cluster_here(given["cluster"]), parse_overrides(rest, of_run=False)
     file = _file(options)
     if options.ranks is not None:
         overrides = with_ranks(options.ranks, overrides, resolve_table(options.task, file, given, overrides)["cluster"])

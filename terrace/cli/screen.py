@@ -70,6 +70,8 @@ def _dtype_words(run: RunConfig) -> str:
                 f'warning: plan.compute = "bf16": products take {slowdown:.1f} times as long as in fp32 on this CPU '
                 '(measured); plan.compute = "fp32" with plan.messages = "bf16" sends as few bytes\n\n'
             )
+    if device.backend == "cuda":
+        return _peak_words(run)
     sends = run.cluster.world_size > 1
     if sends and plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:
         return (
@@ -77,6 +79,20 @@ def _dtype_words(run: RunConfig) -> str:
             f"{device.bf16_slowdown:.1f} times as long for products in bf16\n\n"
         )
     return ""
+
+
+def _peak_words(run: RunConfig) -> str:
+    plan, peaks = run.plan, run.cluster.device.peak_flops_per_s
+    other = {"bf16": "fp32", "fp32": "bf16"}.get(plan.compute)
+    if other is None or not {plan.compute, other} <= peaks.keys():
+        return ""
+    own, times = quantity(peaks[plan.compute], "FLOP/s"), peaks[plan.compute] / peaks[other]
+    gain = f"{times:.1f} times as long" if times >= 1 else f"{1 / times:.1f} times as fast"
+    rounds = "rounds less, in twice the bytes of parameters and activations" if other == "fp32" else "halves the bytes"
+    return (
+        f"computes in {plan.compute}, at up to {own} by the cluster's file, with {plan.master} masters\n"
+        f"  --plan.compute {other} {rounds}: products at {quantity(peaks[other], 'FLOP/s')}, {gain}\n\n"
+    )
 
 
 class Screen:

@@ -12,6 +12,7 @@ from typing import Any
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
 from terrace.cli.elastic import fitted_run
+from terrace.cli.here import cluster_here
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, run_table
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import with_ranks
@@ -86,7 +87,7 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     table = dict(read_table(path))
     for name in ("cluster", "plan"):
         if getattr(options, name) is not None:
-            table[name] = section(name, getattr(options, name))
+            table[name] = section(name, cluster_here(getattr(options, name), options.ranks))
     plan = overrides.get("plan")
     if isinstance(plan, dict) and "preset" in plan:
         # The run's file has every key of its plan, and these would override the preset.

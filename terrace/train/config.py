@@ -8,7 +8,7 @@ directory.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -20,7 +20,7 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge, read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, lay_over, parse_cluster, preset_names
+from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside
 from terrace.model.attention_kernel import AttentionChoice
@@ -47,6 +47,7 @@ from terrace.train.trackers import check_names
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
 
+Here = Callable[[Any], Any]  # of the value of section cluster, UNNAMED where none is
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
 _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
 
@@ -209,12 +210,13 @@ def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides:
 
 
 def resolve_table(
-    config_path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+    path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any], here: Here | None = None
 ) -> dict[str, Any]:
-    """Table of a run, not checked yet; arguments and errors as for `resolve`."""
+    """Table of a run, not checked yet; arguments and errors as for `resolve`. `here` replaces the cluster's name."""
     table = read_table(Path(str(resources.files(__package__) / "default.toml")))
-    folder = Path() if config_path is None else Path(config_path).parent
-    own = {} if config_path is None else read_table(Path(config_path))
+    table |= {} if here is None else {"cluster": UNNAMED}
+    folder = Path() if path is None else Path(path).parent
+    own = {} if path is None else read_table(Path(path))
     # A plan's file may carry the task that it was made for, with its model and cluster.
     planned = read_planned(flags["plan"] if flags.get("plan") is not None else _beside(folder, "plan", own.get("plan")))
     if planned is not None:
@@ -226,6 +228,7 @@ def resolve_table(
             table[name] = flags[name]
     if flags.get("data") is not None:
         table = merge(table, {"data": {"path": flags["data"]}})
+    table |= {} if here is None else {"cluster": here(table["cluster"])}
     # The model's path is needed below, after `section` has replaced it by its table.
     model = table.get("model")
     table = lay_over({name: section(name, value) for name, value in table.items()}, overrides)
