@@ -30,6 +30,8 @@ def cluster_here(value: Any, ranks: int | None = None, find: Find | None = None)
     found = auto_cluster(gpus, num_cores(), memory_bytes(), launched_ranks())
     for line in found.words:
         _say(f"cluster auto: {line}")
+    if launched_ranks() is None and ranks is not None and ranks < (num := len(gpus.devices)):
+        _say(f"cluster auto: --ranks {ranks} leave {num - ranks} of {num} GPUs idle")
     return found.table
 
 

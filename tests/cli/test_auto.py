@@ -136,7 +136,9 @@ def test_a_gpu_makes_auto_the_default(run_on: Any, capsys: pytest.CaptureFixture
     assert "--plan.compute bf16 halves the bytes: products at 989 TFLOP/s, 14.8 times as fast" in _dtype_words(asked)
     # The folder of a run keeps the cluster itself.
     assert parse_run(tomllib.loads(run_toml(run))).cluster == run.cluster
+    capsys.readouterr()
     assert run_on(machine(8), ranks=2).cluster.world_size == 2
+    assert capsys.readouterr().err.count("--ranks 2 leave 6 of 8 GPUs idle") == 1
     assert run_on(machine(2, "Tesla V100-SXM2-16GB")).plan.compute == "fp32"
 
 
