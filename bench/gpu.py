@@ -3,50 +3,41 @@
     exactness   a tiny fp64 decoder under several plans, on the device against the CPU; and the engine against itself
                 with the device idle before every instruction: a buffer reused or read too early shows
     bandwidth   copies on the device, from and to pinned host memory
-    codecs      block codecs: the reference bit for bit, and bandwidth against a copy (target 70 %)
+    codecs      block codecs: the reference bit for bit, and bandwidth against a copy
     training    a Llama-style stack of about 1 B parameters in bf16 by each contestant: the engine, plain PyTorch,
                 both compiled, FSDP2; step time, share of the peak (MFU), memory; then layers of an 8 B model
     prediction  `terrace probe`, then `terrace train` on its cluster file: step and memory predicted beside measured
     attention   torch's kernels by head size and length, forward and backward
-    products    bf16 products in a burst and for 30 s, fp8 products beside them
+    products    bf16 products in a burst, for 30 s, and while copies run
+    fp8         scaled products beside bf16 ones; a step with fp8 products where plans have them
     generation  tokens a second of the rollout engine, its tokens against those of the CPU
     tests       the tests marked `gpu`
 
-Each part is a process of its own with a time limit, so a crash or a hang costs that part alone. Rows are written to
-`--out` as they come, and printed when their part ends; parts for which no time is left are named. On a machine without
-a device it says so and exits 0; `--device cpu --tiny` tries the parts themselves there.
+Each part is a process of its own with a time limit, so a crash or a hang costs that part alone. Rows are printed and
+written to `--out` as they come: `results.jsonl`, a line a row, and `summary.md`, a table with the goals, which is
+replaced whole. Parts for which no time is left are named. On a machine without a device it says so and exits 0;
+`--device cpu --tiny` tries the parts themselves there.
 
-MFU counts three times the matrix products of a forward pass, attention as the full square, and nothing for
+MFU counts three times the matrix products of a forward pass, attention by its causal half, and nothing for
 recomputation.
 """
 
 import argparse
-import json
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-
-from bench.gpu_parts.setting import Row
-
-ROOT = Path(__file__).parents[1]
-_LEAST_S = 5.0  # a part that has less is not started
-
-
-class Part(NamedTuple):
-    """A module of `bench/gpu_parts/`, with an argument after a colon, and the most seconds that it may take."""
-
-    name: str
-    limit_s: float
-
+from bench.gpu_parts.running import Part, run_parts
+from bench.gpu_parts.setting import SECONDS
+from bench.gpu_parts.summary import Summary
 
 # In order of worth: the time may end before the parts do.
 PARTS = (
-    Part("exactness", 90),
+    Part("exactness:parity", 45),
+    Part("exactness:streams", 60),
     Part("training:engine", 60),
     Part("training:plain compiled", 75),
     Part("training:engine compiled", 75),
@@ -56,88 +47,86 @@ PARTS = (
     Part("training:plain", 45),
     Part("training:fsdp2 compiled", 75),
     Part("products", 60),
+    Part("fp8", 40),
     Part("attention", 40),
     Part("generation", 60),
     Part("training:8B engine compiled", 75),
     Part("training:8B plain compiled", 75),
+    Part("training:8B fsdp2 compiled", 75),
     Part("tests", 90),
 )
 
 
-def run_parts(
-    parts: Sequence[Part],
-    command: Callable[[str, Path], Sequence[str]],
-    out: Path,
-    end_s: float,
-) -> Iterator[tuple[str, Row]]:
-    """Run one part after the other until `end_s` on the monotonic clock; yields (part, row) as each part ends.
+# Dense bf16 TFLOP/s of data sheets, by words of the device's name.
+PEAKS = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "A100": 312.0, "B200": 2250.0, "GB200": 2500.0}
+_ASK_S = 90.0
+_PATIENCE = 4  # times the limits of parts, at sizes that are for trying them on any machine
 
-    `command(part, file)` is a command that appends rows to the file, a JSON list a line. A part that fails or is late
-    ends with a row that says so and names its log, a file beside the rows.
+
+def device_name() -> str | None:
+    """Name of the first CUDA device, or None; raises `SystemExit` where the driver does not answer.
+
+    A process of its own asks, so that this one needs nothing of a device and outlives all that happens to it.
     """
-    for part in parts:
-        left_s = end_s - time.monotonic()
-        if left_s < _LEAST_S:
-            yield part.name, Row("not run", "no time was left", False)
-            continue
-        name = part.name.replace(":", "-").replace(" ", "-")
-        file, log = out / f"{name}.jsonl", out / f"{name}.log"
-        file.unlink(missing_ok=True)
-        limit_s, problem = min(part.limit_s, left_s), ""
-        with log.open("w", encoding="utf-8") as text:
-            try:
-                done = subprocess.run(
-                    command(part.name, file), cwd=ROOT, stdout=text, stderr=text, timeout=limit_s, check=False
-                )
-                problem = f"ended with {done.returncode}" if done.returncode else ""
-            except subprocess.TimeoutExpired:
-                problem = f"had not ended after {limit_s:.0f} s"
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            yield part.name, Row(*json.loads(line))
-        if problem:
-            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing was printed"])[
-                -1
-            ]
-            yield part.name, Row("failed", f"{problem}: {last[:200]} ({log.name})", False)
+    words = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", words], capture_output=True, text=True, timeout=_ASK_S, check=True
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise SystemExit(f"no device answers: {getattr(error, 'stderr', '') or error}") from error
+    return asked.stdout.strip() or None
+
+
+def peak_tflops(name: str) -> float | None:
+    """Dense bf16 TFLOP/s of a device by its name, the longest that fits."""
+    fitting = [known for known in PEAKS if set(known.split()) <= set(name.replace("-", " ").split())]
+    return PEAKS[max(fitting, key=len)] if fitting else None
 
 
 def main() -> int:
-    """Print the rows of each part as it ends; return 1 when a check fails, 0 without a CUDA device."""
+    """Print and keep rows as they come; return 1 when one is wrong or misses its goal, 0 without a CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--minutes", type=float, default=9.0, help="of all parts together")
     parser.add_argument("--only", help="parts, with commas, by the beginnings of their names")
-    parser.add_argument(
-        "--peak-tflops", type=float, default=989.4, help="dense bf16; default: the data sheet of H100 and H200 SXM"
-    )
+    parser.add_argument("--peak-tflops", type=float, help="dense bf16; default: the data sheet of a known device")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, which try the parts and measure nothing")
     options = parser.parse_args()
     end_s = time.monotonic() + 60 * options.minutes
-    if options.device == "cuda" and not torch.cuda.is_available():
+    name = device_name() if options.device == "cuda" else "CPU"
+    if name is None:
         print("no CUDA device here: nothing was run (--device cpu --tiny tries the parts)")
         return 0
     wanted = tuple(options.only.split(",")) if options.only else ("",)
-    parts = [part for part in PARTS if part.name.startswith(wanted)]
+    patience = _PATIENCE if options.tiny else 1
+    parts = [Part(part.name, patience * part.limit_s) for part in PARTS if part.name.startswith(wanted)]
     if not parts:
         parser.error(f"--only {options.only}: no part begins so; parts are {', '.join(part.name for part in PARTS)}")
+    peak = options.peak_tflops or (peak_tflops(name) if options.device == "cuda" else 1.0)
+    if peak is None:
+        parser.error(f"{name} is not in {', '.join(PEAKS)}: give --peak-tflops of its data sheet, dense bf16")
     options.out.mkdir(parents=True, exist_ok=True)
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}\n", flush=True)
+    if not options.only:
+        (options.out / SECONDS).unlink(missing_ok=True)  # of other code, perhaps
+    title = f"{name}, torch {version('torch')}"
+    print(f"{title}\n", flush=True)
+    # A launcher that ends this process gives it time to end the part that runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def command(part: str, file: Path) -> list[str]:
         words = [sys.executable, "-m", "bench.gpu_parts", part, "--rows", str(file.absolute())]
         words += ["--folder", str(options.out.absolute()), "--device", options.device]
-        return [*words, "--peak-tflops", f"{options.peak_tflops:g}", *(["--tiny"] if options.tiny else [])]
+        return [*words, "--peak-tflops", f"{peak:g}", *(["--tiny"] if options.tiny else [])]
 
-    found = []
+    summary = Summary(options.out, title, [part.name for part in parts])
     for part, row in run_parts(parts, command, options.out, end_s):
-        found.append([part, row.subject, row.found, "ok" if row.passes else "WRONG"])
-        print("  ".join(found[-1]), flush=True)
-    (options.out / "rows.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    wrong = [part for part, _, _, verdict in found if verdict == "WRONG"]
-    print(f"\n{len(found)} rows, {len(wrong)} wrong{': ' * bool(wrong)}{', '.join(dict.fromkeys(wrong))}")
-    return int(bool(wrong))
+        summary.add(part, row)
+        goal = f"  (goal {row.goal})" if row.goal else ""
+        print(f"{part}  {row.subject}  {row.found}{goal}  {row.verdict}", flush=True)
+    print(f"\n{summary.last_line()}")
+    return int(bool(summary.parts_with("WRONG") or summary.parts_with("missed")))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
 """One part in a process of its own: `python -m bench.gpu_parts NAME --rows FILE ...`, as `bench/gpu.py` starts it.
 
-Rows go to the file as they are found, one JSON list a line, so that those before a crash are kept.
+Rows go to the file as they are found, one JSON list a line, so that those before a crash are kept; a last line says
+that the part has ended.
 """
 
 import argparse
+import ctypes
 import json
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 
+from bench.gpu_parts.running import END
 from bench.gpu_parts.setting import Setting
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> int:
@@ -22,6 +28,9 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--peak-tflops", type=float, required=True)
     options = parser.parse_args()
+    if sys.platform.startswith("linux"):
+        # Nobody else would end it, were the parent killed: it is in a session of its own.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     setting = Setting(
         device=options.device, tiny=options.tiny, peak_tflops=options.peak_tflops, folder=options.folder.absolute()
     )
@@ -30,6 +39,7 @@ def main() -> int:
     with options.rows.open("a", encoding="utf-8") as file:
         for row in rows(setting, argument) if argument else rows(setting):
             print(json.dumps(row), file=file, flush=True)
+        print(json.dumps(END), file=file, flush=True)
     return 0
 
 

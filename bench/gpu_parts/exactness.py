@@ -20,10 +20,9 @@ PARITY = 1e-10
 STREAM_TOLERANCE = 1e-3  # atomics in backward kernels reorder fp32 sums; a buffer read too early differs far more
 
 
-def rows(setting: Setting) -> Iterator[Row]:
-    """Parity, then streams."""
-    yield from parity(setting)
-    yield from streams(setting)
+def rows(setting: Setting, which: str) -> Iterator[Row]:
+    """Those of `parity` or of `streams`."""
+    yield from {"parity": parity, "streams": streams}[which](setting)
 
 
 def new_engine(

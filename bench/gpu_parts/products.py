@@ -1,4 +1,4 @@
-"""Products of matrices: in a burst, for half a minute, beside messages' kernels, and in fp8.
+"""Products of matrices: in a burst, for half a minute, and while copies run beside them.
 
 A device at its power limit lowers its clock, so the sustained rate is the one that a run has.
 """
@@ -16,32 +16,54 @@ SHAPES = ((8192, 8192, 8192), (8192, 2048, 5504), (4096, 4096, 14336))  # rows, 
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """bf16 by shape, then sustained, then fp8."""
+    """bf16 by shape, beside copies, then sustained."""
     for shape in SHAPES:
-        yield Row(f"bf16 {' x '.join(map(str, _sized(setting, shape)))}", _rate(setting, shape, fp8=False))
+        yield Row(f"bf16 {' x '.join(map(str, _sized(setting, shape)))}", _rate(setting, shape))
+    yield from _beside_copies(setting)
     yield _sustained(setting)
-    for shape in SHAPES[:1]:
-        try:
-            yield Row(f"fp8 {' x '.join(map(str, _sized(setting, shape)))}", _rate(setting, shape, fp8=True))
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            yield Row("fp8", f"refused: {' '.join(str(error).split())[:120]}")
 
 
 def _sized(setting: Setting, shape: tuple[int, int, int]) -> tuple[int, ...]:
     return tuple(setting.size(size, 64) for size in shape)
 
 
-def _rate(setting: Setting, shape: tuple[int, int, int], *, fp8: bool) -> str:
+def _rate(setting: Setting, shape: tuple[int, int, int]) -> str:
     rows_, depth, columns = _sized(setting, shape)
     left = torch.randn(rows_, depth, device=setting.device).to(torch.bfloat16)
     right = torch.randn(columns, depth, device=setting.device).to(torch.bfloat16)  # (out, in), as a weight lies
-    work = partial(torch.mm, left, right.t())
-    if fp8:
-        one = torch.ones((), device=setting.device)
-        first, second = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
-        work = partial(torch._scaled_mm, first, second.t(), one, one, out_dtype=torch.bfloat16)
-    rate = 2 * rows_ * depth * columns / setting.median_s(work)
+    rate = 2 * rows_ * depth * columns / setting.median_s(partial(torch.mm, left, right.t()))
     return f"{rate / 1e12:.0f} TFLOP/s, {rate / setting.peak_tflops / 1e12:.0%} of the bf16 peak"
+
+
+def _beside_copies(setting: Setting) -> Iterator[Row]:
+    # A message takes memory bandwidth as such a copy does, and on the way to a host the copy engines.
+    if not setting.is_cuda:
+        yield Row("bf16 beside copies", "skipped: a CPU has no streams")
+        return
+    size, stream = setting.size(8192, 64), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    left, right = (torch.randn(size, size, device=setting.device).to(torch.bfloat16) for _ in range(2))
+    here = torch.zeros(setting.size(1 << 30, 1 << 16), dtype=torch.uint8, device=setting.device)
+    host = torch.empty_like(here, device="cpu").pin_memory()
+    # So many that they take longer than the products, which then never run alone.
+    kinds = {"on the device": (torch.empty_like(here), 80), "to the host": (host, 2)}
+
+    def products() -> None:
+        for _ in range(20):
+            torch.mm(left, right.t())
+
+    alone_s = setting.median_s(products, 5)
+    for name, (target, number) in kinds.items():
+
+        def both(target: torch.Tensor = target, number: int = number) -> None:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(number):
+                    target.copy_(here, non_blocking=True)
+            products()
+
+        beside_s = setting.median_s(both, 5)
+        setting.finish()
+        yield Row(f"bf16 beside copies {name}", f"{beside_s / alone_s:.2f} times the seconds of products alone")
 
 
 def _sustained(setting: Setting) -> Row:

@@ -10,14 +10,22 @@ from typing import NamedTuple
 import torch
 
 Work = Callable[[], object]
+SECONDS = "training.json"  # in a setting's folder: the steps of the contestants so far
 
 
 class Row(NamedTuple):
-    """A line of the table."""
+    """A line of the table. A row with a goal is a figure that should reach it, one without is right or wrong."""
 
     subject: str
     found: str
     passes: bool = True
+    goal: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.passes:
+            return "ok"
+        return "missed" if self.goal else "WRONG"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,10 @@ class Setting:
     def size(self, usual: int, tiny: int) -> int:
         """The one that counts here."""
         return tiny if self.tiny else usual
+
+    def goal(self, reached: bool) -> bool:
+        """Whether a row with a goal passes: at the smallest sizes nothing is measured."""
+        return reached or self.tiny
 
     def finish(self) -> None:
         """Wait for the device."""

@@ -21,15 +21,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench.common import ADAMW, decoder, free_port, local_cluster, micro_batches, torch_adamw
 from bench.gpu_parts.exactness import new_engine
-from bench.gpu_parts.setting import Row, Setting
-from terrace.model.config import ModelConfig, forward_flops, num_params, parse_model
+from bench.gpu_parts.setting import SECONDS, Row, Setting
+from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.runtime.batch import Batch as MicroBatch
+from terrace.train.utilisation import step_flops
 
 GOAL_MFU = 0.5
-GOAL_RATIO = 1.0  # tokens a second over those of plain PyTorch, both compiled
+GOAL_RATIO = 1.0
 MICROS = 2
 _STATE_BYTES = 20  # of a parameter: bf16 copy and gradient, fp32 sum, master and two moments
 _FOR_STATES = 0.6  # of the memory; the rest holds activations
@@ -41,12 +43,31 @@ Step = Callable[[Sequence[Batch]], float]
 def rows(setting: Setting, contestant: str) -> Iterator[Row]:
     """Step time, share of the peak, memory and loss."""
     who, is_compiled = contestant.removeprefix("8B ").split()[0], contestant.endswith("compiled")
-    is_large = contestant.startswith("8B")
-    config = (
-        large(setting) if is_large else decoder(setting.size(2048, 64), setting.size(18, 2), setting.size(32000, 257))
-    )
-    shape = (setting.size(2 if is_large else 4, 1), setting.size(2048, 32))
+    config, shape = stack(setting, is_large=contestant.startswith("8B"))
     step = CONTESTANTS[who](setting, config, is_compiled)
+    step_s, losses, first_s = timed(setting, step, config, shape)
+    size = f"{num_params(config) / 1e9:.2f} B, {config.num_layers} layers, {MICROS} x {shape[0]} x {shape[1]}"
+    tokens_per_s = MICROS * shape[0] * shape[1] / step_s
+    yield Row(f"step of {size}", f"{step_s * 1e3:.1f} ms, {tokens_per_s:.0f} tokens/s, first step {first_s:.1f} s")
+    yield _mfu(setting, config, shape, step_s, is_judged=contestant == "engine compiled")
+    if setting.is_cuda:
+        allocated, reserved = torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
+        yield Row("peak memory", f"{allocated:.1f} GB allocated, {reserved:.1f} GB reserved")
+    yield Row("loss on one batch", f"{losses[0]:.3f} -> {losses[-1]:.3f}", losses[-1] < losses[0])
+    yield from _compared(setting, contestant, step_s)
+
+
+def stack(setting: Setting, *, is_large: bool) -> tuple[ModelConfig, tuple[int, int]]:
+    """The model, and the sequences and tokens of its micro-batches."""
+    small = decoder(setting.size(2048, 64), setting.size(18, 2), setting.size(32000, 257))
+    shape = (setting.size(2 if is_large else 4, 1), setting.size(2048, 32))
+    return large(setting) if is_large else small, shape
+
+
+def timed(
+    setting: Setting, step: Step, config: ModelConfig, shape: tuple[int, int]
+) -> tuple[float, list[float], float]:
+    """The median step after the first few, every loss, and the first step, which may compile; in seconds."""
     batches = [
         (tokens.to(setting.device), labels.to(setting.device))
         for tokens, labels in micro_batches(0, 0, MICROS, shape, config.vocab_size)
@@ -57,40 +78,30 @@ def rows(setting: Setting, contestant: str) -> Iterator[Row]:
         losses.append(step(batches))
         setting.finish()
         times_s.append(time.perf_counter() - begin_s)
-    step_s, tokens = statistics.median(times_s[setting.size(3, 1) :]), MICROS * shape[0] * shape[1]
-    flops = 3 * MICROS * sum(forward_flops(config, block, *shape) for block in range(config.num_blocks))
-    share = flops / step_s / setting.peak_tflops / 1e12
-    size = f"{num_params(config) / 1e9:.2f} B, {config.num_layers} layers, {MICROS} x {shape[0]} x {shape[1]}"
-    yield Row(
-        f"step of {size}",
-        f"{step_s * 1e3:.1f} ms, {tokens / step_s:.0f} tokens/s, first step {times_s[0]:.1f} s",
-    )
-    is_judged = who == "engine" and is_compiled and not setting.tiny
-    yield Row(
-        f"MFU of {setting.peak_tflops:g} TFLOP/s",
-        f"{share:.1%}" + (f" (goal {GOAL_MFU:.0%})" if is_judged else ""),
-        share >= GOAL_MFU or not is_judged,
-    )
-    if setting.is_cuda:
-        yield Row("peak memory", f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated")
-    yield Row("loss on one batch", f"{losses[0]:.3f} -> {losses[-1]:.3f}", losses[-1] < losses[0])
-    yield from _compared(setting, contestant, step_s)
+    return statistics.median(times_s[setting.size(3, 1) :]), losses, times_s[0]
+
+
+def _mfu(setting: Setting, config: ModelConfig, shape: tuple[int, int], step_s: float, *, is_judged: bool) -> Row:
+    flops = step_flops(config, block_specs(config), _plan(), MICROS * shape[0], shape[1])
+    causal, square = (each / step_s / setting.peak_tflops / 1e12 for each in (flops.model, flops.hardware))
+    found = f"{causal:.1%}; {square:.1%} with attention as the full square"
+    subject, passes = f"MFU of {setting.peak_tflops:g} TFLOP/s", setting.goal(causal >= GOAL_MFU)
+    return Row(subject, found, passes, f"{GOAL_MFU:.0%}") if is_judged else Row(subject, found)
 
 
 def _compared(setting: Setting, contestant: str, step_s: float) -> Iterator[Row]:
     # Beside the contestants that ran before; each is a process of its own, so the seconds are kept in a file.
-    path = setting.folder / "training.json"
+    path = setting.folder / SECONDS
     known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     known[contestant] = step_s
     path.write_text(json.dumps(known), encoding="utf-8")
     for size in ("", "8B "):
-        ours, theirs = f"{size}engine compiled", f"{size}plain compiled"
-        if contestant in (ours, theirs) and ours in known and theirs in known:
-            ratio = known[theirs] / known[ours]
-            found = f"{ratio:.3f} (goal {GOAL_RATIO:g})"
-            yield Row(
-                f"tokens/s over compiled plain PyTorch{', 8B' * bool(size)}", found, ratio >= GOAL_RATIO or setting.tiny
-            )
+        ours = f"{size}engine compiled"
+        for name, theirs in (("plain PyTorch", f"{size}plain compiled"), ("FSDP2", f"{size}fsdp2 compiled")):
+            if contestant in (ours, theirs) and ours in known and theirs in known:
+                ratio = known[theirs] / known[ours]
+                subject = f"the engine's tokens/s over those of {name}, both compiled{', 8B' * bool(size)}"
+                yield Row(subject, f"{ratio:.3f}", setting.goal(ratio >= GOAL_RATIO), f"{GOAL_RATIO:g}")
 
 
 def large(setting: Setting) -> ModelConfig:
@@ -120,10 +131,13 @@ def _deeper(table: dict[str, Any], layers: int) -> ModelConfig:
     return parse_model({**table, "num_hidden_layers": layers})
 
 
-def engine(setting: Setting, config: ModelConfig, is_compiled: bool) -> Step:
-    """The engine, under the plan of one device."""
-    plan = command_plan({"preset": "ddp", "compute": "bf16"}, local_cluster({"node": 1}))
-    made = new_engine(config, plan, setting.device, MICROS, watch=lambda: None, compiled=is_compiled)
+def _plan() -> Plan:
+    return command_plan({"preset": "ddp", "compute": "bf16"}, local_cluster({"node": 1}))
+
+
+def engine(setting: Setting, config: ModelConfig, is_compiled: bool, plan: Plan | None = None) -> Step:
+    """The engine, under a plan of one device."""
+    made = new_engine(config, plan or _plan(), setting.device, MICROS, watch=lambda: None, compiled=is_compiled)
     return lambda batches: made.step([MicroBatch(*batch) for batch in batches], ADAMW.lr).loss
 
 

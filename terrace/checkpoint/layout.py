@@ -8,6 +8,7 @@ of any plan finds its elements by intersecting boxes. The group of a parameter n
     groups   group -> kinds of state
     layout   block -> parameter -> [group, shape of the whole parameter]
     files    file -> its size, its CRC-32 and its pieces: block -> parameter -> boxes
+    loss_scale  of a run in fp16: its table (terrace.runtime.loss_scale)
     islands  of a run with islands: how many, and their cycle (terrace.checkpoint.islands)
 
 and, in `checksum`, the SHA-256 of its own other entries. A CRC-32 finds every damage within 32 bits and misses any
@@ -39,6 +40,7 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import ADAMW, FROZEN, KINDS, OUTER_MOMENTUM, group_of
 
 FORMAT, FORMAT_2 = 3, 2
+LOSS_SCALE = "loss_scale"  # of a manifest
 _GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
 MAX_STEPS = 10**12  # no run comes near
 _READ_BYTES = 4 << 20

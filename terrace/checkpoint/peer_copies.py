@@ -197,7 +197,8 @@ class PeerCopies:
         files: Files = {file.path.name: entry}
         state = self._engine.state
         manifest = manifest_of(state.specs, state.settings, step, num_updates, self._facts, files)
-        return manifest | {"feedback": self._feedback, "stored": self._stored, "life": self._life}
+        manifest |= {"feedback": self._feedback, "stored": self._stored, "life": self._life}
+        return manifest | self._snapshot.loss_scale
 
     def _swap_parts(self) -> None:
         # Headers and pieces are the same for most copies, so they do not travel with each.

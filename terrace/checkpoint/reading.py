@@ -17,6 +17,7 @@ from terrace.checkpoint.islands import HEARD, MARKS, NUMBERS, NUMBERS_BLOCK, TOL
 from terrace.checkpoint.layout import (
     FORMAT,
     FORMAT_2,
+    LOSS_SCALE,
     MAX_STEPS,
     BlockLayout,
     Files,
@@ -37,6 +38,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.holdings import Slices
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.loss_scale import LossScale
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
 from terrace.runtime.outer_numbers import OuterNumbers
@@ -71,6 +73,8 @@ class Checkpoint:
             self.step, self.num_updates = _counts(manifest["step"], manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
             self.feedback = str(manifest.get("feedback", ""))  # of terrace.checkpoint.residuals; "": it has none
+            scale = manifest.get(LOSS_SCALE)
+            self.loss_scale = None if scale is None else LossScale.parse(scale)
             self.stored = tuple(map(str, manifest.get("stored", ())))  # as `stored_as`; (): by an earlier version
             islands = manifest.get("islands")
             self.islands = None if islands is None else Islands.parse(islands)
@@ -308,11 +312,14 @@ def restore(state: ModelState, checkpoint: Checkpoint) -> str:
     """
     check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
     # Without its updates the optimizer would correct the bias of a mean that has none.
-    if checkpoint.num_updates == 0 < checkpoint.step and any(spec.num_trainable for spec in state.specs):
+    skipped = checkpoint.loss_scale.skipped if checkpoint.loss_scale is not None else 0
+    if checkpoint.num_updates == 0 < checkpoint.step - skipped and any(spec.num_trainable for spec in state.specs):
         raise CheckpointError(f"{checkpoint.folder} is after {checkpoint.step} steps with 0 updates: {_INSTEAD}")
     slices, islands = slices_of(state.program.mesh, state.rank), Islands.of(state.program)
     goes_on = checkpoint.islands is not None and checkpoint.islands.goes_on(islands)
     said = note(checkpoint.folder.name, checkpoint.islands, islands) if checkpoint.step else ""
+    if state.loss_scale is not None:
+        state.loss_scale.take(checkpoint.loss_scale or LossScale())
     stored = stored_note(checkpoint.folder.name, checkpoint.stored, state.program.plan) if checkpoint.step else ""
     with torch.no_grad():
         for flat in state:

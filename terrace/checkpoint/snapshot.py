@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from terrace.base.boxes import to_text
-from terrace.checkpoint.layout import tensor_name
+from terrace.checkpoint.layout import LOSS_SCALE, tensor_name
 from terrace.checkpoint.parts import BoxValues, is_in_blocks, parts_of
 from terrace.checkpoint.residuals import named_residuals
 from terrace.comm.rounding import Origin
 from terrace.plan.holdings import Slices
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.loss_scale import LossScale
 
 _DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRITE_BYTES = 8 << 20  # a call: large enough that calls cost nothing
@@ -45,10 +46,12 @@ class Snapshot:
         slices: Slices,
         beside: Iterable[tuple[str, BoxValues]] = (),
         edges: Iterable[Origin] = (),
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
         self.num_updates = 0
+        self._loss_scale, self.loss_scale = loss_scale, dict[str, Any]()  # its table then; empty without one
         self._flats, self._edges, self._pieces = list(flats), list(edges), list[tuple[str, Tensor]]()
         self._slices, self._in_blocks = slices, [flat for flat in self._flats if is_in_blocks(flat)]
         for flat in self._flats:
@@ -94,6 +97,7 @@ class Snapshot:
         """The same into `num_bytes` bytes of the caller's, the file without its header, in the layout of `lay_out`."""
         optimizers = [flat.optimizer for flat in self._flats if flat.optimizer is not None]
         self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
+        self.loss_scale = {} if self._loss_scale is None else {LOSS_SCALE: self._loss_scale.table}
         start, decoded = 0, dict[str, Tensor]()
         for name, values in self._live:
             place = staging[start : start + values.nbytes].view(values.dtype).view(values.shape)

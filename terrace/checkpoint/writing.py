@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.checkpoint.islands import Islands
-from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of, stored_as
+from terrace.checkpoint.layout import LOSS_SCALE, Files, complete, encode, folder_of, manifest_of, step_of, stored_as
 from terrace.checkpoint.parts import choices_of, numbers_of, slices_of
 from terrace.checkpoint.residuals import digest, file_of
 from terrace.checkpoint.snapshot import Snapshot
@@ -59,7 +59,7 @@ def snapshot_of(state: ModelState) -> Snapshot:
     beside = [*(choices_of(program, state.choices) if is_first else ())]
     if state.outer_numbers is not None:
         beside += numbers_of(state.outer_numbers)
-    return Snapshot(state, slices_of(program.mesh, state.rank), beside, state.edges.values())
+    return Snapshot(state, slices_of(program.mesh, state.rank), beside, state.edges.values(), state.loss_scale)
 
 
 def partial_of(folder: Path, life: str = "") -> Path:
@@ -97,7 +97,7 @@ def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
         path = partial / file_of(rank)
         files[path.name] = snapshot.write(path)
     # Written last: its existence says that the tensors are on disk.
-    write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files}))
+    write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files, **snapshot.loss_scale}))
 
 
 def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
@@ -115,6 +115,8 @@ def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Map
     islands = Islands.of(state.program)
     manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files, islands)
     manifest |= {"feedback": digest(state.program), "stored": stored_as(state.program.plan)}
+    if LOSS_SCALE in part:  # the same on all ranks
+        manifest[LOSS_SCALE] = part[LOSS_SCALE]
     write_atomic(partial / "manifest.json", encode(manifest))
     sync_folder(partial)
     # A run that resumed before this checkpoint replaces it. A rename onto a folder fails unless it is empty, so the

@@ -9,6 +9,7 @@ from terrace.base.words import counted
 from terrace.cli.launching import torchrun
 from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.headroom import headroom_bytes, room_words
 from terrace.launch.launchers import is_launched
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
 from terrace.planner.task import Task
@@ -48,10 +49,10 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
 def _memory(run: RunConfig, plan_command: str) -> Finding:
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     stage, needed = fullest_stage(job, run.blocks(), run.train.sequence)
-    capacity, total = run.cluster.device.memory_bytes, sum(needed.values())
+    device, total = run.cluster.device, sum(needed.values())
     of_stage = f" on stage {stage}" if any(row.get("pipeline") for row in run.plan.mapping.values()) else ""
-    words = f"a rank needs {quantity(total, 'B')}{of_stage} of the device's {quantity(capacity, 'B')}"
-    if total <= capacity:
+    words = f"a rank needs {quantity(total, 'B')}{of_stage} of {device.room_words}"
+    if total <= device.usable_bytes:
         worst = worst_words(job, run.blocks(), run.train.sequence)
         return Finding(level="fine", about="memory of a rank", words=f"{words}; {worst}" if worst else words)
     return Finding(
@@ -116,6 +117,7 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
     """Raise `PlanError` for local ranks that this machine's memory cannot hold.
 
     `device_bytes`: the memory of each CUDA device; with fewer of these than ranks, the ranks share `memory_bytes`.
+    Of either, the headroom of the cluster's device stays free.
     """
     run, ranks = resolved_run(run), run.cluster.world_size
     if len(device_bytes) >= ranks:
@@ -124,12 +126,13 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
         have, words = min(device_bytes), "a rank needs about"
     else:
         needed, have, words = _local_bytes(run), memory_bytes, f"{counted(ranks, 'local rank')} need about"
-    if needed > have:
+    headroom = run.cluster.device.headroom
+    if needed > have - headroom_bytes(headroom, have):
         place = "a CUDA device here" if len(device_bytes) >= ranks else "this machine"
         remedy = _local_remedy(run, have, len(device_bytes) >= ranks)
         raise PlanError(
-            f"{words} {quantity(needed, 'B')}, and {place} has {quantity(have, 'B')}: take a plan that needs less "
-            f"({remedy}), a smaller model or batch, or start it on the machines of a cluster, as "
+            f"{words} {quantity(needed, 'B')}, and {place} has {room_words(have, headroom)}: take a plan that needs "
+            f"less ({remedy}), a smaller model, batch or --headroom, or start it on the machines of a cluster, as "
             f"{torchrun(run.cluster, 'train ...')} (or srun terrace train ...); terrace doctor with the same options "
             "says more"
         )
@@ -192,6 +195,7 @@ def task_of(run: RunConfig, cluster: Cluster) -> Task:
         sequence=run.train.sequence,
         compute=plan.compute,
         messages=plan.messages,
+        products=plan.products,
         master=plan.master,
         optimizer_states=plan.optimizer_states,
         wire=plan.wire,

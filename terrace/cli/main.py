@@ -78,6 +78,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             print(f"terrace: {line}", file=sys.stderr)
         options, rest = _parser(words[:1]).parse_known_args(words)
         options.command_words = command
+        if getattr(options, "headroom", None) is not None:  # as a TOML text, so that 6 is refused for its missing unit
+            rest.append(f"--cluster.device.headroom='{options.headroom}'")
         code: int = options.run(options, rest)
         # A closed pipe shows itself here, inside the try, not at interpreter exit.
         sys.stdout.flush()

@@ -9,7 +9,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
 from terrace.cli.here import cluster_here
-from terrace.cli.overrides import parse_overrides
+from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
@@ -41,6 +41,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add_ranks(parser)
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")
+    add_headroom(parser)
     parser.add_argument(
         "--data",
         metavar="PATH",

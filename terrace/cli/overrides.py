@@ -1,5 +1,6 @@
 """Dotted overrides of a command line, `--section.key VALUE`: needs no configuration of a run."""
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,15 @@ from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.plan.presets import PRESETS
 
 CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4."
+
+
+def add_headroom(parser: argparse.ArgumentParser) -> None:
+    """Add `--headroom`, a short name of `--cluster.device.headroom`."""
+    parser.add_argument(
+        "--headroom",
+        metavar="SHARE|BYTES",
+        help="memory of a device to leave free, e.g. 10%% or 6GB (default: as the cluster's file says, or 5%%)",
+    )
 
 
 def read_cluster(name: str, rest: Sequence[str], instead: str, ranks: int | None = None) -> Cluster:

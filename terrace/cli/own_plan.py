@@ -21,7 +21,7 @@ from terrace.simulate.bands import band_of
 from terrace.train.config import section
 
 DEFAULT = "three-level"  # the plan of `terrace train` that is told nothing
-_DTYPES = ("compute", "messages", "master", "optimizer_states")
+_DTYPES = ("compute", "messages", "products", "master", "optimizer_states")
 
 
 class OwnPlan(NamedTuple):
@@ -33,16 +33,16 @@ class OwnPlan(NamedTuple):
     def words(self, task: Task, best: Cost) -> str:
         """Seconds and memory of the user's plan beside the best that was found."""
         plan, cost = self
-        longer, capacity = 100 * (cost.step_s / best.step_s - 1), task.cluster.device.memory_bytes
+        longer, device = 100 * (cost.step_s / best.step_s - 1), task.cluster.device
         compared = f"{abs(longer):.1f} % {'longer' if longer >= 0 else 'shorter'} than the best"
         numbers = f"micro-batch {plan.micro_batch} x {cost.num_micros}"
         compared += ", a tie" if is_tie(cost.step_s, best.step_s) else ""
         step = f"{seconds(cost.step_s)} {band_of(task.cluster, plan)}"
         words = f"your plan {plan.name}, {numbers}: step {step}, {compared}"
-        if cost.needed_bytes > capacity:
+        if cost.needed_bytes > device.usable_bytes:
             return f"{words}; it does not fit: {lack(task, cost)}"
-        sizes = (size_words(size) for size in (cost.needed_bytes, capacity, best.needed_bytes))
-        return "{}; needs {} of {}, the best {}".format(words, *sizes)
+        needed, needed_by_best = (size_words(each.needed_bytes) for each in (cost, best))
+        return f"{words}; needs {needed} of {device.room_words}, the best {needed_by_best}"
 
 
 def own_plan(task: Task, name: str | None, keys: Any) -> OwnPlan:

@@ -30,10 +30,11 @@ from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.formats import Allowed, Searched, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
-from terrace.planner.narrow_states import find_stored, parse_ways
+from terrace.planner.narrow_states import parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
+from terrace.planner.products import find_with, take_products
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.space import Space
@@ -43,9 +44,9 @@ from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
-from terrace.report.loops import formats_words, loop_words, stored_words
+from terrace.report.loops import formats_words, loop_words, products_words, stored_words
 from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
-from terrace.report.tables import plan_table, quantity, seconds, sent_table
+from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
 from terrace.simulate.advice import Job, worst_words
@@ -79,7 +80,8 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="CLASS=FORMAT",
         help="let messages of a class travel in a format where that shortens the step: sync=int8, "
-        "outer.system=int4+feedback; or states be stored in one: optimizer_states=int8, master=bf16",
+        "outer.system=int4+feedback; or products be in 8 bits, products=fp8:row; or states be stored in one: "
+        "optimizer_states=int8, master=bf16",
     )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
@@ -122,18 +124,20 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
-    ways, formats = parse_ways(options.allow, task)
+    products, texts = take_products(options.allow, task)
+    ways, formats = parse_ways(texts, task)
     allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
-    searched, plain_s = find_stored(space, allowed, ways, options.best, options.limit)
-    waiting = None if bounds is None or searched.found.best else bounds.waiting()
+    found = find_with(products, space, allowed, ways, options.best, options.limit)
+    waiting = None if bounds is None or found.searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        searched, plain_s = find_stored(space, allowed, ways, options.best, options.limit)
+        found = find_with(products, space, allowed, ways, options.best, options.limit)
+    searched = found.searched
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
     task, ties = searched.space.task, settle(searched.space.task, searched.found.best)
@@ -141,7 +145,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     plan, loop = _chosen(task, best), None
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
-    answers = Answers(tokens, options.price, own, stored_words(ways, task, best.step_s, plain_s))
+    stored = stored_words(ways, task, best.step_s, found.wide_s)
+    answers = Answers(tokens, options.price, own, products_words(found, best.step_s), stored)
     _show(options, searched, ties, allowed, plan, loop, answers)
     return 0
 
@@ -157,13 +162,14 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 
 
 class Answers(NamedTuple):
-    """What is asked beyond the best plan: tokens and a price; and words about a plan of the user's and about narrow
-    states.
+    """What is asked beyond the best plan: tokens and a price; and words about a plan of the user's, about products in
+    8 bits and about narrow states.
     """
 
     tokens: int | None
     price: float | None
     own: "OwnPlan | None"
+    products: str
     stored: str
 
 
@@ -196,8 +202,9 @@ def _show(
         print(f"{filled(rests)}\n")
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
-    if answers.stored:
-        print(f"{filled(answers.stored)}\n")
+    for words in (answers.products, answers.stored):
+        if words:
+            print(f"{filled(words)}\n")
     if loop is not None:
         print(f"{loop_words(loop)}\n")
         console.print(cycle_table(loop.cycle))
@@ -211,7 +218,7 @@ def _show(
     print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
     _show_figures(whole, plan, shown, band, console)
     rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
-    console.print(headrooms_table(task, rooms, f"the fastest plan {of}that leaves a part of the memory free"))
+    console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)
@@ -230,11 +237,9 @@ def _show(
 
 def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: Terminal) -> None:
     console.print(split_table(shown.time_s, f"seconds of a step, {band}", "s"))
-    capacity = task.cluster.device.memory_bytes
-    title = (
-        f"memory of a device at its fullest moment (a category may peak at another), of its {quantity(capacity, 'B')}"
-    )
-    console.print(split_table(shown.memory_bytes, title, "B", capacity))
+    device = task.cluster.device
+    title = f"memory of a device at its fullest moment (a category may peak at another), of {device.room_words}"
+    console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
     job = Job(cluster=task.cluster, plan=plan, num_micros=shown.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
     print(f"{worst}\n" if worst else "", end="")

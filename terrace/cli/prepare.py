@@ -28,8 +28,9 @@ from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
 from terrace.model.hf.mixtures import OWN_KEYS
 from terrace.plan.layout import Layout
+from terrace.program.program import Program
 from terrace.report.tables import quantity
-from terrace.runtime.compiled import check_compiler, check_compiles
+from terrace.runtime.compiled import check_compiler, compiles_words
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.facts import OBJECTIVE
@@ -74,9 +75,7 @@ def prepare(
     # gradients. It may have other stages, so its file names none that nobody gave.
     kept = replace(config.plan, expert_chunks=plan.expert_chunks, expert_gaps=plan.expert_gaps)
     config = replace(config, plan=kept)
-    if config.train.compile:
-        check_compiles(programs)
-        check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    is_compiled = compiles(config, programs)
     config = replace(config, data=config.data.absolute())  # so that config.toml works from any directory
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
     check_tokenizer(tokenizer, config)
@@ -115,7 +114,7 @@ def prepare(
             shutil.rmtree(chosen, ignore_errors=True)
         raise _unusable(chosen, error) from error
     return RunJob(
-        run=replace(config, plan=plan),
+        run=replace(config, plan=plan, train=replace(config.train, compile=is_compiled)),
         folder=chosen,
         sources=sources,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -124,6 +123,25 @@ def prepare(
         changes=() if checkpoint is None else changes(earlier, tomllib.loads(run_toml(config))),
         memory="" if checkpoint is None else checkpoint.text,
     )
+
+
+def compiles(config: RunConfig, programs: Sequence[Program]) -> bool:
+    """Whether the run compiles its blocks, as a line says: where it is asked to, and on CUDA unless it is asked not to.
+
+    Raises `ConfigError` where it is asked to and this machine cannot.
+    """
+    asked, device = config.train.compile, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked is False or (asked is None and device.type == "cpu"):
+        return False
+    try:
+        check_compiler(device)
+    except ConfigError as error:
+        if asked:
+            raise
+        print(f"not compiled: {error}", flush=True)
+        return False
+    print(compiles_words(programs), flush=True)
+    return True
 
 
 def _tidy(folder: Path) -> None:

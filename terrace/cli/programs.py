@@ -5,9 +5,8 @@ from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
 from terrace.report.tables import quantity
-from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of
-from terrace.simulate.stages import activation_bytes
+from terrace.simulate.held import activation_bytes, activations_by_block
 from terrace.simulate.step import Step
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of
@@ -61,10 +60,10 @@ def kept_activations(config: RunConfig, program: Program) -> int:
 
 def _check_activations(config: RunConfig, program: Program) -> None:
     device, kept, states = config.cluster.device, kept_activations(config, program), sum(program.state_bytes.values())
-    if kept + states > device.memory_bytes:
+    if kept + states > device.usable_bytes:
         raise PlanError(
             f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "
-            f"model state, and the device has {quantity(device.memory_bytes, 'B')}: take a schedule that keeps fewer "
+            f"model state, and a plan may take {device.room_words} of the device: take a schedule that keeps fewer "
             "micro-batches ('1f1b' keeps one a stage ahead), recompute layers (recompute = ['layers.*']), or lower "
             "micro_batch; terrace doctor with the same options names a plan that fits"
         )

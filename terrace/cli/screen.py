@@ -63,6 +63,11 @@ def show_plan(job: RunJob) -> None:
 
 def _dtype_words(run: RunConfig) -> str:
     plan, device = run.plan, run.cluster.device
+    if plan.products is not None and device.backend == "cpu":
+        return (
+            f"warning: plan.products = {plan.products!r} is emulated on a CPU: operands are rounded to 8 bits and "
+            "multiplied in fp32, so a step learns as on a GPU and takes longer than without\n\n"
+        )
     if plan.compute == "bf16" and device.backend == "cpu":
         slowdown = bf16_slowdown()
         if slowdown > 1:

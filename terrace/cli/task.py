@@ -10,7 +10,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.words import counted
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.here import named_table
-from terrace.cli.overrides import parse_overrides
+from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.config import load_model, num_active_params, parse_model
@@ -28,11 +28,12 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="members of the outermost tier (default: as the cluster's file says)"
     )
+    add_headroom(parser)
     parser.add_argument("--batch", type=int, metavar="B", required=required, help="sequences a step, over all ranks")
     parser.add_argument("--seq", type=int, metavar="S", required=required, help="tokens a sequence")
     parser.add_argument(
         "--compute",
-        choices=("bf16", "fp32", "fp64"),
+        choices=("bf16", "fp16", "fp32", "fp64"),
         help="dtype of parameters and messages (default: bf16; where fp32 is faster, fp32, with messages in bf16)",
     )
     parser.add_argument(
@@ -132,6 +133,7 @@ def with_formats(task: Task, plan: Any) -> Task:
         task,
         compute=plan.compute,
         messages=plan.messages,
+        products=plan.products,
         master=plan.master,
         optimizer_states=plan.optimizer_states,
         wire=plan.wire,

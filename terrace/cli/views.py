@@ -199,13 +199,13 @@ def show_blocks(view: StepView) -> None:
 
 def show_memory(view: StepView) -> None:
     """Memory of one rank, of each stage."""
-    capacity = view.run.cluster.device.memory_bytes
+    room = view.run.cluster.device.room_words
     held = [report.memory_bytes for report in view.predicted.reports]
     if view.is_pipelined:
         kept = [kept_activations(view.run, program) for program in view.programs]
-        view.console.print(stage_memory_table(held, kept, capacity))
+        view.console.print(stage_memory_table(held, kept, room))
     else:
-        view.console.print(memory_table(held[0], capacity))
+        view.console.print(memory_table(held[0], room))
     run = view.run
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     worst = worst_words(job, run.blocks(), run.train.sequence)

@@ -12,11 +12,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.base.hashing import hashed_once
+from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
+from terrace.cluster.kernels import IDEAL
+from terrace.cluster.kernels import Kernels as Kernels
 from terrace.cluster.width import Tree, wrong_width
 from terrace.cluster.wiring import by_degree, wrong_links
 
@@ -25,52 +29,8 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # of wh
 # Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 _MOST_WATTS = 1e6
-_TUNED_HEAD = 128  # head size of `Kernels.attention`
-_FLASH2_HALF_HEAD = 16.0  # `attention_half_head` of flash attention 2: heads of 64 reach 0.9 of what heads of 128 do
 _MOST_DEVICES = 10**12  # far more than there are, and their quantile is still below 1 in floating point
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Shares of a device's peaks that kernels reach. The defaults are ideal.
-
-    A tile is (rows, columns, its share of `gemm`): the part of a product's result that one core computes at a time.
-    """
-
-    gemm: float = 1.0  # share of the peak that a large matrix product reaches
-    gemm_half_depth: float = 0.0  # inner size at which a product reaches half of that
-    num_cores: int = 0  # cores that take tiles; 0: any number of tiles keeps the device full
-    tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
-    memory: float = 1.0  # share of the memory bandwidth
-    stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
-    attention: float = 1.0  # share of the peak that flash attention reaches forward, long rows and heads of 128
-    attention_backward: float = 0.0  # the same backward, of the FLOPs of its five products; 0: as forward
-    flash2: float = 0.0  # share of flash attention 2, where torch's `attention` is another kernel; 0: as `attention`
-    flash2_backward: float = 0.0  # the same backward
-    attention_half_head: float = 0.0  # head size that reaches half of what endless heads would; see `attention_share`
-    attention_half_keys: float = 0.0  # number of keys that reaches half of the share
-    codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
-    launch_s: float = 0.0  # what a kernel takes beyond its work
-    host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
-    optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
-    source: str = ""
-
-    def attention_share(
-        self, head_dim: int, keys: float = math.inf, *, backward: bool = False, flash2: bool = False
-    ) -> float:
-        """Share of the peak that flash attention reaches with heads of `head_dim`, over `keys` keys a row.
-
-        With `flash2` of its version 2, which varlen attention and rings call. Kernels are tuned for heads of up to 128:
-        longer ones gain nothing (Shah et al. 2407.08608, figures 5 and 6).
-        """
-        share = self.attention_backward if backward and self.attention_backward else self.attention
-        head, half_head = min(head_dim, _TUNED_HEAD), self.attention_half_head
-        if flash2 and self.flash2:
-            share = self.flash2_backward if backward and self.flash2_backward else self.flash2
-            half_head = _FLASH2_HALF_HEAD
-        share *= head / (head + half_head) * (1 + half_head / _TUNED_HEAD)
-        return share if math.isinf(keys) else share * keys / (keys + self.attention_half_keys)
 
 
 @hashed_once
@@ -79,7 +39,8 @@ class Device:
     """One accelerator (or one process on a CPU).
 
     `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
-    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset.
+    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset. `memory_bytes` is
+    what a process can get of the device, which is less than its chips hold.
     """
 
     name: str
@@ -87,15 +48,24 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
     backend: Literal["cuda", "cpu"] = "cuda"  # whose kernels run (ROCm's count as cuda): they decide what is kept
+    headroom: str = DEFAULT  # memory that plans leave free: a share or bytes (terrace.cluster.headroom)
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
     power_watts: float = 0.0  # that it takes at most; 0: not known
     spread: float = 0.0  # standard deviation of the clocks of such devices, over their mean
-    kernels: Kernels = Kernels()
+    kernels: Kernels = IDEAL
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
     pace: float = field(
         default=1.0, init=False
     )  # clock of the slowest device of a cluster, over the mean; it sets this
+
+    @cached_property
+    def usable_bytes(self) -> float:
+        return self.memory_bytes - headroom_bytes(self.headroom, self.memory_bytes)
+
+    @property
+    def room_words(self) -> str:
+        return room_words(self.memory_bytes, self.headroom)
 
     @property
     def bf16_slowdown(self) -> float:
@@ -288,6 +258,8 @@ def _check_device(device: Device) -> None:
                 f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
                 f"give the vendor's figure in {_unit(name)}"
             )
+    if wrong := headroom_error(device.headroom, device.memory_bytes):
+        raise ClusterError(f"device.headroom = {device.headroom!r} {wrong}")
     for name in ("overlap_penalty", "spread"):
         if not 0 <= getattr(device, name) <= 1:
             raise ClusterError(f"device.{name} = {getattr(device, name)} must lie between 0 and 1")

@@ -45,7 +45,7 @@ from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import SCALE_BYTES, MessageClass
 from terrace.program.message import Transfer
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _CACHED_NUMEL = 1 << 16
 

@@ -8,7 +8,6 @@ their own dtype.
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,16 +31,11 @@ class GroupP2P:
         *,
         tiers: Sequence[str],
         ledger: Ledger,
-        device: torch.device,
         pacer: Pacer | None = None,
     ) -> None:
-        """Every rank of the group calls this at the same point."""
         self._context, self._member, self._tiers = group, member, tiers
         self._ledger, self._pacer = ledger, pacer
         self._group = groups.pool
-        # NCCL makes a communicator at the first message, which all ranks of the group must therefore take part in.
-        if groups.backend == "nccl":
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def exchange(self, message: MessageClass, sends: Messages, receives: Messages) -> None:
         """Send values to other members and fill the values received from them."""

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from terrace.comm.process_group import new_group
 from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.mesh import Mesh
 from terrace.program.message import Transfer
@@ -119,5 +120,5 @@ def _group(lane: Hashable, ranks: tuple[int, ...], timeout: timedelta) -> dist.P
     groups = _made.setdefault(world, {})
     # Local synchronisation: only members take part, so that disjoint groups are made at the same time.
     if (lane, ranks) not in groups:
-        groups[lane, ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        groups[lane, ranks] = new_group(ranks, timeout)
     return groups[lane, ranks]

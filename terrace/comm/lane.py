@@ -131,7 +131,8 @@ class StreamLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Ahead of computing: blocks of a large product would else be placed first, and a message begin late.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         # The work reads results of the computation issued so far.
@@ -170,5 +171,6 @@ _OVER = _Over()
 HERE: Lane = _Here()  # of messages without peers: the calling thread and its stream do what there is to do
 
 
-def make_lane(device: torch.device) -> Lane:
-    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+def make_lane(device: torch.device, *, by_host: bool = False) -> Lane:
+    """A lane for messages of tensors on `device`; those that go `by_host` block a thread, on any device."""
+    return StreamLane(device) if device.type == "cuda" and not by_host else ThreadLane()

@@ -72,7 +72,7 @@ class CudaMemory:
         index = device.index or 0
         self._properties = _Properties(type=_PINNED, location=_Location(_DEVICE, index))
         self._access = _Access(_Location(_DEVICE, index), _READ_WRITE)
-        torch.empty(0, device=device)  # so that the driver has a context
+        torch.zeros(1, device=device)  # so that the driver has a context, which nothing is asked for by an empty one
         step = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), _MINIMUM)
         if page_bytes % step.value:

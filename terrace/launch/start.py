@@ -117,8 +117,7 @@ def join(
         store=PrefixStore("group", store),
         rank=met.rank,
         world_size=own.world_size,
-        timeout=timeout,
-        device_id=device,
+        timeout=timeout,  # no `device_id`: see terrace/comm/process_group.py
     )
     return World(
         rank=met.rank,

@@ -104,14 +104,14 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
     torch.set_num_threads(job.num_threads)
     timeout = timedelta(seconds=job.timeout_s)
     store = PrefixStore(f"job/{job.number}", open_store(LOOPBACK, port, job.timeout_s))
-    device = take_device(job.first_device + job.rank) if job.backend == "nccl" else None
+    if job.backend == "nccl":
+        take_device(job.first_device + job.rank)
     dist.init_process_group(
         job.backend,
         store=PrefixStore("group", store),
         rank=job.rank,
         world_size=job.world_size,
-        timeout=timeout,
-        device_id=device,
+        timeout=timeout,  # no `device_id`: see terrace/comm/process_group.py
     )
 
     def on_hang(message: str) -> None:

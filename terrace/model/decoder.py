@@ -21,6 +21,7 @@ from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.experts.mixture import Mixture
 from terrace.model.layers import MLP, Attention, Rotary, build_norm
+from terrace.model.loss_chunks import CACHED_NUMEL, slices
 from terrace.model.operation import Runs, keeping
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -92,6 +93,7 @@ class Head(nn.Module):
         self.norm = build_norm(config, **where)
         # The product with `weight`, where terrace.model.arranged keeps it in another form.
         self.product: Callable[[Tensor], Tensor] | None = None
+        self.to_gradient = to_gradient  # of logits, for a runtime that has them a chunk at a time
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of x (B, S, H)."""
@@ -164,6 +166,26 @@ def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> Non
             raise ModelError(f"position {int(positions.min())} is negative: 0 begins a document")
     if longest > limit:
         raise ModelError(f"a sequence of {longest} tokens needs as many positions; the model has {limit}")
+
+
+def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
+    """The SUM of the cross entropies as `token_loss`, fp64; logits (N, V) become `scale` times its gradient, in place.
+
+    Labels (N) are as there. Computed in fp32 at least.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    step = max(1, CACHED_NUMEL // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    counted = labels != IGNORE_INDEX
+    at = labels.masked_fill(~counted, 0).unsqueeze(-1)
+    losses = logits.new_empty(len(logits), dtype=wide)
+    for rows in slices(len(logits), step):
+        # Rows per turn fit the CPU's caches: several passes over the same logits follow.
+        x = torch.log_softmax(logits[rows], -1, dtype=wide)
+        losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
+        x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
+        # Ignored labels get no gradient.
+        logits[rows] = x.mul_(counted[rows].unsqueeze(-1) * scale)
+    return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -91,7 +91,11 @@ class Rotary:
             tables = self.tables(x.shape[-2], x.device, x.dtype)
         else:
             tables = self._packed.get(positions, x.dtype, lambda: self._compute(positions, x.dtype))
-        cos, sin = (table.unsqueeze(-2) for table in tables)  # (S, 1, R/2) or (B, S, 1, R/2)
+        return self.turn(x, *tables)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn x (B, N, S, D) by tables (S, R/2) or (B, S, R/2); see the call."""
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (S, 1, R/2) or (B, S, 1, R/2)
         x = x.transpose(-3, -2)  # (B, S, N, D)
         half = self.dim // 2
         first, second, rest = x[..., :half], x[..., half : self.dim], x[..., self.dim :]

@@ -47,8 +47,9 @@ class Plan:
     # first before them; "auto": found by playing the step. Empty: the whole message before them
     expert_gaps: Literal["auto"] | tuple[float, ...] = ()
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
-    compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
+    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     messages: Literal["bf16", "fp32"] | None = None  # dtype of parameters and gradients on the way; None: compute
+    products: str | None = None  # of layers in 8 bits: "fp8", "fp8:row" (terrace.plan.products); None: compute
     # Dtype of the parameters that the optimizer updates; bf16 is rounded stochastically (terrace.runtime.noise)
     master: Literal["bf16", "fp32", "fp64"] = "fp32"
     optimizer_states: Literal["bf16", "int8"] | None = None  # how moments are stored; None: as `sums`

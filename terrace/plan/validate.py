@@ -9,11 +9,13 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.dims import is_layer
+from terrace.plan.fp16_rules import check_fp16
 from terrace.plan.gaps import num_gaps
 from terrace.plan.layout import DEVICE, Layout, message_lane, message_tiers
 from terrace.plan.mesh import EXPERT_AXES, STAGE, Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan
+from terrace.plan.products import check_products
 from terrace.plan.recompute_rules import check_recompute
 from terrace.plan.state_bytes import moments
 from terrace.plan.wire import (
@@ -41,6 +43,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_depth(cluster, plan, layout)
     if plan.outer is not None:
         check_outer(cluster, plan, plan.outer, blocks)
+    check_fp16(plan, blocks)
     check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)
@@ -326,3 +329,4 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             "besides the parameters; leave it out"
         )
     check_recompute(Mesh.of(cluster, plan), plan, blocks)
+    check_products(cluster.device, Mesh.of(cluster, plan), plan, blocks)

@@ -160,6 +160,7 @@ FORMATS = {
         WireFormat("fp64", "fp64", 64, 52),
         WireFormat("fp32", "fp32", 32, 23),
         WireFormat("bf16", "bf16", 16, 7),
+        WireFormat("fp16", "fp16", 16, 10),  # the default under compute = "fp16", and refused elsewhere
         WireFormat("fp8", "fp8", 8, 3, block=128),  # e4m3: 4 bits of exponent, 3 of mantissa
         WireFormat("int8", "int8", 8, 6, block=128),
         WireFormat("int4", "int4", 4, 2, block=128),

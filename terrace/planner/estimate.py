@@ -25,7 +25,7 @@ from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
 from terrace.planner.numels import Numels
-from terrace.planner.parts import Part, Split, kinds_of
+from terrace.planner.parts import Needs, Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
@@ -98,6 +98,7 @@ class Estimator:
                 operations=operations_in(parts),
                 flash=self._flash,
                 compute=self.task.compute,
+                products=self.task.products,
                 expert=mesh.expert_degrees[0],
                 expert_rows=mesh.expert_degrees[1],
                 load=1.0 if mesh.experts is None else LOAD_FACTOR,
@@ -376,24 +377,16 @@ class Estimator:
         in_place = accumulates_in_place(plan, layout)
         return num_bytes if layout.frees else 0, 0 if in_place else num_bytes
 
-    def memory_bytes(self, candidate: Candidate, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
-        """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""
+    def memory_bytes(self, candidate: Candidate, needs: Needs, num_micros: int) -> dict[str, int]:
+        """Bytes by category on a rank of a stage."""
         task = self.task
         cluster, plan = task.whole(self._plan(candidate))
-        chunks = [self._blocks_of(kinds_of(runs)) for runs in part.chunks]
+        chunks = [self._blocks_of(kinds_of(runs)) for runs in needs.part.chunks]
         if candidate.first:  # then blocks of a kind differ
             chunks = [tuple(range(len(task.blocks)))]
-        found = stage_footprint(
-            cluster,
-            plan,
-            task.kinds,
-            task.sequence,
-            num_micros,
-            chunks,
-            waiting,
-            model=task.model,
-            whole=self._whole_chunks(candidate, part),
-        )
+        rank = cluster, plan, task.kinds, task.sequence, num_micros, chunks, needs.waiting
+        whole = self._whole_chunks(candidate, needs.part)
+        found = stage_footprint(*rank, due=needs.due, model=task.model, whole=whole)
         return {name: size for name, size in found.items() if size}
 
     def _plan(self, candidate: Candidate) -> Plan:

@@ -27,6 +27,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
+from terrace.plan.products import check_products
 from terrace.plan.recompute import operations_in
 from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import ROUTES, MessageClass
@@ -34,7 +35,7 @@ from terrace.plan.wire_rules import crossing
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK
 from terrace.planner.operations import operations_s
-from terrace.planner.parts import Part, kinds_of, parts_of
+from terrace.planner.parts import Needs, Part, kinds_of, parts_of
 from terrace.planner.pipelines import Pipeline, block_work, neediest
 from terrace.planner.ranking import Estimate
 from terrace.planner.stage_specs import data_cluster, whole_blocks
@@ -42,6 +43,7 @@ from terrace.planner.stages import SERIAL, has_halves, pipeline
 from terrace.planner.task import Candidate, Task, Wire, num_micros
 from terrace.program.lowering import build, lengthened
 from terrace.program.program import Program
+from terrace.program.schedules.counts import most_due
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import step_seconds
@@ -99,6 +101,8 @@ class Evaluator:
     def evaluate(self, candidate: Candidate) -> Estimate:
         """Cost of a candidate, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
         micros = num_micros(self.task, candidate)
+        if self.task.products is not None:  # programs of stages do not see the whole model
+            check_products(self.task.cluster.device, candidate.mesh, self.plan(candidate), self.task.blocks)
         if candidate.schedule != SERIAL:
             return self._pipelined(candidate, micros)
         time_s = self._stage(self._whole(), candidate, micros).report(micros // candidate.unit)
@@ -111,10 +115,10 @@ class Evaluator:
     def _evaluated_memory(self, candidate: Candidate) -> Mapping[str, int]:
         micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
+            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
         # Of like stages only the fullest is priced: the others cannot need more.
         neediest = self._pipeline(candidate).neediest
-        memories = (self.estimator.memory_bytes(candidate, part, waiting, micros) for part, waiting in neediest)
+        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in neediest)
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def played(self, candidate: Candidate) -> Estimate:
@@ -136,7 +140,7 @@ class Evaluator:
     def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
         micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, self._whole(), (candidate.unit,), micros)
+            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
         orders, waiting = pipeline(
             candidate.schedule,
             candidate.mesh.total("pipeline"),
@@ -145,7 +149,8 @@ class Evaluator:
             candidate.unit if takes_unit(candidate.schedule) else 1,
         )
         parts = parts_of(self.estimator.split.cut(predicted.step.plan.stages), orders.placement)
-        memories = (self.estimator.memory_bytes(candidate, *each, micros) for each in neediest(parts, waiting))
+        needed = neediest(parts, waiting, most_due(orders))
+        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in needed)
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:
@@ -288,6 +293,7 @@ class Evaluator:
             BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
             for index, size in enumerate(sizes)
         ]
+        plan = replace(plan, products=None)  # of blocks without matrices
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
         accumulate, again = self.estimator.accumulates(mesh, candidate.micro_batch), candidate.recompute

@@ -72,7 +72,7 @@ def reasons(space: Space, evaluator: Evaluator, candidate: Candidate) -> list[Ve
         except PlanError as error:
             found.append(Verdict(what=what, reason=str(error)))
             continue
-        fits = estimate.needed_bytes <= space.task.cluster.device.memory_bytes
+        fits = estimate.needed_bytes <= space.task.cluster.device.usable_bytes
         found.append(Verdict(what=what, estimate=estimate, reason="" if fits else lack(space.task, estimate)))
     return found
 

@@ -223,4 +223,4 @@ def _priced(evaluator: Evaluator, candidate: Candidate) -> Estimate | None:
         found = evaluator.played(candidate)
     except PlanError:
         return None
-    return found if found.needed_bytes <= evaluator.task.cluster.device.memory_bytes else None
+    return found if found.needed_bytes <= evaluator.task.cluster.device.usable_bytes else None

@@ -1,7 +1,8 @@
-"""The fastest plan for each part of a device's memory that stays free."""
+"""The fastest plan for each headroom: memory of a device that stays free (terrace.cluster.headroom)."""
 
 from collections.abc import Sequence
 
+from terrace.cluster.headroom import headroom_bytes
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate
 from terrace.planner.search import find
@@ -9,24 +10,29 @@ from terrace.planner.space import Space
 from terrace.planner.verdicts import Headroom
 
 _FINALISTS = 2  # played as programs: their order may differ from the search's, and more would double the time
-PARTS = (0.0, 0.1, 0.2, 0.4)  # of the memory, that stay free
+WIDER = ("10%", "20%", "40%")
 
 
 def headrooms(
-    space: Space, evaluator: Evaluator, best: Estimate, limit: int, parts: Sequence[float] = PARTS
+    space: Space, evaluator: Evaluator, best: Estimate, limit: int, wider: Sequence[str] = WIDER
 ) -> list[Headroom]:
-    """The fastest plans for `parts`, in ascending order; `best` is the fastest of the space, as `find` ranks it.
+    """The fastest plans for the device's own headroom, of which `best` is, and for each of `wider` that is larger.
 
-    Arguments as for `find`. A plan that leaves more free than is asked for serves until too little is left.
+    `wider` ascends; arguments as for `find`. A plan that leaves more free than is asked for serves until too little is
+    left.
     """
-    capacity, last = space.task.cluster.device.memory_bytes, Headroom(free=0.0, best=best)
-    found = []
-    for free in parts:
-        most = (1 - free) * capacity
+    device = space.task.cluster.device
+    memory_bytes = device.memory_bytes
+    found = [Headroom(headroom=device.headroom, best=best)]
+    for headroom in wider:
+        most = memory_bytes - headroom_bytes(headroom, memory_bytes)
+        if most >= device.usable_bytes:
+            continue
+        last = found[-1]
         if last.best is not None and last.best.needed_bytes > most:
             searched, _ = find(space, _FINALISTS, limit, evaluator, most)
             # Memory may grow a little with the split of blocks that is played.
             fitting = [each for each in searched.best if each.needed_bytes <= most]
-            last = Headroom(free=free, best=fitting[0] if fitting else None, proved=searched.proved)
-        found.append(Headroom(free=free, best=last.best, proved=last.proved))
+            last = Headroom(headroom=headroom, best=fitting[0] if fitting else None, proved=searched.proved)
+        found.append(Headroom(headroom=headroom, best=last.best, proved=last.proved))
     return found

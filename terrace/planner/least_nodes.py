@@ -72,11 +72,11 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
     degrees, everywhere = (*(1,) * outermost, ranks), Placement(outermost, outermost, outermost)
     numel = sum(block.num_trainable for block in task.blocks)
     least = estimator.whole_bytes(numel * estimator.state_bytes(degrees, everywhere)) * SLACK
-    return least <= task.cluster.device.memory_bytes
+    return least <= task.cluster.device.usable_bytes
 
 
 def _fitting(space: Space, limit: int) -> Estimate | None:
-    evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.memory_bytes
+    evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.usable_bytes
     if not fits_somewhere(space, evaluator, capacity, limit):
         return None
     # The advice must be what a search with this many members finds.

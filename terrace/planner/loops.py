@@ -217,7 +217,7 @@ class _Loops:
         if (outer, row) not in self._played:
             self._played[outer, row] = None
             try:
-                if sum(self._memory_bytes(outer, row).values()) <= self.task.cluster.device.memory_bytes:
+                if sum(self._memory_bytes(outer, row).values()) <= self.task.cluster.device.usable_bytes:
                     self._played[outer, row] = predict_step(step_of(self.whole, self._joined(outer, row)))
             except PlanError as error:
                 self._error = error

@@ -58,7 +58,7 @@ def _of_unit(step: Step) -> tuple[float, Step] | None:
     known = resolved(step)
     job = Job(cluster=known.cluster, plan=known.plan, num_micros=known.num_micros)
     _, memory = fullest_stage(job, step.blocks, step.sequence)
-    if sum(memory.values()) > step.cluster.device.memory_bytes:
+    if sum(memory.values()) > step.cluster.device.usable_bytes:
         return None
     return predict_step(known).step_s, step
 

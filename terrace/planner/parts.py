@@ -46,6 +46,14 @@ class Part:
         return kinds_of(self.runs)
 
 
+class Needs(NamedTuple):
+    """A stage, and by chunk its micro-batches in flight and those between the halves of their backward."""
+
+    part: Part
+    waiting: tuple[int, ...]
+    due: tuple[int, ...] = ()
+
+
 class Split:
     """How the blocks of a task's model are shared among virtual stages.
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from terrace.plan.mesh import Mesh
 from terrace.plan.recompute import WHOLE
 from terrace.planner.operations import operations_s
-from terrace.planner.parts import Part, Work, parts_of, work_of_runs
+from terrace.planner.parts import Needs, Part, Work, parts_of, work_of_runs
 from terrace.planner.stages import Trait, has_halves, pipeline
-from terrace.program.schedules.counts import Waiting
+from terrace.program.schedules.counts import Waiting, most_due
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.timeline import Timeline, play
@@ -74,24 +74,24 @@ class Pipeline:
         return tuple(math.fsum(work[0] + work[1] for work in works) for works in self.works)
 
     @cached_property
-    def neediest(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
+    def neediest(self) -> tuple[Needs, ...]:
         """Candidates for the stage with the most memory."""
-        return neediest(self.parts, self.waiting)
+        return neediest(self.parts, self.waiting, most_due(self.orders))
 
 
-def neediest(parts: Sequence[Part], waiting: Waiting) -> tuple[tuple[Part, tuple[int, ...]], ...]:
-    """Candidates for the stage with the most memory, with micro-batches in flight."""
-    fullest: dict[Part, tuple[int, Part, tuple[int, ...]]] = {}
-    found: dict[tuple[Part, tuple[int, ...]], None] = {}
-    for part, waits in zip(parts, waiting, strict=True):
+def neediest(parts: Sequence[Part], waiting: Waiting, dues: Waiting) -> tuple[Needs, ...]:
+    """Candidates for the stage with the most memory."""
+    fullest: dict[tuple[Part, tuple[int, ...]], tuple[int, Needs]] = {}
+    found: dict[Needs, None] = {}
+    for part, waits, due in zip(parts, waiting, dues, strict=True):
         # Of stages with the same blocks, all of one kind, the one with most activations dominates.
         if len(part.runs) == 1:
             kept = sum(count * each for runs, each in zip(part.chunks, waits, strict=True) for _, count in runs)
-            if part not in fullest or kept > fullest[part][0]:
-                fullest[part] = (kept, part, waits)
+            if (part, due) not in fullest or kept > fullest[part, due][0]:
+                fullest[part, due] = (kept, Needs(part, waits, due))
         else:
-            found[part, waits] = None
-    return (*found, *((part, waits) for _, part, waits in fullest.values()))
+            found[Needs(part, waits, due)] = None
+    return (*found, *(needs for _, needs in fullest.values()))
 
 
 def build_pipeline(

@@ -59,6 +59,6 @@ def _point(task: Task, plan: Plan, size: int, scaling: Scaling, devices: int) ->
         estimate = evaluate_plan(there, plan)
     except TerraceError as error:
         return Point(num_outermost=size, task=there, reason=str(error))
-    if estimate.needed_bytes > cluster.device.memory_bytes:
+    if estimate.needed_bytes > cluster.device.usable_bytes:
         return Point(num_outermost=size, task=there, reason=lack(there, estimate))
     return Point(num_outermost=size, task=there, estimate=estimate)

@@ -385,7 +385,7 @@ def find(
     """
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
-        found = Search(space, evaluator, capacity_bytes or space.task.cluster.device.memory_bytes).run(count, limit)
+        found = Search(space, evaluator, capacity_bytes or space.task.cluster.device.usable_bytes).run(count, limit)
         # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator

@@ -62,10 +62,11 @@ class Task:
     cluster: Cluster
     batch: int
     sequence: int
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     master: Literal["bf16", "fp32", "fp64"] = "fp32"
     optimizer_states: Literal["bf16", "int8"] | None = None
     messages: Literal["bf16", "fp32"] | None = None  # as in a plan
+    products: str | None = None  # as in a plan
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
     islands: Islands | None = None
@@ -253,6 +254,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         wire=task.wire,
         compute=task.compute,
         messages=task.messages,
+        products=task.products,
         master=task.master,
         optimizer_states=task.optimizer_states,
         micro_batch=candidate.micro_batch,
@@ -269,6 +271,7 @@ def with_dtypes(task: Task, plan: Plan) -> Plan:
         plan,
         compute=task.compute,
         messages=task.messages,
+        products=task.products,
         master=task.master,
         optimizer_states=task.optimizer_states,
     )

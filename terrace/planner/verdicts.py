@@ -24,11 +24,11 @@ class Verdict:
 
 def lack(task: Task, estimate: Cost) -> str:
     """Missing memory of a plan and its largest categories, in words."""
-    capacity = task.cluster.device.memory_bytes
+    device = task.cluster.device
     largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
-    needed, missing = estimate.needed_bytes, estimate.needed_bytes - capacity
-    return f"needs {size_words(needed)} of {size_words(capacity)}, {size_words(missing)} too much; most are {most}"
+    needed, missing = estimate.needed_bytes, estimate.needed_bytes - device.usable_bytes
+    return f"needs {size_words(needed)} of {device.room_words}, {size_words(missing)} too much; most are {most}"
 
 
 def size_words(num_bytes: float) -> str:
@@ -62,12 +62,12 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """The fastest plan that leaves at least `free` of a device's memory free; None where no plan is known to.
+    """The fastest plan that leaves a headroom ("5%") of a device's memory free; None where no plan is known to.
 
     `proved`: the search of it came to its end.
     """
 
-    free: float
+    headroom: str
     best: Estimate | None
     proved: bool = True
 

@@ -68,7 +68,7 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         tiers.append(probed)
         rows += of_tier
     tiers, of_buses = _buses(tiers, samples)
-    rows += of_buses
+    rows += [*of_buses, *_shown(device, samples)]
     largest = max(samples.optimizer, key=lambda each: each.numel)
     return Probed(
         cluster=replace(start, device=device, tiers=tuple(tiers)),
@@ -183,6 +183,25 @@ def _buses(tiers: Sequence[Tier], samples: Samples) -> tuple[list[Tier], list[Co
         marks: dict[str, Mark] = {**outer.marks, "bus": "measured"}
         found[outer.name] = replace(outer, bus=bus, marks=marks)
     return list(found.values()), rows
+
+
+def _shown(device: Device, samples: Samples) -> list[Constant]:
+    """Findings that no constant of a cluster file holds: what products keep, attention by kernel, products beside
+    messages.
+    """
+    rows = []
+    if samples.sustained is not None:
+        name = f"products after {samples.sustained.seconds:g} s / at once"
+        rows.append(Constant(name, "", None, samples.sustained.share, "measured"))
+    for name, sample in samples.attention_kernels.items():
+        forward, backward, _ = fit_attention(device, [sample])
+        for way, found in (("forward", forward), ("backward", backward)):
+            rows.append(Constant(f"attention {way} by {name}", "", None, found, "fitted"))
+    for tier in samples.tiers:
+        if tier.beside is not None:
+            name = f"{tier.tier}: products beside messages / alone"
+            rows.append(Constant(name, "", None, tier.beside.slowdown, "measured"))
+    return rows
 
 
 def _device_marks(device: Device, before: Mapping[str, Mark], found: Mapping[str, Mark]) -> dict[str, Mark]:

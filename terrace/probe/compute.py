@@ -103,7 +103,7 @@ def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say
             torch.randn(sizes, device=watch.device, dtype=DTYPES[name], requires_grad=True) for _ in range(3)
         )
         attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
-        forward_s, backward_s = _both_ways(watch, attend, each_s)
+        forward_s, backward_s = watch.both_ways(attend, each_s)
         shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "sequence": length}
         samples.append(AttentionSample(dtype=name, forward_s=forward_s, backward_s=backward_s, **shape))
     return samples
@@ -117,7 +117,7 @@ def measure_layers(watch: Stopwatch, flops_per_s: float, budget_s: float, say: S
     samples = []
     for config, sequence, micro_batch in shapes:
         layer, x = _layer(watch.device, (config, sequence, micro_batch))
-        forward_s, backward_s = _both_ways(watch, partial(layer, x), each_s)
+        forward_s, backward_s = watch.both_ways(partial(layer, x), each_s)
         work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute=TRAINS_IN[watch.device.type])
         samples.append(LayerSample(work=work, forward_s=forward_s, backward_s=backward_s))
     layer, x = _layer(watch.device, smallest_layer())
@@ -167,17 +167,6 @@ def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) 
     left, right = (a.t() if way == 2 else a), (b.t() if way == 0 else b)
     seconds = watch.seconds(lambda: torch.mm(left, right), budget_s)
     return GemmSample(dtype=name, m=m, k=k, n=n, seconds=seconds)
-
-
-def _both_ways(watch: Stopwatch, forward: Callable[[], Tensor], budget_s: float) -> tuple[float, float]:
-    # Backward cannot run alone: it is timed with its forward, which is then subtracted.
-    gradient = torch.ones_like(forward())
-
-    def both() -> None:
-        torch.autograd.backward(forward(), gradient)
-
-    forward_s, both_s = watch.seconds(forward, budget_s / 2), watch.seconds(both, budget_s)
-    return forward_s, max(both_s - forward_s, forward_s / 10)  # noise can hide a short backward, not make it vanish
 
 
 def _layer(device: torch.device, shape: LayerShape) -> tuple[nn.Module, Tensor]:

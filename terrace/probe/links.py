@@ -4,15 +4,17 @@ Each tier gets a layout in which only that tier has data ranks: a gather or redu
 other, while all groups of the tier work at once, as in a step.
 """
 
+import math
 import statistics
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from terrace.cluster.cluster import Cluster
-from terrace.comm.collectives import Collectives
+from terrace.comm.collectives import DTYPES, Collectives
 from terrace.comm.groups import TierGroups
 from terrace.comm.lane import make_lane
 from terrace.comm.ledger import Ledger, Meter
@@ -21,10 +23,10 @@ from terrace.comm.rounding import Origin
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
-from terrace.probe.compute import Say
+from terrace.probe.compute import TRAINS_IN, Say
 from terrace.probe.fit import LinkSample
 from terrace.probe.grid import message_sizes
-from terrace.probe.samples import Overlap, TierSamples
+from terrace.probe.samples import Beside, Overlap, TierSamples
 from terrace.probe.timing import Stopwatch, Work
 from terrace.program.message import Transfer
 from terrace.program.resolve import flat_transfer
@@ -32,6 +34,10 @@ from terrace.program.resolve import flat_transfer
 _NUM_SIZES = 7
 FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages
 LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+# During computing: on a GPU as long as those of a large block, which take more multiprocessors than short ones.
+OVERLAP_BYTES = {"cpu": FIRST_BYTES, "cuda": 64 << 20}
+_PRODUCT = {"cpu": 256, "cuda": 4096}
+_OUTLAST = 2.0  # times the computing beside messages, which slow down as well
 _CALLS_A_LOOP = 2  # of the largest message
 _DRAINING = 2  # times the first message: far more than the burst that a slow link lets through
 _ROUNDS = 5  # each of compute, messages and both
@@ -128,7 +134,8 @@ def measure_tier(
     skew_s = _skew_s(watch, links, compute, each_s)
     say(f"messages on tier {links.name} during computation")
     overlap = measure_overlap(watch, links, compute, overlap_budget_s)
-    return TierSamples(tier=links.name, messages=tuple(messages), skew_s=skew_s, overlap=overlap)
+    beside = measure_beside(watch, links, products(watch.device), overlap_budget_s / 5)
+    return TierSamples(tier=links.name, messages=tuple(messages), skew_s=skew_s, overlap=overlap, beside=beside)
 
 
 def repeated(work: Work, number: int) -> Work:
@@ -154,13 +161,14 @@ def largest_bytes(degree: int, calls: float, most: int) -> float:
 
 def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float) -> Overlap:
     """Time compute alone, messages alone that take about half as long, and both at once."""
-    one = links.call("gather", aligned(FIRST_BYTES, links.degree))
+    size = aligned(OVERLAP_BYTES[watch.device.type], links.degree)
+    one = links.call("gather", size)
     each_s = budget_s / 5
     message_s, compute_s = watch.seconds(one, each_s, agreed=True), watch.seconds(compute, each_s, agreed=True)
     # Several of the shorter during one of the longer, so that the messages take half as long as the compute.
     num_messages = max(1, round(compute_s / message_s / 2))
     num_passes = max(1, round(2 * message_s / compute_s))
-    start = links.start("gather", aligned(FIRST_BYTES, links.degree))
+    start = links.start("gather", size)
 
     def messages() -> list[Callable[[], None]]:
         return [start() for _ in range(num_messages)]
@@ -192,6 +200,37 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
         num_messages=num_messages,
         degree=links.degree,
     )
+
+
+def measure_beside(watch: Stopwatch, links: TierLinks, work: Work, budget_s: float) -> Beside:
+    """Time `work` alone, and while reductions with their gathers, all-reduces, outlast it."""
+    size = aligned(OVERLAP_BYTES[watch.device.type], links.degree)
+    parts = [links.start(kind, size) for kind in ("reduce", "gather")]
+
+    def all_reduce() -> None:
+        for wait in [start() for start in parts]:
+            wait()
+
+    message_s, once_s = (watch.seconds(each, budget_s / 5, agreed=True) for each in (all_reduce, work))
+    each_s = budget_s / 5 / (1 + _ROUNDS)
+    num_calls = max(1, round(each_s / once_s))
+    num_messages = max(1, math.ceil(_OUTLAST * num_calls * once_s / message_s))
+
+    def none() -> list[Callable[[], None]]:
+        return []
+
+    def messages() -> list[Callable[[], None]]:
+        return [start() for _ in range(num_messages) for start in parts]
+
+    alone_s, beside_s = (watch.beside(work, num_calls, start) for start in (none, messages))
+    return Beside(alone_s=alone_s, beside_s=beside_s)
+
+
+def products(device: torch.device) -> Work:
+    """A call that multiplies two square matrices, as layers do most of the time."""
+    size, dtype = _PRODUCT[device.type], DTYPES[TRAINS_IN[device.type]]
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return partial(torch.mm, left, right)
 
 
 def _skew_s(watch: Stopwatch, links: TierLinks, compute: Work, each_s: float) -> float:

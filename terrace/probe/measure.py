@@ -28,6 +28,7 @@ from terrace.probe.grid import overlap_layer
 from terrace.probe.links import TierLinks, measure_tier
 from terrace.probe.pairs import measure_pair
 from terrace.probe.samples import PairSample, Samples, TierSamples
+from terrace.probe.sustained import HEAT_S, measure_kernels, measure_sustained
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.malloc import keep_freed_memory
 
@@ -37,12 +38,14 @@ _PARTS = {
     "gemms": 0.2,
     "passes": 0.07,
     "attention": 0.06,
-    "layers": 0.16,
+    "kernels": 0.03,
+    "layers": 0.13,
     "optimizer": 0.05,
     "links": 0.28,
     "overlap": 0.11,
     "pairs": 0.07,
 }
+_HEATING = 0.5  # of the budget, and beside it
 
 
 def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples:
@@ -81,11 +84,16 @@ def _measure(
 ) -> Samples:
     stopwatch = Stopwatch(world.world_size, device)
     budget = {part: share * seconds for part, share in _PARTS.items()}
+    sustained, heat_s = None, min(HEAT_S[device.type], _HEATING * seconds)
+    if heat_s:
+        sustained = measure_sustained(stopwatch, TRAINS_IN[device.type], heat_s, say)
     copies, norms, launch_s = measure_passes(stopwatch, budget["passes"], say)
     gemms = measure_gemms(stopwatch, budget["gemms"], say)
     # Attention and layers are sized by the speed that the products reached.
     peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
+    longest = max(attention, key=lambda sample: sample.sequence)
+    kernels = measure_kernels(stopwatch, longest, budget["kernels"])
     layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say)
     optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
     tiers, pairs = _links(world, cluster, stopwatch, budget, pacer, say)
@@ -102,6 +110,8 @@ def _measure(
         optimizer=tuple(optimizer),
         tiers=tiers,
         pairs=pairs,
+        sustained=sustained,
+        attention_kernels=kernels,
     )
 
 

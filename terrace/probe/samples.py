@@ -1,6 +1,7 @@
 """Measurements as plain values: means over all ranks, the same on each rank."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSample, OptimizerSample, PassSample
 
@@ -16,6 +17,7 @@ class TierSamples:
     messages: tuple[LinkSample, ...]
     skew_s: float
     overlap: "Overlap"
+    beside: "Beside | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,33 @@ class Overlap:
     def late_s(self) -> float:
         """Extra seconds per neighbour of a message during compute, beyond both in turn: it waits for a core."""
         return max(0.0, self.together_s - self.compute_s - self.message_s) / self.num_messages / (self.degree - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Seconds of matrix products alone, and while all-reduces over a tier are under way the whole time."""
+
+    alone_s: float
+    beside_s: float
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long products take beside messages."""
+        return self.beside_s / self.alone_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sustained:
+    """FLOP/s of large products at once, and after `seconds` of nothing else."""
+
+    seconds: float
+    burst_flops_per_s: float
+    flops_per_s: float
+
+    @property
+    def share(self) -> float:
+        """What is left of the first rate."""
+        return self.flops_per_s / self.burst_flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +88,5 @@ class Samples:
     optimizer: tuple[OptimizerSample, ...]
     tiers: tuple[TierSamples, ...]  # tiers with more than one member, innermost first
     pairs: tuple[PairSample, ...] = ()  # two of them at once
+    sustained: Sustained | None = None  # before all others; None where it was not measured
+    attention_kernels: Mapping[str, AttentionSample] = field(default_factory=dict)  # the longest row, by kernel

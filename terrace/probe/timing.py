@@ -8,12 +8,16 @@ each rank makes as many calls as the time allows, so that none falls silent whil
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from terrace.comm.process_group import barrier
 
 Work = Callable[[], object]
+Wait = Callable[[], object]
 
 _REPEATS = 3
 _MOST_CALLS = 2000
@@ -57,6 +61,40 @@ class Stopwatch:
         self._finish()
         return self.mean(taken_s / num_calls)
 
+    def both_ways(self, forward: Callable[[], Tensor], budget_s: float) -> tuple[float, float]:
+        """Seconds of `forward`, and of the backward of its result."""
+        # Backward cannot run alone: it is timed with its forward, which is then subtracted.
+        gradient = torch.ones_like(forward())
+
+        def both() -> None:
+            torch.autograd.backward(forward(), gradient)
+
+        forward_s, both_s = self.seconds(forward, budget_s / 2), self.seconds(both, budget_s)
+        return forward_s, max(both_s - forward_s, forward_s / 10)  # noise can hide a short backward, not make it vanish
+
+    def host_loop_s(self, work: Work, num_calls: int) -> float:
+        """Seconds of one of `num_calls` calls on this rank alone, by the host's clock."""
+        begin_s = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        self._finish()
+        return (time.perf_counter() - begin_s) / num_calls
+
+    def beside(self, work: Work, num_calls: int, start: Callable[[], Sequence[Wait]]) -> float:
+        """Seconds of one of `num_calls` calls while that is under way which `start` starts and its results wait for.
+
+        The waits do not count. Every rank calls this, and the slowest counts.
+        """
+        taken_s = []
+        for _ in range(1 + _REPEATS):
+            self._together()
+            waits = start()
+            taken_s.append(self._timed(work, num_calls))
+            for wait in waits:
+                wait()
+            self._finish()
+        return self.largest(statistics.median(taken_s[1:]))
+
     def largest(self, value: float) -> float:
         """Maximum over all ranks."""
         return self._over_ranks(value, dist.ReduceOp.MAX)
@@ -67,14 +105,22 @@ class Stopwatch:
 
     def _loop(self, work: Work, loop_s: float, calls: int | None) -> float:
         self._together()
-        if self.device.type == "cuda":
-            assert calls is not None, "on a device the calls are counted before"
-            return self._on_device(work, calls)
+        if calls is not None:
+            return self._timed(work, calls)
+        assert self.device.type == "cpu", "on a device the calls are counted before"
         begin_s, done = time.perf_counter(), 0
-        while done < calls if calls else (done < 1 or time.perf_counter() - begin_s < loop_s):
+        while done < 1 or time.perf_counter() - begin_s < loop_s:
             work()
             done += 1
         return (time.perf_counter() - begin_s) / done
+
+    def _timed(self, work: Work, calls: int) -> float:
+        if self.device.type == "cuda":
+            return self._on_device(work, calls)
+        begin_s = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return (time.perf_counter() - begin_s) / calls
 
     def _on_device(self, work: Work, calls: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -95,7 +141,7 @@ class Stopwatch:
     def _together(self) -> None:
         self._finish()
         if self.world_size > 1:
-            dist.barrier()
+            barrier()
             self._finish()  # with nccl a barrier is work on the device
 
     def _finish(self) -> None:

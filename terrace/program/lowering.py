@@ -228,7 +228,7 @@ def _stages(
         return (whole_stage(len(blocks), num_micros, plan.unit),)
     # Stages are balanced by a rank's own slices, since these are the model state that must fit its device.
     sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
-    memory_bytes = frame.cluster.device.memory_bytes
+    memory_bytes = frame.cluster.device.usable_bytes
     return make_stages(plan, blocks, num_stages, num_micros, frame.sequence, orders, sizes, memory_bytes)
 
 

@@ -60,9 +60,9 @@ def check_memory(program: Program, rank: int) -> None:
                 f"rank {rank}: {held[category]} bytes {words} are held at once, but the memory formula counts "
                 f"{declared[category]}: {fix}"
             )
-    needed, limit = sum(held.values()), program.cluster.device.memory_bytes
-    if needed > limit:
+    needed, device = sum(held.values()), program.cluster.device
+    if needed > device.usable_bytes:
         raise ProgramError(
-            f"rank {rank}: the model state needs {needed / 1e9:.3g} GB a rank but the device has {limit / 1e9:.3g} GB: "
-            "place states further out, or use a device with more memory"
+            f"rank {rank}: the model state needs {needed / 1e9:.3g} GB a rank, and a plan may take {device.room_words} "
+            "of the device: place states further out, or use a device with more memory"
         )

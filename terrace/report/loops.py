@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from terrace.base.words import counted
 from terrace.plan.plan import Plan
@@ -13,6 +14,9 @@ from terrace.planner.task import Task
 from terrace.report.learned import formats_learned
 from terrace.report.plans import percent
 from terrace.report.tables import outer_words, seconds
+
+if TYPE_CHECKING:
+    from terrace.planner.products import ProductsFound
 
 
 def loop_words(loop: Loop) -> str:
@@ -30,6 +34,20 @@ def loop_words(loop: Loop) -> str:
             "none of them hides the link: allow more steps, a longer delay, more fragments or a narrower format"
         )
     return "\n".join(lines)
+
+
+def products_words(found: "ProductsFound", step_s: float) -> str:
+    """Whether a plan multiplies in the 8 bits that were allowed, with the best step of either kind; "" without any.
+
+    `step_s` is the step of the plan that is shown, which may tie with the fastest.
+    """
+    if found.allowed is None:
+        return ""
+    steps = (step_s, found.plain_s) if found.used else (found.scaled_s, step_s)
+    own, plain = ("no plan" if each is None else f"step {seconds(each)}" for each in steps)
+    if not found.used:
+        return f"allowed and not used: products in {found.allowed}: {own}, without {plain}"
+    return f"allowed and used: products in {found.allowed}: {own}, without {plain}; 8 bits change what is learned"
 
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:

@@ -74,7 +74,7 @@ def page_html(
     charts += [] if cycle is None else [cycle.chart]
     # Waits on the critical path: others are hidden and cost nothing.
     waits = round(100 * path.waits_s / (step_s or 1.0))
-    memory = memory_svg(curve, step_s, cluster.device.memory_bytes)
+    memory = memory_svg(curve, step_s, cluster.device.usable_bytes)
     sections = [
         plan_html(*plan_rows(cluster, program.plan)),
         timeline,
@@ -91,7 +91,7 @@ def page_html(
     figures = [
         (seconds(step_s), f"step, {band_of(cluster, program.plan)}"),
         (f"{waits} %", "of it waiting for messages"),
-        (quantity(curve.peak[0], "B"), f"memory at its peak, of {quantity(cluster.device.memory_bytes, 'B')}"),
+        (quantity(curve.peak[0], "B"), f"memory at its peak, of {cluster.device.room_words}"),
         (quantity(sum(report.sent_bytes.values()), "B"), "sent by a rank"),
     ]
     return step_document(cluster, program.plan, subtitle, figures, (critical_words(path), advice), sections, charts)

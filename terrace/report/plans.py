@@ -19,7 +19,7 @@ from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.bands import Band
 from terrace.simulate.hidden import HiddenMessages
 
-_PLAN_WIDTH = 40  # of the words of a plan, so that the table fits in 80 columns
+_PLAN_WIDTH = 37  # of the words of a plan, so that the table fits in 80 columns
 _MUCH_HIDDEN = 0.05  # part of a step from which on it rests on what it hides; predictions are off by as much
 
 
@@ -105,21 +105,21 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
 
 
 def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
-    """The fastest plan for each part of the memory that stays free, next to the fastest of all."""
-    headings = ("free", "step", "slower", "memory", "plan")
+    """The fastest plan for each headroom, next to that for the least."""
+    headings = ("headroom", "step", "slower", "memory", "plan")
     table = new_table(title, headings, left=("plan",))
     above: Estimate | None = None
     for each in found:
-        best, free = each.best, f"{100 * each.free:.0f} %"
+        best = each.best
         if best is None:
-            table.add_row(free, "-", "-", "-", "none" if each.proved else "none found before --limit")
+            table.add_row(each.headroom, "-", "-", "-", "none" if each.proved else "none found before --limit")
         elif best is above:
-            table.add_row(free, "", "", "", "the same")
+            table.add_row(each.headroom, "", "", "", "the same")
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
             words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
             words = textwrap.fill(words, _PLAN_WIDTH)
-            table.add_row(free, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
+            table.add_row(each.headroom, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
         above = best
     return table
 

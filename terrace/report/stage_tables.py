@@ -87,12 +87,14 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
     return "\n".join(lines) + "\n"
 
 
-def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[int], capacity_bytes: float) -> Table:
-    """Model state by category (`held`, of each stage) and peak activations, of one rank of each stage."""
-    capacity = quantity(capacity_bytes, "B")
+def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[int], room: str) -> Table:
+    """Model state by category (`held`, of each stage) and peak activations, of one rank of each stage.
+
+    `room` is what a plan may take, in words.
+    """
     names = [name for name in held[0] if any(each[name] for each in held)]
     table = new_table(
-        f"model state and activations of one rank of each stage, at most (the device has {capacity})",
+        f"model state and activations of one rank of each stage, at most; a plan may take {room}",
         ["stage", *names, "model state", "activations", "together"],
     )
     for index, (each, kept) in enumerate(zip(held, activations, strict=True)):

@@ -102,12 +102,12 @@ def stages_page(
         chart_data((0.0, end_s), memory=memory_totals(fullest, end_s)),
     ]
     charts += [] if cycle is None else [cycle.chart]
-    capacity, exposed_s = cluster.device.memory_bytes, sum(recorded.exposed_s.values())
+    capacity, exposed_s = cluster.device.usable_bytes, sum(recorded.exposed_s.values())
     figures = [
         (seconds(step_s), f"step, {band_of(cluster, recorded.step.plan)}"),
         (f"{100 * recorded.prediction.bubble:.1f} %", "of the stages' time idle (bubble)"),
         (f"{100 * exposed_s / step_s:.1f} %", "messages that nothing hides, busiest stage"),
-        (quantity(fullest.peak[0], "B"), f"on stage {recorded.fullest} at most, of {quantity(capacity, 'B')}"),
+        (quantity(fullest.peak[0], "B"), f"on stage {recorded.fullest} at most, of {cluster.device.room_words}"),
     ]
     held = legend([("held throughout", "--m-optimizer", ""), ("comes and goes", "--m-activations", "")])
     scale = "All rows have one scale, whose top is the highest peak of all stages."

@@ -54,7 +54,7 @@ def rows_svg(
 
 
 def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
-    """Memory over the step, constant states at the bottom, with the device's capacity if the peak comes near it."""
+    """Memory over the step, constant states at the bottom, with the most that a plan may take if the peak is near."""
     step_s = step_s or 1.0
     highest = curve.peak[0] or 1.0
     # A capacity far above the peak would flatten the curve.

@@ -116,7 +116,8 @@ def wire_words(plan: Plan) -> str:
     but = f", but {', '.join(named)}" if named else ""
     shares = ", ".join(f"{share:.3g}" for share in plan.gap_shares)
     in_gaps = f"; gradients in the gaps of experts' messages, in parts of {shares}" if shares else ""
-    return f"messages travel in {plan.compute}{states}{but}{in_gaps}\n"
+    products = "" if plan.products is None else f"; products of layers in {plan.products}"
+    return f"messages travel in {plan.compute}{states}{but}{in_gaps}{products}\n"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
@@ -145,10 +146,10 @@ def bytes_words(size: float | None) -> str:
     return quantity(size, "B") if size else "-"
 
 
-def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
-    """Model state of one rank, every category at its own peak."""
+def memory_table(predicted: Mapping[str, int], room: str) -> Table:
+    """Model state of one rank, every category at its own peak; `room` is what a plan may take, in words."""
     return new_table(
-        f"{_STATE_TITLE}; no activations (the device has {quantity(capacity_bytes, 'B')})",
+        f"{_STATE_TITLE}; no activations; a plan may take {room}",
         ("category", "predicted"),
         left=("category",),
         rows=[(category, quantity(size, "B")) for category, size in predicted.items() if size],

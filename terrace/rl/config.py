@@ -105,10 +105,11 @@ class RlConfig:
     @property
     def rollout_is_exact(self) -> bool:
         """Whether generation finds the log-probabilities of training but for rounding in fp32: nothing is coded on its
-        way, and no weights of rollout against training are asked for.
+        way or in a product, and no weights of rollout against training are asked for.
         """
         formats = {self.plan.compute, self.plan.messages or "fp32"}
-        return formats == {"fp32"} and not self.plan.wire and self.algorithm.importance_bound is None
+        rounds = self.plan.wire or self.plan.products
+        return formats == {"fp32"} and not rounds and self.algorithm.importance_bound is None
 
     def num_micros(self, batch: int, role: str = ACTOR) -> int:
         """Micro-batches of a role's data rank for a step of `batch` rows.
@@ -159,11 +160,10 @@ def resolve(
                 f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
                 "a replica generates on: leave run.rows out, or leave out --place"
             )
-    if ACTOR in given.get("plans", {}) and (flags.get("plan") is not None or "plan" in overrides):
-        own = "--plan" if flags.get("plan") is not None else f"--plan.{next(iter(overrides['plan']), '')}"
+    if ACTOR in given.get("plans", {}) and flags.get("plan") is not None:
         raise ConfigError(
-            f"{own} has no effect on the actor, which has a plan of its own in [plans]: give --plans.actor in its "
-            "place, or leave plans.actor out"
+            f"--plan {flags['plan']} has no effect on the actor, which has a plan of its own in [plans]: give "
+            "--plans.actor in its place, or leave plans.actor out"
         )
     return parse(table, is_placed=is_placed)
 
@@ -250,6 +250,8 @@ def to_toml_table(config: RlConfig) -> dict[str, Any]:
 
 
 def _check(config: RlConfig) -> None:
+    if "fp16" in (config.plan.compute, *(plan.compute for plan in config.plans.values())):
+        raise ConfigError("plan.compute = 'fp16': losses of token numbers are not scaled; use 'bf16' or 'fp32'")
     algorithm, run = config.algorithm, config.run
     if algorithm.kl_coefficient and not run.reference:
         raise ConfigError(

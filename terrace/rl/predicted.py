@@ -70,8 +70,8 @@ def placement_of(config: RlConfig) -> RolePlacement:
 def found_placements(config: RlConfig) -> FoundPlacements:
     """The fastest placements of a run's roles, also with a rollout apart where a lag lets it draw ahead.
 
-    Their plans have the dtypes of the run's, and no wire formats. Raises `PlanError` where none has room, and
-    `ConfigError` for a run that asks for formats.
+    Their plans have the dtypes of the run's, and no formats. Raises `PlanError` where none has room, and `ConfigError`
+    for a run that asks for formats.
     """
     if config.plan.wire:
         formats = ", ".join(
@@ -87,6 +87,11 @@ def found_placements(config: RlConfig) -> FoundPlacements:
         raise ConfigError(
             f"--place auto finds plans that store moments as they are, and the run has plan.optimizer_states = "
             f"{config.plan.optimizer_states!r}: leave it out, or leave out --place"
+        )
+    if config.plan.products is not None:
+        raise ConfigError(
+            f"--place auto finds plans that multiply in their compute dtype, and the run has plan.products = "
+            f"{config.plan.products!r}: leave it out, or leave out --place"
         )
     together = dataflow_of(replace(config, pool=()))
     if not config.run.max_lag:

@@ -13,6 +13,7 @@ from terrace.comm.groups import Meeting, TierGroups, Timeouts
 from terrace.comm.lane import Lane, make_lane
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import Pacer
+from terrace.comm.process_group import new_group
 from terrace.comm.stage_p2p import StageP2P
 from terrace.plan.context import ContextGroup, is_context_parallel
 from terrace.plan.edges import rounds_of
@@ -64,7 +65,6 @@ class Comm:
                 member,
                 tiers=tiers,
                 ledger=self.ledger,
-                device=self.device,
                 pacer=pacer,
             )
         # Messages of tensor and context ranks get a lane of their own: they must not queue behind a block's gather or
@@ -76,10 +76,10 @@ class Comm:
         # Groups of their own, since the world's may have no timeout.
         limit = _EXCHANGE_TIMEOUTS * timeouts.together
         apart = limit + timeouts.apart if has_islands else limit
-        self._world = dist.new_group(timeout=apart) if cluster.world_size > 1 else None
+        self._world = new_group(None, apart) if cluster.world_size > 1 else None
         self._inside = self._world
         if has_islands:
-            self._inside = dist.new_group(list(inside), timeout=limit, use_local_synchronization=True)
+            self._inside = new_group(inside, limit)
 
     def stage_p2p(self, ledger: Ledger, pacer: Pacer | None = None) -> StageP2P:
         """Messages between stages, counted in `ledger`; the caller closes it."""

@@ -1,22 +1,28 @@
-"""Blocks through `torch.compile`, each by itself.
+"""Blocks through `torch.compile`: each whole, or the parts between its products.
 
-A block's parameters keep their storage while it is freed and gathered, so a compiled block reads the current values.
-A compiled backward computes all weight gradients itself; otherwise the runtime records them and computes them when the
-program says (terrace.runtime.linear). Therefore a program with a backward in two parts cannot be compiled, nor blocks
-under a tensor axis, which overlaps its messages with weight gradients, nor layers that attend over several ranks, nor
-mixtures of experts, whose products depend on how many tokens chose each.
+**Whole blocks** where a plan lets a block be one piece. A block's parameters keep their storage while it is freed and
+gathered, so a compiled block reads the current values. A compiled backward computes all weight gradients itself.
+
+**Parts** everywhere else: norms, the product of a gated activation, rotary positions, and the gradient of a chunk of
+logits. Matrix products, messages and attention between them stay as they are, so their weight gradients are recorded
+and computed when the program says (terrace.runtime.linear), a backward may have two parts, ranks may talk in the middle
+of a layer, and operations may be recomputed alone.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from terrace.base.errors import ConfigError, PlanError
+from terrace.base.errors import ConfigError
 from terrace.model import attention
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.block_masks import BlockMasked
+from terrace.model.decoder import Head
 from terrace.model.documents import Documents
+from terrace.model.layers import MLP, Attention, RMSNorm, Rotary
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
 from terrace.plan.recompute import operations_in
@@ -24,50 +30,54 @@ from terrace.program.instruction import Op
 from terrace.program.program import Program
 
 
-def check_compiles(programs: Sequence[Program]) -> None:
-    """Raise `PlanError` for programs with blocks that cannot be compiled."""
+def why_parts(programs: Sequence[Program]) -> str:
+    """Why blocks of these programs are compiled in parts; empty where whole blocks can be."""
     program = programs[0]
     if program.tensor.degree > 1:
-        raise PlanError(
-            "train.compile = true with a tensor axis: its blocks talk to other ranks in the middle of a layer, which a "
-            "compiled block cannot; take the tensor axis out of the mapping, or leave train.compile out"
-        )
+        return "with a tensor axis blocks talk to other ranks in the middle of a layer"
     if is_context_parallel(program.mesh, program.plan):
-        raise PlanError(
-            'train.compile = true with a plan whose ranks attend together (a context axis, or balance = "cost"): a '
-            "layer talks to other ranks in its middle, which a compiled block cannot; give the ranks to the data axis, "
-            "or leave train.compile out"
-        )
+        return "ranks attend together, so that layers talk to other ranks in their middle"
+    if program.plan.products is not None:
+        return f"products = {program.plan.products!r} are the runtime's own, with its own backward"
     mixture = next((block.name for block in program.blocks if any(map(is_router, block.params))), None)
     if mixture is not None:
-        raise PlanError(
-            f"train.compile = true with a mixture of experts ({mixture}): the rows of an expert are another number in "
-            "every micro-batch, and a compiled block has fixed sizes; leave train.compile out"
-        )
+        return f"the rows of an expert of {mixture} are another number in every micro-batch"
     if any(map(operations_in, program.recomputed)):
-        raise PlanError(
-            f"train.compile = true with recompute = {list(program.plan.recompute)}, which names operations of layers: "
-            "a compiled block keeps what its compiler decides; recompute whole blocks, or leave train.compile out"
-        )
+        return f"recompute = {list(program.plan.recompute)} names operations of layers"
     if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):
-        raise PlanError(
-            f"train.compile = true with schedule = {program.plan.schedule!r}, which runs a backward in two parts: a "
-            "compiled block computes both at once; take '1f1b' or 'interleaved', or leave train.compile out"
-        )
+        return f"schedule = {program.plan.schedule!r} runs a backward in two parts"
+    return ""
+
+
+def compiles_words(programs: Sequence[Program]) -> str:
+    """A line that says how blocks are compiled, and why so."""
+    why = why_parts(programs)
+    return f"torch.compile: the parts between products, since {why}" if why else "torch.compile: whole blocks"
 
 
 def check_compiler(device: torch.device) -> None:
     """Compile a small function; raises `ConfigError` with the reason where this machine cannot."""
     try:
         # A trial now: a missing compiler would otherwise show in the first step, on every rank.
-        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+        if device.type == "cpu":
+            torch.compile(lambda x: x * 2 + 1)(torch.ones(8))
+        else:
+            # In another process: this one, which starts the ranks, would keep memory of the device.
+            trial = f"import torch; torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device={device.type!r}))"
+            subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, check=True)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"ended with {error.returncode}"])[-1]
+        raise _no_compiler(last) from error
     except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
         reason = str(error).strip().splitlines()
-        raise ConfigError(
-            f"train.compile = true, but torch.compile does not work here ({type(error).__name__}: "
-            f"{reason[0] if reason else 'no reason given'}): install what it wants (a C++ compiler; on CUDA "
-            "Triton), or leave train.compile out"
-        ) from error
+        raise _no_compiler(f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}") from error
+
+
+def _no_compiler(why: str) -> ConfigError:
+    return ConfigError(
+        f"train.compile = true, but torch.compile does not work here ({why}): install what it wants (a C++ compiler; "
+        "on CUDA Triton), or set train.compile to false"
+    )
 
 
 def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> None:
@@ -83,4 +93,31 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
         if not hasattr(function, "_torchdynamo_disable"):
             setattr(owner, name, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
     for module in modules:
-        module.compile(backend=backend)
+        if isinstance(module, Head):
+            compile_parts([module], backend)  # a step takes its logits a chunk at a time, not by its forward
+        else:
+            module.compile(backend=backend)
+
+
+def compile_parts(modules: Iterable[nn.Module], backend: str = "inductor") -> int:
+    """Compile the parts of blocks of `terrace.model`, each at its first run; returns how many there are."""
+    number = 0
+    for each in (each for module in modules for each in module.modules()):
+        if isinstance(each, (RMSNorm, nn.LayerNorm)):
+            each.compile(backend=backend)
+        elif isinstance(each, MLP) and each.gate is not None:
+            _fuse(each, "_gated", backend)
+        elif isinstance(each, Head):
+            _fuse(each, "to_gradient", backend)
+        elif isinstance(each, Attention) and isinstance(each.rotary, Rotary):
+            _fuse(each.rotary, "turn", backend)  # one object serves all layers
+        else:
+            continue
+        number += 1
+    return number
+
+
+def _fuse(owner: object, name: str, backend: str) -> None:
+    # On the object, so that those of other engines in this process stay as they are.
+    if name not in vars(owner) or not hasattr(vars(owner)[name], "_torchdynamo_orig_callable"):
+        object.__setattr__(owner, name, torch.compile(getattr(owner, name), backend=backend))

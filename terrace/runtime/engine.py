@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -11,7 +12,6 @@ from terrace.base.errors import ModelError, ProgramError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import Pacer
-from terrace.comm.rounding import relative_errors
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance import check_balance, telling_choices
@@ -31,7 +31,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.batch_checks import check_batches
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
-from terrace.runtime.compiled import check_compiles, compile_blocks
+from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.experts.load import Load
@@ -47,7 +47,7 @@ from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
-from terrace.runtime.step_sums import GivenUp, StepResult, StepSums
+from terrace.runtime.step_sums import GivenUp, StepResult, StepSums, step_result
 from terrace.runtime.token_numbers import TokenNumbers
 
 _Key = tuple[MessageClass, str]  # of bytes: message class and tier
@@ -62,8 +62,8 @@ class Engine:
     every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place of
     `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. A message that takes longer
-    than `timeout` is an error. `compiled` runs blocks through `torch.compile`. `balance` names losses of routers and
-    moves their bias, `seed` draws noise. Rank 0 verifies the stages of a pipeline against each other if not `verified`.
+    than `timeout` is an error. `compiled` runs blocks, or their parts, through `torch.compile`. `balance` names losses
+    of routers and moves their bias, `seed` draws noise. Rank 0 verifies stages against each other if not `verified`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -103,8 +103,8 @@ class Engine:
         specs = telling_choices(balance, with_dims(describe(blocks, names, freeze), declared))
         self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
         check_balance(balance, self.program.mesh, plan, specs)
-        if compiled:
-            check_compiles([self.program])
+        # Whole compiled blocks compute the gradients of their weights themselves.
+        whole_blocks = compiled and not why_parts([self.program])
         self.rank, self.device = rank, torch.device(device)
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
@@ -133,7 +133,7 @@ class Engine:
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()
         if compiled:
-            compile_blocks(self.state.modules.values())
+            (compile_blocks if whole_blocks else compile_parts)(self.state.modules.values())
         self.load = Load(self.program, self.state.modules, balance, self.state.choices, self.device)
         self.passages.follow(self.state.choices)
         self.island = None if plan.outer is None else Island(self.state)
@@ -146,7 +146,7 @@ class Engine:
             load=self.load,
             axes=self.axes,
             passages=self.passages,
-            compiled=compiled,
+            compiled=whole_blocks,
             progress=progress,
             island=self.island,
         )
@@ -280,7 +280,13 @@ class Engine:
         try:
             sums = self.runner.run(batches, lr, program)
         except GivenUp as given_up:
+            scale = self.state.loss_scale
+            if scale is not None and scale.skips(given_up.sums.figures[0]):
+                self._count_undeclared()
+                return replace(self._result(given_up.sums), skipped=True)
             return NotFinite(self._result(given_up.sums), self._examined(batches, program, drawn).first)
+        if program.trains and self.state.loss_scale is not None:
+            self.state.loss_scale.stepped()
         # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
         if program.trains and self.island is not None and self._num_steps % self.island.outer.every == 0:
@@ -296,20 +302,9 @@ class Engine:
         return batches
 
     def _result(self, sums: StepSums, loads: Loads | None = None, outer: Sequence[OuterResult] = ()) -> StepResult:
-        names, balance = self.passages.names, self.passages.balance
-        (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
-        of_routers, rounding = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
-        return StepResult(
-            loss=loss,
-            grad_norm=norm,
-            num_tokens=round(count),
-            time_s=self.clock.totals(),
-            quantisation_error=relative_errors(self.comm.collectives.errors.messages, rounding),
-            router_losses={name: of_routers[name] / (count or 1.0) for name in balance.losses},  # weights may be small
-            dropped=int(of_routers["dropped"]) if balance.capacity else None,
-            loads=loads,
-            outer=tuple(outer),
-        )
+        rounded, time_s = self.comm.collectives.errors.messages, self.clock.totals()
+        found = step_result(sums, self.passages, rounded, time_s, loads, outer)
+        return found if self.state.loss_scale is None else replace(found, loss_scale=sums.loss_scale)
 
     def examine(self, batches: Sequence[Batch]) -> Examination:
         """Run a step up to its CLIP and look at every block's results; nothing is updated. Every rank calls this."""
@@ -319,12 +314,15 @@ class Engine:
     def _examined(self, batches: Sequence[Batch], program: Program, drawn: Tensor) -> Examination:
         with restored(drawn, self.device):
             found = examine(self.runner, self.state, batches, program)
+        self._count_undeclared()
+        return found
+
+    def _count_undeclared(self) -> None:
         # No program declares the bytes of a step that was given up: after CLIP nothing is under way.
         sent = Counter(self.comm.ledger.total())
         sent.subtract(self._declared())
         self._given_up.update(sent)
         self._outside.update(sent)
-        return found
 
     @property
     def talks_inside(self) -> bool:
@@ -353,7 +351,8 @@ class Engine:
                 )
 
     def _declared(self) -> Counter[_Key]:
-        expected = dict(self.runner.declared_bytes)
+        # Of what the program declares, nothing yet if its first step was given up.
+        expected = {**dict.fromkeys(self.program.sent_bytes, 0), **self.runner.declared_bytes}
         for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
             expected = {**axis.declared, **expected}
         return Counter(expected) + self._given_up

@@ -21,6 +21,7 @@ Shape legend: N tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,22 +30,27 @@ from terrace.model import decoder
 from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
 from terrace.runtime.linear import record_product, record_sum
 
-LossBackward = Callable[[Tensor, Tensor], Tensor]  # (input of the block, labels) -> sum of the losses
+
+class LossBackward(Protocol):
+    """(Input of the block, labels, scale) -> sum of the losses."""
+
+    def __call__(self, inputs: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor: ...
 
 
 def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
     """A function that runs a last block, its loss and both backwards in chunks; None for blocks without this form.
 
     `terrace.model.decoder.Head` with `token_loss` has it. The function takes the block's input (B, S, H), sets its
-    `grad`, and takes labels (B, S); gradients of parameters go to the same place as in any backward. Its result, a
-    scalar, has no graph.
+    `grad`, and takes labels (B, S); gradients of parameters go to the same place as in any backward, all times a
+    scale. Its result, a scalar, is not scaled and has no graph.
     """
     if objective is not decoder.token_loss or type(module) is not decoder.Head:
         return None
 
-    def run(inputs: Tensor, labels: Tensor) -> Tensor:
+    def run(inputs: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
         hidden: Tensor = module.norm(inputs)  # (B, S, H)
-        loss, gradient, rest = loss_and_gradients(hidden.detach().flatten(0, 1), module.weight, labels.flatten())
+        flat, flat_labels = hidden.detach().flatten(0, 1), labels.flatten()
+        loss, gradient, rest = loss_and_gradients(flat, module.weight, flat_labels, scale, module.to_gradient)
         # A weight gradient without a queue goes through autograd together with the hidden states' gradient.
         of_weight = () if rest is None else ((module.weight, rest),)
         roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
@@ -67,12 +73,18 @@ def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
+def loss_and_gradients(
+    hidden: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    scale: float = 1.0,
+    to_gradient: Callable[[Tensor, Tensor, float], Tensor] = decoder.to_gradient,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sum of the cross entropies of hidden states (N, H) against labels (N), and `scale` times its gradient (N, H).
 
     The gradient of `weight` (V, H), if it trains, is recorded; without a queue, as with compiled blocks, it is
-    returned. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,
-    products in the dtype of `hidden`.
+    returned. Labels are as for `token_loss`, `to_gradient` as in `terrace.model.decoder`. Losses and softmax are
+    computed in fp32 at least, products in the dtype of `hidden`.
     """
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
@@ -86,7 +98,7 @@ def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> 
     def chunk_gradient(rows: slice) -> Tensor:
         x = logits[: len(hidden[rows])]
         torch.mm(hidden[rows], matrix.t(), out=x)
-        loss.add_(_to_gradient(x, labels[rows]))
+        loss.add_(to_gradient(x, labels[rows], scale))
         torch.mm(x, matrix, out=gradient[rows])
         return x
 
@@ -146,23 +158,6 @@ def gradients_through_logits(
     chunks = slices(len(hidden), max(1, rows))
     products = ((of_chunk(chunk), hidden[chunk]) for chunk in chunks)
     return gradient, add_weight_gradient(weight, products, len(chunks), of_weight)
-
-
-def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    # In place: logits (n, V) become the gradient of their loss against labels (n), which is returned.
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    step = max(1, CACHED_NUMEL // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    counted = labels != decoder.IGNORE_INDEX
-    at = labels.masked_fill(~counted, 0).unsqueeze(-1)
-    losses = logits.new_empty(len(logits), dtype=wide)
-    for rows in slices(len(logits), step):
-        # Rows per turn fit the CPU's caches: several passes over the same logits follow.
-        x = torch.log_softmax(logits[rows], -1, dtype=wide)
-        losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
-        x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
-        # Ignored labels get no gradient.
-        logits[rows] = x.mul_(counted[rows].unsqueeze(-1))
-    return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

@@ -99,7 +99,8 @@ class WeightGradients:
             self._sinks[id(parameter)] = sink
             if parameter.requires_grad and parameter.dim() in (2, 3):
                 # The class changes and not the object: modules, and lists made of them, have it already.
-                parameter.__class__ = Matrix
+                if not isinstance(parameter, Matrix):  # a kind of it stays one
+                    parameter.__class__ = Matrix
                 assert isinstance(parameter, Matrix)
                 parameter.gradients = self
 

@@ -18,9 +18,12 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.loss_scale import LossScale
 from terrace.runtime.noise import Noise
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.pages import Pages
+from terrace.runtime.scaled_linear import scale_matrices
+from terrace.runtime.scaled_products import Scaling
 from terrace.runtime.settings import OptimizerConfig
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
@@ -55,7 +58,9 @@ class ModelState:
         held, meter = program.stage.held, meter or Meter()
         values = values or [dict(block.named_parameters()) for block in blocks]
         self.modules = {index: blocks[index] for index in held}
+        self.loss_scale = LossScale.of(program.plan)
         self.lent: Callable[[], None] | None = None  # brings back working copies that a hand-over has lent
+        scaling = Scaling.of(program.plan, torch.device(device))
         pages = Pages(program.state_bytes["gathered"] + program.state_bytes["grads_full"])
         self.flats: dict[int, tuple[FlatParam, ...]] = {}
         replacements: dict[int, nn.Parameter] = {}
@@ -86,6 +91,8 @@ class ModelState:
 
             for flat in self.flats[index]:
                 flat.initialise(value, settings, self._noise(flat, seed))
+                if scaling is not None:
+                    scale_matrices(zip(flat.spec.params, flat.parameters, strict=True), program.blocks, index, scaling)
                 # Replaced by identity and all at once, so that tied parameters stay tied.
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
@@ -112,6 +119,15 @@ class ModelState:
     def __iter__(self) -> Iterator[FlatParam]:
         for flats in self.flats.values():
             yield from flats
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor of the loss that backwards begin with."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def seed(self, loss: Tensor) -> Tensor | None:
+        """The gradient of a loss that its backward begins with; None: one."""
+        return None if self.loss_scale is None else torch.full_like(loss, self.loss_scale.value)
 
     def recover(self) -> None:
         """Have the memory of working copies back that a hand-over has lent (terrace.runtime.reshard)."""

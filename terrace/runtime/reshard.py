@@ -12,13 +12,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from terrace.base.boxes import overlap
 from terrace.base.boxes import within as inside
 from terrace.base.errors import PlanError
+from terrace.comm.process_group import new_group
 from terrace.plan.layout import island_ranks
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
@@ -72,17 +72,11 @@ class HandOver:
         verify_hand_over(self.program)
         # Groups of its own, since the world's may have no timeout.
         tiers = sorted({each.tier for each in self.program.instructions})
-        self._groups = {tier: dist.new_group(timeout=timeout) for tier in tiers}
-        if self._groups and dist.get_backend() == "nccl":
-            # All ranks of a group must take part in its first call there, and not all have messages at once.
-            for group in self._groups.values():
-                dist.all_reduce(torch.zeros(1, device=engine.comm.device), group=group)
+        self._groups = {tier: new_group(None, timeout) for tier in tiers}
         (self.replica,) = (replica for replica in self.transition.replicas if self._rank in replica)
         self.group: dist.ProcessGroup | None = None
         if rows > 1:
-            self.group = dist.new_group(
-                list(self.replica), timeout=timeout, use_local_synchronization=True, sort_ranks=False
-            )
+            self.group = new_group(self.replica, timeout, sort_ranks=False)
 
     @property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:

@@ -69,7 +69,7 @@ class HandOverApart:
             engine.drain()
             engine.runner.declared_bytes.update(self.sent_bytes)
         parts = [self._parts(block) for block in range(len(self.transition.alike))]
-        play(self.program, parts, self._exchanges, self._device, self.ledger)
+        play(self.program, parts, self._exchanges, self._device, self.ledger, by_host=True)
         return [own.slices for own in parts]
 
     def _parts(self, block: int) -> BlockParts:

@@ -114,9 +114,14 @@ def play(
     device: torch.device,
     ledger: Ledger,
     pacer: Pacer | None = None,
+    *,
+    by_host: bool = False,
 ) -> None:
-    """Run a rank's program over the exchange of each tier; `parts` are by block, and their slices are filled."""
-    lanes = {tier: make_lane(device) for tier in exchanges}
+    """Run a rank's program over the exchange of each tier; `parts` are by block, and their slices are filled.
+
+    Exchanges that go `by_host` block it, so that a stream as lane would keep the tiers waiting for each other.
+    """
+    lanes = {tier: make_lane(device, by_host=by_host) for tier in exchanges}
     tickets = dict[tuple[int, ...], Ticket]()  # of the newest instruction of blocks
     try:
         for position, (blocks, tier) in enumerate(program.instructions):

@@ -238,7 +238,7 @@ class StepRunner:
         queue = self._due[now.block, now.micro] = self._weights.queue(hold, fills)
         if now.block == self._last and self._chunked is not None:
             with self._weights.recorded_in(queue):
-                self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels)
+                self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels, self._state.loss_factor)
         else:
             self._run_backward(now, kept, queue)
         if now.block > 0:
@@ -251,7 +251,7 @@ class StepRunner:
         if output is None:
             with restored(kept.random_state, kept.inputs.device):
                 output = self._run_block(now.block, kept.inputs, now.micro)
-        gradient = None if now.block == self._last else self._take((True, now.block + 1, now.micro))  # None: one
+        gradient = self._state.seed(output) if now.block == self._last else self._take((True, now.block + 1, now.micro))
         # A block with frozen parameters before everything trainable has no graph.
         if output.requires_grad:
             with self._weights.recorded_in(queue):
@@ -351,7 +351,7 @@ class StepRunner:
         values = own_sums(flats, self._loss, self._batches, self.objective, of_routers, counts_loss=counts_loss)
         total, (transfer,) = list[Tensor](), self._program.message(now).transfers
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
-        self._sums = StepSums.of(total[0], len(of_routers))
+        self._sums = StepSums.of(total[0], len(of_routers), self._state.loss_factor)
         self._scale = self._sums.scale(self._clip_norm)
         self._clock.mark("clip")
         if self._program.trains:

@@ -3,17 +3,22 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from terrace.comm.rounding import Origin
+from terrace.comm.rounding import Origin, relative_errors
 from terrace.program.loads import Loads
 from terrace.program.outer_result import OuterResult
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.norm import squared_norm
 from terrace.runtime.objective import Objective, ignored_label, num_counted
+
+if TYPE_CHECKING:
+    from terrace.plan.wire import MessageClass
+    from terrace.runtime.experts.passages import Passages
 
 
 @dataclass(frozen=True)
@@ -29,20 +34,21 @@ class StepSums:
     num_tokens: Tensor
     rounding: Tensor
     figures: tuple[float, ...] = ()  # loss, norm, tokens, sums of routers and rounding, on the host
+    loss_scale: float = 1.0  # of the gradients, not of these figures
 
     @staticmethod
-    def of(total: Tensor, num_of_routers: int = 0) -> "StepSums":
+    def of(total: Tensor, num_of_routers: int = 0, loss_scale: float = 1.0) -> "StepSums":
         """The figures of `total`: squared norm, loss, tokens and sums of routers of the ranks of CLIP, then rounding
-        errors.
+        errors. The norm is of gradients that are `loss_scale` times too large.
         """
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rest = total[:3].unbind(), total[3:]
         of_routers, rounding = rest[:num_of_routers], rest[num_of_routers:]
         least = torch.where(count > 0, count, 1.0)  # weights may sum to less than 1
-        loss, norm = loss / least, squared.sqrt() / least
+        loss, norm = loss / least, squared.sqrt() / least / loss_scale
         # The one transfer to the host of a step.
         figures = torch.cat([torch.stack([loss, norm, count]), of_routers, rounding]).tolist()
-        return StepSums(loss, norm, count, rounding, tuple(figures))
+        return StepSums(loss, norm, count, rounding, tuple(figures), loss_scale)
 
     @property
     def is_finite(self) -> bool:
@@ -50,9 +56,9 @@ class StepSums:
         return all(map(math.isfinite, self.figures))
 
     def scale(self, clip_norm: float) -> Tensor:
-        """Factor that makes the summed gradient a mean whose norm is at most `clip_norm`; 0 does not clip."""
+        """Factor that makes the summed, scaled gradient a mean whose norm is at most `clip_norm`; 0 does not clip."""
         clip = (clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) if clip_norm > 0 else 1.0
-        return clip / torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
+        return clip / torch.where(self.num_tokens > 0, self.num_tokens, 1.0) / self.loss_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,8 @@ class StepResult:
     `quantisation_error` is the relative error of each message class that travelled in a block format between
     the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's. `loads` are of
     the experts of this rank's stage; None without a mixture, and for an evaluation or a step that was given up.
-    `outer` has the exchanges of islands that were applied.
+    `outer` has the exchanges of islands that were applied. `loss_scale` is that of a step in fp16, which was `skipped`,
+    with nothing updated, where its gradients were not finite.
     """
 
     loss: float
@@ -78,6 +85,33 @@ class StepResult:
     dropped: int | None = None
     loads: Loads | None = None
     outer: tuple[OuterResult, ...] = ()
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+def step_result(
+    sums: StepSums,
+    passages: "Passages",
+    rounding: "tuple[MessageClass, ...]",
+    time_s: dict[str, float],
+    loads: Loads | None,
+    outer: Sequence[OuterResult],
+) -> StepResult:
+    """The result of a step, from its sums and what else is known of it; `rounding` are the classes of its errors."""
+    names, balance = passages.names, passages.balance
+    (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
+    of_routers, errors = dict(zip(names, rest, strict=False)), list(rest[len(names) :])
+    return StepResult(
+        loss=loss,
+        grad_norm=norm,
+        num_tokens=round(count),
+        time_s=time_s,
+        quantisation_error=relative_errors(rounding, errors),
+        router_losses={name: of_routers[name] / (count or 1.0) for name in balance.losses},  # weights may be small
+        dropped=int(of_routers["dropped"]) if balance.capacity else None,
+        loads=loads,
+        outer=tuple(outer),
+    )
 
 
 class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its own error)

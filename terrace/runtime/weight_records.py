@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_PART_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a product that is converted; on a GPU a guess
+from terrace.model.product_parts import part_rows
 
 
 class Sink(Protocol):
@@ -112,7 +112,7 @@ def _product(output_gradient: Tensor, inputs: Tensor, gradient: Tensor, first: b
     left = output_gradient.t()
     if gradient.dtype != left.dtype:
         # In parts: a part is still in the cache when it is converted, and no buffer of the weight's size is made.
-        step = max(1, _PART_NUMEL[left.device.type] // inputs.shape[1])
+        step = part_rows(inputs.shape[1], left.device.type)
         for start in range(0, len(left), step):
             part = torch.mm(left[start : start + step], inputs)
             gradient[start : start + step].copy_(part) if first else gradient[start : start + step].add_(part)

@@ -21,7 +21,6 @@ kernels. RoPE's tables are shared by all layers and are not counted here.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import get_args
@@ -29,12 +28,11 @@ from typing import get_args
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.spec import BlockSpec, Computes
-from terrace.plan.plan import Plan
-from terrace.plan.recompute import WHOLE, recomputed_parts
+from terrace.plan.recompute import WHOLE
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, work_in
 from terrace.simulate.mlp_tape import MlpTape
-from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation
+from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation, split_backward
 from terrace.simulate.work import Work
 
 _TOKEN_BYTES = 8
@@ -104,6 +102,20 @@ class BlockActivations:
         return peak + self._random + self._choices
 
     @property
+    def due_bytes(self) -> int:
+        """Bytes held between the two halves of a backward, for the weight gradients."""
+        return 0 if self.tape.runs_at_once else self._halves[1]  # a head's are not held (terrace.runtime.head)
+
+    @property
+    def halved_peak_bytes(self) -> int:
+        """`backward_peak_bytes` of the first half of a backward."""
+        return max(self.backward_peak_bytes, self._halves[0] + self._random + self._choices)
+
+    @cached_property
+    def _halves(self) -> tuple[int, int]:
+        return split_backward(self.tape.operations, self.tape.sizes)
+
+    @property
     def _again(self) -> bool:
         # A head that runs in its backward keeps only its input, like a recomputed block, but stores no random state.
         return self.is_recomputed or self.tape.runs_at_once
@@ -123,22 +135,6 @@ def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActiv
     if block.computes is None:
         return chain_activation_bytes(work, block.matrices, backend)
     return block_activation_bytes(work_in(work, block, backend), block.computes, backend)
-
-
-def activations_by_block(
-    work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend
-) -> list[tuple[int, int]]:
-    """For every block: bytes one micro-batch keeps from forward to backward, and extra bytes while its backward runs.
-
-    The plan's patterns say which blocks are recomputed.
-    """
-    # The plan's patterns decide per block, so `work` itself recomputes nothing.
-    work = replace(work, expert_chunks=plan.num_chunks)
-    again = recomputed_parts(plan.recompute, blocks)
-    held = [
-        activations_of(recomputing(work, parts), block, backend) for parts, block in zip(again, blocks, strict=True)
-    ]
-    return [(block.kept_bytes, max(0, block.backward_peak_bytes - block.kept_bytes)) for block in held]
 
 
 def recomputing(work: Work, parts: tuple[str, ...]) -> Work:
@@ -179,10 +175,9 @@ def chain_activation_bytes(
 
 class _Tape(MlpTape):
     def look_up(self) -> None:
-        """Looked-up rows plus learned positions; the tokens belong to the batch. Gradients of both are dense."""
+        """Looked-up rows plus learned positions; the tokens belong to the batch."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
-        # Embedding gradients are dense: as large as the matrix.
-        matrix = -(-model.vocab_size // work.tensor) * hidden * self.item
+        matrix = self._rows_added(-(-model.vocab_size // work.tensor) * hidden)
         # Words are cut over all tensor ranks: each has rows of the whole hidden size to sum up.
         whole = work.tokens * hidden * self.item if work.stream_cut > 1 else 0
         stream = self.residual * self.item
@@ -193,6 +188,18 @@ class _Tape(MlpTape):
         self._add("look up", (INPUT,), "rows", (), whole, matrix + whole)
         used = min(work.sequence, work.tokens) * self.hidden * self.item  # summed over the sequences first
         self._add("positions", ("rows",), OUTPUT, (), 0, used + model.max_positions * self.hidden * self.item, True)
+
+    def _rows_added(self, numel: int) -> int:
+        """Bytes beside the gradient of a look-up in a matrix of `numel` elements.
+
+        On CUDA it is autograd's, and as large as the matrix. On a CPU the rows of the tokens are added where gradients
+        are kept (terrace.runtime.weight_records); narrow ones are widened, and summed once a word.
+        """
+        if self.backend == "cuda":
+            return numel * self.item
+        tokens, hidden = self.work.tokens, self.work.model.hidden_size
+        words = min(tokens, numel // hidden)
+        return tokens * (hidden * self.wide + _TOKEN_BYTES) + words * hidden * self.wide if self.item < self.wide else 0
 
     def chain(self, matrices: tuple[tuple[int, int], ...]) -> None:
         self.sizes |= dict.fromkeys((INPUT, OUTPUT), self.residual * self.item)

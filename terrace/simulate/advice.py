@@ -9,7 +9,7 @@ from terrace.model.config import model_of
 from terrace.model.spec import BlockSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
-from terrace.program.schedules.counts import most_waiting
+from terrace.program.schedules.counts import most_due, most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, stage_footprint, work_of
@@ -58,10 +58,11 @@ def fullest_stage(
             num_micros,
             [chunks[virtual] for virtual in row],
             waits,
+            due=due,
             backend=backend,
             load=load,
         )
-        for row, waits in zip(orders.placement, most_waiting(orders), strict=True)
+        for row, waits, due in zip(orders.placement, most_waiting(orders), most_due(orders), strict=True)
     ]
     stage = max(range(num_stages), key=lambda index: sum(found[index].values()))
     return stage, found[stage]

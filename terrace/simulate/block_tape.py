@@ -6,6 +6,7 @@ terrace.simulate.activations lists the tensors each operation keeps, by backend.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from terrace.model.product_parts import converted_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import Operation
 
@@ -113,10 +114,11 @@ class BlockTape:
             target,
             (source,),
             forward_adds=whole,
-            # The weight's gradient is a tensor until it is accumulated; with it live the re-gathered input and the
-            # gradient of the region's output, which the weights wait for.
-            backward_adds=weight_numel * self.item + 2 * whole,
+            # With the weight's gradient live the re-gathered input and the gradient of the region's output, which the
+            # weights wait for.
+            backward_adds=converted_bytes(weight_numel, self.item, self.wide, self.backend) + 2 * whole,
             variables=variables,
+            weighs=True,
         )
 
     def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
@@ -132,6 +134,7 @@ class BlockTape:
         backward_adds: int = 0,
         is_sum: bool = False,
         variables: tuple[str, ...] = (),
+        weighs: bool = False,
     ) -> None:
         recomputed, replay = _REPLAYS.get(name, ("", ""))
         self.operations.append(
@@ -145,5 +148,6 @@ class BlockTape:
                 is_sum=is_sum,
                 variables=variables,
                 replay=replay if recomputed in self.work.operations else "",
+                weighs=weighs,
             )
         )

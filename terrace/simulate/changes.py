@@ -38,7 +38,7 @@ _WHOLE, _FOLDED = 1 - 1e-9, 0.99
 
 def _fits(base: Prediction) -> Callable[[Prediction], bool]:
     """Whether a changed step fits the device, or needs no more than `base` does."""
-    most = max(base.step.cluster.device.memory_bytes, _needed_bytes(base))
+    most = max(base.step.cluster.device.usable_bytes, _needed_bytes(base))
     return lambda predicted: _needed_bytes(predicted) <= most
 
 

@@ -226,6 +226,8 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.micro_batch} sequences in {work.compute}, the plan's micro-batch of "
             f"{plan.micro_batch} in {plan.compute}: make them the same"
         )
+    if work.products != plan.products:
+        raise PlanError(f"the work has products = {work.products!r}, the plan {plan.products!r}: make them the same")
     if work.recompute != "none" or work.operations:
         named = f"recompute = {work.recompute!r}" if work.recompute != "none" else f"operations = {work.operations}"
         raise PlanError(f"work.{named}: the plan says what is recomputed, so leave it out")

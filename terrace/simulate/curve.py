@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.program.buffers import Lifetime
-from terrace.program.instruction import Op
+from terrace.program.instruction import PASSES, Op
 from terrace.program.program import Program
+from terrace.simulate.held import Held
 from terrace.simulate.recording import Recording
 
 _VARYING = ("gathered", "grads_full", "activations")
@@ -45,20 +46,16 @@ class MemoryCurve:
 
 def memory_curve(
     recording: Recording,
-    activation_bytes: Sequence[float] | None = None,
-    working_bytes: Sequence[float] | None = None,
+    activations: Sequence[Held] | None = None,
 ) -> MemoryCurve:
-    """Memory of one rank over a recorded step.
+    """Memory of one rank over a recorded step, with the `activations` of every block for one micro-batch.
 
-    `activation_bytes` are, for every block, the bytes that one micro-batch keeps from its forward to its backward;
-    `working_bytes` the extra bytes while its backward runs, such as recomputed activations. Raises `ValueError` unless
-    each has one entry per block.
+    Raises `ValueError` unless they have one entry per block.
     """
     num_blocks = len(recording.program.blocks)
-    for given in (activation_bytes, working_bytes):
-        if given is not None and len(given) != num_blocks:
-            raise ValueError(f"bytes of {len(given)} blocks for a program of {num_blocks}")
-    steps = _steps(recording, activation_bytes or [0] * num_blocks, working_bytes or [0] * num_blocks)
+    if activations is not None and len(activations) != num_blocks:
+        raise ValueError(f"activations of {len(activations)} blocks for a program of {num_blocks}")
+    steps = _steps(recording, activations or [Held(0, 0, 0, 0)] * num_blocks)
     now: dict[str, float] = dict.fromkeys(_VARYING, 0)
     times_s, curve = [0.0], {category: [0.0] for category in _VARYING}
     for moment_s, _, category, change in steps:
@@ -78,9 +75,9 @@ def memory_curve(
 _Step = tuple[float, int, str, float]  # moment, position in the program, category, change in bytes
 
 
-def _steps(recording: Recording, kept: Sequence[float], working: Sequence[float]) -> list[_Step]:
+def _steps(recording: Recording, activations: Sequence[Held]) -> list[_Step]:
     changes: dict[tuple[float, int, str, bool], float] = defaultdict(float)
-    for category, span, num_bytes in _lives(recording.program, kept, working):
+    for category, span, num_bytes in _lives(recording.program, activations):
         if num_bytes:
             # Rises and falls are kept apart, so that a peak within one instruction is not cancelled.
             changes[recording.started_s[span.first], span.first, category, True] += num_bytes
@@ -89,17 +86,23 @@ def _steps(recording: Recording, kept: Sequence[float], working: Sequence[float]
     return sorted(steps, key=lambda step: step[:2])
 
 
-def _lives(program: Program, kept: Sequence[float], working: Sequence[float]) -> Iterator[tuple[str, Lifetime, float]]:
+def _lives(program: Program, activations: Sequence[Held]) -> Iterator[tuple[str, Lifetime, float]]:
     for buffer in program.buffers:
         if buffer.category in _VARYING:
             yield from ((buffer.category, span, buffer.num_bytes) for span in buffer.spans)
     begun: dict[tuple[int, int], int] = {}
     for position, instruction in enumerate(program.instructions):
-        block, key = instruction.block, (instruction.block, instruction.micro)
+        key = instruction.block, instruction.micro
+        if instruction.op not in PASSES:
+            continue
+        held, now = activations[instruction.block], Lifetime(position, position, position + 1)
         if instruction.op is Op.FORWARD:
             begun[key] = position
-        # The weight gradients still read the activations, so a split backward frees them last.
-        if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            yield "activations", Lifetime(begun.pop(key), position, position + 1), kept[block]
-        if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield "activations", Lifetime(position, position, position + 1), working[block]
+        elif instruction.op is Op.BACKWARD_WEIGHT:
+            yield "activations", now._replace(first=begun.pop(key)), held.due
+        else:
+            halved = instruction.op is Op.BACKWARD_INPUT
+            yield "activations", now._replace(first=begun.pop(key)), held.kept
+            yield "activations", now, held.halved_on_top if halved else held.on_top
+            if halved:
+                begun[key] = position

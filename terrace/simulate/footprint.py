@@ -75,6 +75,7 @@ def footprint(
     model: ModelConfig | None = None,
     held: Sequence[int] | None = None,
     in_flight: float | None = None,
+    due: float | None = None,
     whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
     context_bytes: int | None = None,
@@ -87,8 +88,9 @@ def footprint(
 
     - `model`: the sizes that blocks share; by default as they declare.
     - `held`: indexes of the blocks that the rank holds; all by default.
-    - `in_flight`: the most micro-batches that a pipeline stage holds, as its schedule says (5.5 is possible when
-      interleaved). Default: as on the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
+    - `in_flight`: the most micro-batches that a pipeline stage holds (5.5 is possible when interleaved). Default: as on
+      the first stage of 1F1B; without a pipeline, the micro-batches of a unit.
+    - `due`: those of them that wait for the second half of their backward, at most; None where it has no halves.
     - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
     - `load`: the rows of a rank's experts over their mean, where experts are on several ranks; `math.inf` is the worst.
     - `documents`: rows may hold several; their masks and copies are counted at their upper bound.
@@ -100,8 +102,7 @@ def footprint(
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
-    work = work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents)
-    work = replace(work, load=load) if plan.experts else work
+    work = _loaded(work_of(cluster, plan, model or model_of(kinds.specs), sequence, backend, documents), plan, load)
     held = range(len(kinds.blocks)) if held is None else tuple(held)
     mesh = Mesh.of(cluster, plan)
     stage = stage_blocks(kinds, held, work.tensor, work.columns, layout.degree, mesh.expert_degrees)
@@ -125,7 +126,7 @@ def footprint(
     pending = states.gradients[stage.order[0]] if num_micros > plan.unit else 0
     updating = steady | {"buffers": steady["buffers"] + states.updating}
     candidates = [updating] if phase in (None, "update") else []
-    for moment in _moments(work, kinds, held, plan.recompute, backend, in_flight, num_stages > 1):
+    for moment in _moments(work, kinds, held, plan.recompute, backend, in_flight, due, num_stages > 1):
         if phase in (None, moment.phase):
             running = {
                 "gathered": whole[0] if whole else states.gathered[moment.kind],
@@ -144,6 +145,10 @@ def footprint(
     if context_bytes is None:
         context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
     return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
+
+
+def _loaded(work: Work, plan: Plan, load: float) -> Work:
+    return replace(work, load=load) if plan.experts else work
 
 
 def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: Work, held: Sequence[int]) -> None:
@@ -165,15 +170,18 @@ def stage_footprint(
     chunks: Sequence[Sequence[int]],
     waiting: Sequence[int],
     *,
+    due: Sequence[int] = (),
     model: ModelConfig | None = None,
     whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
     load: float = LOAD_FACTOR,
 ) -> dict[str, int]:
-    """`footprint` of a pipeline stage that holds `chunks` of blocks, each with `waiting` micro-batches in flight."""
+    """`footprint` of a pipeline stage that holds `chunks` of blocks, each with `waiting` micro-batches in flight.
+
+    `due` are those that wait for the second half of their backward; empty where it has no halves.
+    """
     model, backend = model or model_of(kinds.specs), backend or cluster.device.backend
-    work = work_of(cluster, plan, model, sequence, backend)
-    work = replace(work, load=load) if plan.experts else work
+    work = _loaded(work_of(cluster, plan, model, sequence, backend), plan, load)
     held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks by what they keep.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
@@ -186,6 +194,7 @@ def stage_footprint(
         model=model,
         held=tuple(chain(*chunks)),
         in_flight=max(1.0, kept / sum(held) if sum(held) else max(waiting)),
+        due=sum(due) / len(chunks) if due else None,
         whole=whole,
         backend=backend,
         load=load,
@@ -232,6 +241,7 @@ def work_of(
         balance=plan.balance,
         pooled=axis_degree(cluster, plan, "data"),
         compute=plan.compute,
+        products=plan.products,
         flash=has_flash_attention(
             model, sequence, plan.compute, backend or cluster.device.backend, documents, attention
         ),
@@ -282,28 +292,41 @@ def _moments(
     recompute: tuple[str, ...],
     backend: Backend,
     in_flight: float,
+    due: float | None,
     pipelined: bool,
 ) -> tuple[_Moment, ...]:
     runs = _runs(work, kinds, held, recompute, backend)
     others = in_flight - 1
+    # A micro-batch between the halves of its backward may hold more than one that waits for the first.
+    more = math.ceil(
+        (due or 0.0) * max(0, sum(run.count * (run.block.due_bytes - run.block.kept_bytes) for run in runs))
+    )
     moments = []
     for run in runs:
         # In a pipeline the other micro-batches in flight have passed the whole stage; in a unit, the same block, and
         # the output or gradient of each waits to go on.
         block, bare, beside = run.block, run.bare, runs[-1] if pipelined else run
-        activations = run.activations + math.ceil(others * beside.activations)
+        activations = run.activations + math.ceil(others * beside.activations) + more
         experts = run.experts + math.ceil(others * beside.experts)
         logits = run.logits + math.ceil(others * beside.logits)
-        waiting = 0 if pipelined else math.ceil(others * block.output_bytes)
-        peaks: tuple[tuple[Phase, int, int], ...] = (
-            ("forward", block.forward_peak_bytes, bare.forward_peak_bytes),
-            ("backward", block.backward_peak_bytes, bare.backward_peak_bytes),
+        # Of a unit each has left the gradient of its input, and what it kept is gone; or it waits with that of its
+        # output.
+        left = max(block.output_bytes, 2 * block.input_bytes - block.kept_bytes)
+        forward, backward = (0 if pipelined else math.ceil(others * each) for each in (block.output_bytes, left))
+        halved = due is not None
+        peaks: tuple[tuple[Phase, int, int, int], ...] = (
+            ("forward", block.forward_peak_bytes, bare.forward_peak_bytes, forward),
+            ("backward", _backward_peak(block, halved), _backward_peak(bare, halved), backward),
         )
-        for phase, whole, without in peaks:
+        for phase, whole, without, waiting in peaks:
             own, rest = max(0, whole - block.kept_bytes), max(0, without - bare.kept_bytes)
             rows = max(0, own - rest)
             moments.append(_Moment(phase, run.kind, activations, experts + rows, logits, own - rows + waiting))
     return tuple(moments)
+
+
+def _backward_peak(block: BlockActivations, halved: bool) -> int:
+    return block.halved_peak_bytes if halved else block.backward_peak_bytes
 
 
 @lru_cache(maxsize=4096)

@@ -8,14 +8,14 @@ width K each, t tensor rows and e bytes an element, the passes are
     backward   2 norms 5eHT, 2 residual sums 3eHT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
 
 and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention is
-not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT this is
-(20 + 28/t)TH forward and (32 + 44/t)TH backward in bf16. A layer with a mixture of experts has the shared expert for
-its MLP, or none, and the mixture on top (`terrace.simulate.mixture`). Sequence parallelism cuts everything outside the
+not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT this is (20 +
+28/t)TH forward and (32 + 44/t)TH backward in bf16. A layer with a mixture of experts has the shared expert for its MLP,
+or none, and the mixture on top (`terrace.simulate.mixture`). Sequence parallelism cuts everything outside the
 tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
-repeat the rest. Query, key and value count as one product, and so do gate and up. Attention is summed over the rounds
-of a ring and covers the heads of a Ulysses rank. A block that declares its parameters alone is priced as a chain of
-matrix products: all its matrices, in order, each shared evenly by tensor ranks. Messages are priced in
-`terrace.simulate.inside`.
+repeat the rest. With `work.products` the products of a layer are those of terrace.simulate.scaled. Query, key and value
+count as one product, and so do gate and up. Attention is summed over the rounds of a ring and covers the heads of a
+Ulysses rank. A block that declares its parameters alone is priced as a chain of matrix products: all its matrices, in
+order, each shared evenly by tensor ranks. Messages are priced in `terrace.simulate.inside`.
 """
 
 import math
@@ -30,7 +30,9 @@ from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, work_in
-from terrace.simulate.mixture import launches, mixture_seconds
+from terrace.simulate.mixture import LAYER_OPERATORS, launches, mixture_seconds
+from terrace.simulate.scaled import Matrices, scaled_seconds
+from terrace.simulate.scaled import launches as scaled_launches
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -160,6 +162,12 @@ def hardware_flops(work: Work, batch: int) -> int:
 def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     products = _layer_products(work)
     forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
+    host_s = device.kernels.host_layer_s
+    if work.products is not None:
+        joined = (3, 1, 2 if work.model.gated_mlp else 1, 1)
+        matrices = [Matrices(*product, number) for product, number in zip(products, joined, strict=False)]
+        forward_s, input_s, weight_s = scaled_seconds(device, matrices, work.compute, accumulate=accumulate)
+        host_s *= scaled_launches(matrices, LAYER_OPERATORS)
     if accumulate:
         # Later micro-batches add their weight gradients to the ones of the first.
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
@@ -167,7 +175,6 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeco
     # Norms, residual sums, activation and RoPE are bound by memory.
     passes = pass_seconds(device, work)
     forward_s, input_s = forward_s + core[0] + passes[0], input_s + core[1] + passes[1]
-    host_s = device.kernels.host_layer_s
     if work.model.experts is not None:
         mixture = mixture_seconds(device, work, work.model.experts, accumulate)
         forward_s, input_s, weight_s = forward_s + mixture[0], input_s + mixture[1], weight_s + mixture[2]

@@ -17,6 +17,7 @@ from terrace.simulate.work import Work
 
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
+_LONGEST_FLASH_HEAD = 256
 CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 FLEX_BLOCK = 128  # of `terrace.model.block_masks`, likewise
@@ -65,9 +66,10 @@ def has_flash_attention(
     """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
 
     Varlen and FlexAttention are fused. Of the kernels behind `scaled_dot_product_attention` on CUDA the flash kernel
-    takes half precision; the other fused one takes fp32 and masks too, but no grouped heads (torch's documentation):
-    under a mask these are repeated. All other cases use plain products. On a CPU plain products are used for short
-    rows, or pieces of rows, in bf16; with documents, pieces may be short, so plain products are assumed.
+    takes half precision and heads of up to 256; the other fused one takes fp32, longer heads and masks too, but no
+    grouped heads (torch's documentation): under a mask these are repeated. All other cases use plain products. On a CPU
+    plain products are used for short rows, or pieces of rows, in bf16; with documents, pieces may be short, so plain
+    products are assumed.
     """
     masked = documents or 0 < model.sliding_window < sequence
     is_grouped = model.num_kv_heads != model.num_heads
@@ -81,7 +83,7 @@ def has_flash_attention(
         longest = piece_tokens(model.sliding_window, sequence)
         return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
     grouped = model.num_kv_heads != model.num_heads and not masked
-    return compute != "fp64" and not (compute == "fp32" and grouped)
+    return compute != "fp64" and not (grouped and (compute == "fp32" or model.head_dim > _LONGEST_FLASH_HEAD))
 
 
 def work_in(work: Work, block: BlockSpec, backend: str) -> Work:

@@ -32,7 +32,7 @@ _INDEX_BYTES = (
 )
 # Operators that a forward launches, counted on the decoder: of a dense layer, and what a mixture adds to it, but for
 # the products of experts.
-_LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
+LAYER_OPERATORS, _MIXTURE_OPERATORS = 38, 20
 _PASSED_OPERATORS = 14  # of these, the ones between dispatch and combine
 
 
@@ -121,7 +121,7 @@ def router_dtype(compute: str) -> str:
 def launches(work: "Work", experts: ExpertsConfig) -> float:
     """Kernels that the host launches for a layer with a mixture, over those of a dense layer."""
     products = 3 * sum(count for count, _ in even_loads(work.routed, experts))
-    return 1 + (_MIXTURE_OPERATORS + products) / _LAYER_OPERATORS
+    return 1 + (_MIXTURE_OPERATORS + products) / LAYER_OPERATORS
 
 
 def _passes(device: Device, work: "Work", experts: ExpertsConfig) -> tuple[float, float]:

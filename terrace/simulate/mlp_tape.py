@@ -239,8 +239,11 @@ class MlpTape(_GateTape):
         return tokens * self.hidden * wider + column * (self.item + wider)
 
     def _stack(self, name: str, source: str, target: str, variables: tuple[str, ...] = ()) -> None:
-        # The gradient of a stack is written where it is kept (terrace.runtime.weight_records).
-        self._product(name, source, target, 0, variables)
+        # The gradient of a stack is written where it is kept, one matrix after the other.
+        experts = self.work.model.experts
+        assert experts is not None, "a stack is of experts"
+        inner = -(-experts.intermediate_size // self.work.expert_rows)
+        self._product(name, source, target, inner * self.hidden, variables)
 
     def _shared(self, source: str, output: str, experts: ExpertsConfig) -> str:
         """The shared expert; the name of its result."""

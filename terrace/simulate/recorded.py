@@ -7,9 +7,9 @@ prediction's (terrace.simulate.step), which all commands share.
 from dataclasses import dataclass
 from functools import cached_property
 
-from terrace.simulate.activations import activations_by_block
 from terrace.simulate.critical import CriticalPath, critical_path, exposed_by_axis
 from terrace.simulate.curve import MemoryCurve, memory_curve
+from terrace.simulate.held import activations_by_block
 from terrace.simulate.recording import Recording
 from terrace.simulate.stages import Passed, record_stages
 from terrace.simulate.step import Prediction, Step, play_whole, predict_step
@@ -82,5 +82,4 @@ def _curve(step: Step, recording: Recording) -> MemoryCurve:
     if not isinstance(step.work, Work):
         return memory_curve(recording)
     backend = step.cluster.device.backend
-    kept, working = zip(*activations_by_block(step.work, step.plan, recording.program.blocks, backend), strict=True)
-    return memory_curve(recording, list(kept), list(working))
+    return memory_curve(recording, activations_by_block(step.work, step.plan, recording.program.blocks, backend))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from terrace.base.collection import no_collection
 from terrace.base.errors import ProgramError
 from terrace.plan.wire import MessageClass
-from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.instruction import Instruction
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.event import Event
@@ -75,24 +75,6 @@ def record_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list
         pipeline = Pipeline(programs, costs, Recorder)
         pipeline.run()
         return pipeline.recordings()
-
-
-def activation_bytes(program: "Program", by_block: Sequence[tuple[int, int]]) -> int:
-    """Peak bytes of activations on a rank, the running block's working memory included.
-
-    `by_block` has (bytes that a forward keeps, bytes that a backward takes on top) for each block and one micro-batch.
-    After BACKWARD_INPUT all are taken as still kept: the inputs and output gradients of linear layers are most of them.
-    """
-    now = most = 0
-    for instruction in program.short.instructions:
-        if instruction.op in PASSES:
-            kept, on_top = by_block[instruction.block]
-            if instruction.op is Op.FORWARD:
-                now += kept
-            most = max(most, now + on_top)
-            if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                now -= kept
-    return most
 
 
 class _Noting(Rank):

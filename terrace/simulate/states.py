@@ -41,7 +41,7 @@ from terrace.plan.state_bytes import accumulates_in_place, keeps_master, moment_
 from terrace.plan.wire import FORMATS, MessageClass
 
 Sizes = tuple[int, ...]  # elements of a block of each kind
-_Dtypes = tuple[Literal["bf16", "fp32", "fp64"], Literal["fp32", "fp64"], Literal["bf16", "fp32"] | None]
+_Dtypes = tuple[Literal["bf16", "fp16", "fp32", "fp64"], Literal["fp32", "fp64"], Literal["bf16", "fp32"] | None]
 
 
 class Flats(NamedTuple):

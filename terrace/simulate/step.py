@@ -280,7 +280,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
     seconds = [round(each / _UNIT_S) for each in _blocks_s(costs)]
     # Model state bounds a virtual stage's share of the blocks.
     sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
-    room = cluster.device.memory_bytes * num_stages / virtual
+    room = cluster.device.usable_bytes * num_stages / virtual
     return tuple(map(len, share(seconds, virtual, sizes, room)))
 
 

@@ -13,6 +13,9 @@ tensors that it reads from outside, and nothing else; its own come back, all at 
 operation that keeps one of them begins, and each is freed as any kept tensor is.
 
 The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
+
+Where the backward is in two halves, the first also holds, for the second, what each *product* (`weighs`) kept and the
+gradient of its result (terrace.runtime.linear).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +40,7 @@ class Operation(NamedTuple):
     is_sum: bool = False
     variables: tuple[str, ...] = ()  # tensors that variables of the enclosing function still hold
     replay: str = ""  # of which it is a part, if any
+    weighs: bool = False  # a product whose weight gradient can be computed later
 
 
 def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -105,6 +109,15 @@ def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: b
 
 def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
     """Peak bytes alive during a backward, with kept tensors and the gradients at both ends."""
+    return _backward(tape, sizes, halves=False)[0]
+
+
+def split_backward(tape: Sequence[Operation], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """`backward_peak` of the first half of a backward, and the bytes that it holds for the second."""
+    return _backward(tape, sizes, halves=True)
+
+
+def _backward(tape: Sequence[Operation], sizes: Mapping[str, int], *, halves: bool) -> tuple[int, int]:
     again = dropped(tape)
     keeps = [
         tuple(dict.fromkeys((*operation.keeps, *kept)))
@@ -117,9 +130,14 @@ def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
     gradients = {OUTPUT: 0}  # tensor -> the buffer that holds its gradient
     buffers = [sizes[OUTPUT]]
     outside = {0}  # the caller holds the gradient of the output to the end
+    due, due_gradients = set[str](), set[int]()  # what weight gradients need
     peak = 0
     for index, operation in reversed(list(enumerate(tape))):
         arriving = gradients.pop(operation.writes)
+        if halves and operation.weighs:
+            due.update(operation.keeps)
+            due_gradients.add(arriving)
+            outside.add(arriving)
         added = operation.backward_adds
         for replay in {again[name] for name in operation.keeps if name in again} - replayed:
             replayed.add(replay)
@@ -146,8 +164,9 @@ def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
         # A set: one buffer may be the gradient of several tensors.
         living = outside | {arriving, *gradients.values()}
         peak = max(peak, sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living) + added)
-        held -= {name for name in keeps[index] if first_keeper[name] == index and name not in (INPUT, OUTPUT)}
-    return peak
+        freed = {name for name in keeps[index] if first_keeper[name] == index and name not in (INPUT, OUTPUT)}
+        held -= freed - due
+    return peak, sum(sizes[name] for name in due) + sum(buffers[buffer] for buffer in due_gradients)
 
 
 def _replay_adds(tape: Sequence[Operation], replay: str, held: set[str], sizes: Mapping[str, int]) -> int:

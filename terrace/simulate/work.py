@@ -52,7 +52,8 @@ class Work:
     operations: tuple[str, ...] = ()
     flash: bool = True
     causal: bool = True
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    products: str | None = None  # of layers, in 8 bits (terrace.plan.products); None: in `compute`
     documents: bool = False
     attention: AttentionChoice = "auto"
     expert: int = 1

@@ -23,9 +23,10 @@ from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
+from terrace.comm.process_group import barrier
 from terrace.comm.stage_p2p import StageP2P
 from terrace.model.attention_plans import choose_kernel
-from terrace.model.config import forward_flops
+from terrace.model.config import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan.context import is_context_parallel, local_tokens
@@ -35,6 +36,8 @@ from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
+from terrace.runtime.scaled_linear import scale_matrices
+from terrace.runtime.scaled_products import Scaling
 from terrace.simulate.step import Prediction
 from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
@@ -158,6 +161,10 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     blocks = build_blocks(config)
     choose_kernel(blocks, run.train.attention)
     initialise(blocks, config, 0, dtype, engine.device)
+    scaling, specs = Scaling.of(run.plan, engine.device), block_specs(config)
+    if scaling is not None:
+        named = dict(blocks[1].named_parameters())
+        scale_matrices([(param, named[param.name]) for param in specs[1].params], specs, 1, scaling)
     mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
     if is_context_parallel(mesh, run.plan):
         sizes = (1, local_tokens(run.plan, mesh, run.train.sequence))
@@ -282,7 +289,7 @@ def _message_s(engine: Engine, message: Work) -> float:
 def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> float:
     work()
     if dist.is_initialized() and engine.program.cluster.world_size > 1:
-        dist.barrier()
+        barrier()
     _finish(engine)
     begin, calls = time.perf_counter(), 0
     # Either a fixed number of calls, which all ranks must share when they exchange messages, or as many as fit the

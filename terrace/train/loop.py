@@ -110,7 +110,7 @@ class RankOfRun:
         starts_with = run.train.weights if job.resume is None else ""
         # A resumed run has its values in the checkpoint, so the starting weights are not read again.
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
-        self.compiling = run.train.compile  # compiling may take minutes in the first step
+        self.compiling = bool(run.train.compile)  # compiling may take minutes in the first step
         self.engine = Engine(
             run_blocks_of(run),
             names=[spec.name for spec in run.blocks()],
@@ -129,7 +129,7 @@ class RankOfRun:
             timeout=Timeouts(timedelta(seconds=2 * run.train.timeout_s), APART),
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=self._at,
-            compiled=run.train.compile,
+            compiled=bool(run.train.compile),
             balance=run.balance,
             seed=run.train.seed,
             verified=True,  # by the process that prepared the job
@@ -353,6 +353,8 @@ class RankOfRun:
             num_tokens=num_tokens,
             step_s=step_s,
             outer=outer_figures(result.outer),
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
             pairs=self.learning.figures(self.step, self.engine),

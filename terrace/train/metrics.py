@@ -60,6 +60,8 @@ class StepRecord:
     balance: float | None = None
     load: dict[str, float] = field(default_factory=dict)  # of the experts of rank 0's stage: terrace.program.loads
     outer: dict[str, dict[str, MaybeNaN]] = field(default_factory=dict)
+    loss_scale: float | None = None  # in fp16
+    skipped: bool = False  # nothing was updated, since gradients were not finite in fp16
     slow_ranks: dict[str, float] = field(default_factory=dict)  # rank -> its own time over its peers'
     time: float = 0.0  # when the step ended, in seconds since 1970
 

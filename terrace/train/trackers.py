@@ -63,6 +63,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
         "train/learning_rate": record.learning_rate,
+        "train/loss_scale": record.loss_scale,
         "train/tokens": record.num_tokens,
         "perf/tokens_per_s": record.tokens_per_s,
         "perf/tokens_per_s_per_device": record.tokens_per_s_per_device,

@@ -24,7 +24,7 @@ from terrace.train.adapted import merged_values
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.folder import SOURCE, check_source
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)

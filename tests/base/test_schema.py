@@ -91,7 +91,14 @@ def test_presets_round_trip(name: str) -> None:
     cluster = load(Cluster, table, "cluster")
     dumped = dump(cluster)
     kernels = dump(Kernels()) | table["device"].get("kernels", {})
-    ideal_device = {"backend": "cuda", "overlap_penalty": 0.0, "spread": 0.0, "marks": {}}
+    ideal_device = {
+        "backend": "cuda",
+        "headroom": "5%",
+        "overlap_penalty": 0.0,
+        "power_watts": 0.0,
+        "spread": 0.0,
+        "marks": {},
+    }
     device = {**ideal_device, **table["device"], "kernels": kernels}
     ideal = {
         "shared": False,
@@ -99,6 +106,8 @@ def test_presets_round_trip(name: str) -> None:
         "direct": False,
         "efficiency": 1.0,
         "half_bytes": 0.0,
+        "links": [],
+        "contention": [],
         "marks": {},
         "bus": {},
     }

@@ -1,5 +1,6 @@
 """`bench/gpu.py` on a machine without a GPU: parts run at their smallest, and none that fails costs another."""
 
+import json
 import subprocess
 import sys
 import time
@@ -9,10 +10,59 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import PARTS, Part, run_parts
-from bench.gpu_parts.setting import Setting
+from bench.gpu import PARTS, peak_tflops
+from bench.gpu_parts.running import Part, run_parts
+from bench.gpu_parts.setting import Row, Setting
+from bench.gpu_parts.summary import Summary
 
-HERE = ("exactness", "codecs", "bandwidth", "products", "attention", "generation", "training:engine", "training:plain")
+HERE = (
+    "exactness:parity",
+    "exactness:streams",
+    "codecs",
+    "bandwidth",
+    "products",
+    "fp8",
+    "attention",
+    "generation",
+    "training:engine",
+    "training:plain",
+    "training:8B engine",
+)
+# A part of that name with other rows, in the process and by the entry point of all parts.
+PART = """
+import bench.gpu_parts.bandwidth as part
+from bench.gpu_parts.setting import Row
+from bench.gpu_parts.__main__ import main
+def rows(setting):
+    yield Row("before", "1")
+    {failure}
+    yield Row("after", "2")
+part.rows = rows
+main()
+"""
+FAILURES = {
+    "good": ("pass", 20.0, None),
+    "exits": ("import os; os._exit(0)", 20.0, "ended with 0 before its last row: nothing was printed"),
+    "is killed": ("import os; os.kill(os.getpid(), 9)", 20.0, "ended with -9: nothing was printed"),
+    "aborts": ("import os; os.abort()", 20.0, "ended with -6: "),
+    "has no memory": (
+        "import torch; raise torch.OutOfMemoryError('CUDA out of memory')",
+        20.0,
+        "ended with 1: torch.OutOfMemoryError: CUDA out of memory",
+    ),
+    "hangs": (
+        "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); print('asleep', flush=True);"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77.125)']); time.sleep(60)",
+        8.0,
+        "had not ended after 8 s: asleep",
+    ),
+    "writes no row": (
+        "import sys; file = open(sys.argv[sys.argv.index('--rows') + 1], 'a'); print('[1', file=file); file.close()",
+        20.0,
+        None,
+    ),
+    "last": ("pass", 20.0, None),
+}
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -31,34 +81,65 @@ def test_every_part_has_a_module_and_they_are_worth_more_than_their_time() -> No
     assert sum(part.limit_s for part in PARTS[:6]) <= 540, "the first parts always have their time"
 
 
-def test_a_part_that_fails_hangs_or_is_late_costs_no_other(tmp_path: Path) -> None:
-    codes = {
-        "good": "print('[\"a\", \"1\", true]', file=open(file, 'a'))",
-        "dies": "print('[\"b\", \"2\", false]', file=open(file, 'a', 1)); import os; os.abort()",
-        "hangs": "import time; time.sleep(60)",
-        "last": "print('[\"c\", \"3\"]', file=open(file, 'a'))",
-    }
-
+def test_a_part_that_fails_in_any_way_costs_no_other(tmp_path: Path) -> None:
     def command(part: str, file: Path) -> Sequence[str]:
-        return [sys.executable, "-c", f"file = {str(file)!r}; {codes[part]}"]
+        words = ["bandwidth", "--rows", str(file), "--folder", str(tmp_path), "--device", "cpu", "--peak-tflops", "1"]
+        return [sys.executable, "-c", PART.format(failure=FAILURES[part][0]), *words]
 
-    parts = [Part(name, 2.0 if name == "hangs" else 20.0) for name in codes]
-    found = list(run_parts(parts, command, tmp_path, time.monotonic() + 60))
-    assert [(part, row.subject, row.passes) for part, row in found] == [
-        ("good", "a", True),
-        ("dies", "b", False),
-        ("dies", "failed", False),
-        ("hangs", "failed", False),
-        ("last", "c", True),
-    ]
-    assert found[2][1].found.startswith("ended with -6")
-    assert found[3][1].found.startswith("had not ended after 2 s")
-    late = list(run_parts(parts, command, tmp_path, time.monotonic() + 1))
-    assert [row.found for _, row in late] == ["no time was left"] * len(parts)
+    parts = [Part(name, limit_s) for name, (_, limit_s, _) in FAILURES.items()]
+    summary, found = Summary(tmp_path, "here", [part.name for part in parts]), dict[str, list[Row]]()
+    for part, row in run_parts(parts, command, tmp_path, time.monotonic() + 100):
+        summary.add(part, row)
+        found.setdefault(part, []).append(row)
+    for name, (_, _, problem) in FAILURES.items():
+        first, *rest = found[name]
+        assert first == Row("before", "1"), name
+        if problem is not None:
+            (failed,) = rest
+            assert (failed.subject, failed.passes) == ("failed", False)
+            assert failed.found.startswith(problem), failed
+        else:
+            assert rest[-1] == Row("after", "2")
+    assert found["writes no row"][1] == Row("a broken row", "[1", False)
+    assert "77.125" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(line["part"], line["found"]) for line in lines] == [(part, row.found) for part, row in summary.found]
+    assert "; WRONG: exits, is killed, aborts, has no memory, hangs, writes no row;" in summary.last_line()
+
+
+def test_no_part_begins_without_time(tmp_path: Path) -> None:
+    late = list(run_parts([Part("one", 9.0), Part("two", 9.0)], lambda *_: [], tmp_path, time.monotonic() + 1))
+    assert [(part, row.found) for part, row in late] == [("one", "no time was left"), ("two", "no time was left")]
+
+
+def test_a_summary_names_goals_and_parts_to_come(tmp_path: Path) -> None:
+    summary = Summary(tmp_path, "H200, torch 2.13", ["a", "b"])
+    summary.add("a", Row("MFU", "49.0% | of all", False, "50%"))
+    text = (tmp_path / "summary.md").read_text()
+    assert "| a | MFU | 49.0% / of all | 50% | missed |" in text
+    assert "Without a row so far: b." in text
+    assert (summary.parts_with("missed"), summary.parts_with("WRONG")) == (["a"], [])
+
+
+def test_all_of_the_command_on_the_cpu(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    words += ["--only", "exactness:parity,prediction,bandwidth"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    summary = (tmp_path / "summary.md").read_text()
+    for subject in ("parity fp64, zero3", "step", "memory resident"):
+        assert f"| {subject} |" in summary, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "; WRONG: none; missed: none" in summary
+    assert "Without a row" not in summary
+
+
+def test_peaks_are_of_the_device() -> None:
+    names = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA A100-SXM4-80GB": 312.0, "T4": None}
+    assert {name: peak_tflops(name) for name in names} == names
 
 
 def test_without_a_device_it_says_so() -> None:
-    words = [sys.executable, "-m", "bench.gpu", "--only", "nothing"]
+    words = [sys.executable, "-m", "bench.gpu", "--only", "exactness"]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=60, check=False, env={"CUDA_VISIBLE_DEVICES": ""}
     )
@@ -66,7 +147,7 @@ def test_without_a_device_it_says_so() -> None:
         0,
         "no CUDA device here: nothing was run (--device cpu --tiny tries the parts)\n",
     )
-    words += ["--device", "cpu"]
+    words += ["--device", "cpu", "--only", "nothing"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "no part begins so" in done.stderr

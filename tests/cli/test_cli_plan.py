@@ -290,11 +290,11 @@ def test_a_pinned_axis_that_is_not_searched_is_named(here: Planning) -> None:
 
 def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
     """What is said to fit where nothing does is planned as it is written."""
-    tight = ("--cluster.device.memory_bytes", "1.58e9")
+    tight = ("--cluster.device.memory_bytes", "1.58e9", "--headroom", "0%")
     error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
     assert "with --axes all one fits: " in error
     assert here.say("plan", "--nodes", "1", *tight, batch=8)[0] == 0
-    device = replace(load_cluster("frontier").device, memory_bytes=1.58e9)
+    device = replace(load_cluster("frontier").device, memory_bytes=1.58e9, headroom="0%")
     cluster = replace(load_cluster("frontier").resized(1), device=device)
     task = Task(model=parse_model(GPT), cluster=cluster, batch=8, sequence=256)
     words = nodes_words(Space(task=task, axes=("data",)), 400)
@@ -303,7 +303,7 @@ def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
 
 
 def test_a_pin_that_leaves_nothing_is_told(here: Planning) -> None:
-    tight = ("--nodes", "1", "--cluster.device.memory_bytes", "1.58e9")
+    tight = ("--nodes", "1", "--cluster.device.memory_bytes", "1.58e9", "--headroom", "0%")
     error = here.refused("plan", *tight, "--pin", "optimizer=device", "--pin", "data=8")
     assert "without optimizer=device and data=8 one fits: " in error
     assert here.say("plan", *tight)[0] == 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.cli import plan
+from terrace.cli.main import main
 from terrace.cli.own_plan import own_plan
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import Cost
@@ -94,7 +95,7 @@ def test_a_plan_says_what_tokens_take(here: Planning) -> None:
 def test_bad_questions_are_one_line_before_the_search(
     here: Planning, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(plan, "find_stored", None)  # a search would raise
+    monkeypatch.setattr(plan, "find_with", None)  # a search would raise
     assert said in here.refused("plan", *SMALL, *words)
 
 
@@ -117,7 +118,9 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
     assert (int(line[1]), line[2]) == (run.plan.micro_batch, seconds(step_s))
     best = float(re.findall(r"^ 1 +([\d.]+) ms", out, re.M)[0]) / 1e3
     assert float(line[3]) == pytest.approx(100 * (step_s / best - 1), abs=0.3)
-    assert re.search(r"; needs [\d.]+ GB of 64 GB, the best [\d.]+ GB", joined(out))
+    assert re.search(
+        r"; needs [\d.]+ GB of 65.27 GB \(68.7 GB less a headroom of 5%\), the best [\d.]+ GB", joined(out)
+    )
 
 
 def test_the_found_plan_is_as_long_as_itself(here: Planning) -> None:
@@ -149,7 +152,7 @@ def test_the_answers_fit_in_eighty_columns(here: Planning) -> None:
     )
     code, out, _ = here.say("plan", "--nodes", "2", *asked, batch=64)
     assert code == 0
-    part = out.split("the fastest plan that leaves")[1].split("why this plan")[0]
+    part = out.split("the fastest plan for each headroom")[1].split("why this plan")[0]
     own = out.split("your plan")[1].split("\n\n")[0]
     price = out.split("throughput: ")[1].split("MFU")[0]
     for text in (part, own, price):
@@ -162,3 +165,22 @@ def test_a_step_of_the_users_plan_is_that_of_the_task() -> None:
     assert own.cost.step_s == predict_step(step_of(task, own.plan)).step_s
     assert (own.plan.compute, own.plan.micro_batch) == (task.compute, 2)
     assert own_plan(task, None, {}).plan.name == "three-level"
+
+
+def test_the_headroom_of_the_command_is_kept_and_shown(here: Planning) -> None:
+    """A plan that needs all of the memory is found without headroom, refused with one, and not simulated with more."""
+    fixed = (*SMALL, "--pin", "params=device", "--pin", "micro_batch=2", "--pin", "optimizer=node", "--force")
+    code, out, _ = here.say("plan", *fixed, "--headroom", "0%")
+    assert code == 0
+    needed = float(re.findall(r"^ total +([\d.]+) GB", out, re.M)[0])
+    memory = ("--cluster.device.memory_bytes", f"{1.004 * needed}e9")
+    assert here.say("plan", *fixed, *memory, "--headroom", "0%")[0] == 0
+    for headroom in ("3%", "60MB"):
+        assert f"less a headroom of {headroom})" in here.refused("plan", *fixed, *memory, "--headroom", headroom)
+    assert main(["simulate", "plan.toml", *memory, "--headroom", "97%"]) == 2
+    assert "less a headroom of 97%)" in here.error()
+
+
+def test_a_headroom_without_a_unit_is_refused(here: Planning) -> None:
+    error = here.refused("plan", *SMALL, "--headroom", "6")
+    assert "device.headroom = '6' must be a share of the memory or bytes of it: write 5% or 4GB" in error

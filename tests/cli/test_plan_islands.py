@@ -114,7 +114,7 @@ def test_errors_of_an_island_name_the_whole_batch(here: Planning, batch: int, wo
 
 def test_where_nothing_fits_with_a_delay_exchanges_are_waited_for(here: Planning) -> None:
     """Of a delayed exchange a rank keeps two slices more: 107 MB here, where the optimizer is whole on a device."""
-    plan = ("plan", *SLOW, "--axes", "data", "--pin", "optimizer=device", "--best", "1")
+    plan = ("plan", *SLOW, "--axes", "data", "--pin", "optimizer=device", "--best", "1", "--headroom", "0%")
     words = here.refused(*plan, "--outer", "every<=5,delay>=1", "--cluster.device.memory_bytes", "1e8")
     needed = re.search(r"the nearest of an island .*? needs ([\d.]+) GB of", words)
     assert needed is not None, words

@@ -33,7 +33,7 @@ def test_more_nodes_keep_the_sequences_per_device_that_a_plan_was_made_for(here:
 def test_a_reason_is_told_once_for_all_sizes(here: Planning) -> None:
     assert here.say("plan", "--nodes", "8", "--axes", "data", "--pin", "params=system", batch=64)[0] == 0
     needed = rows(here.call("scale", "--plan", "plan.toml").out, "weak")[2][-1].removesuffix(" GB")
-    tight = ("--cluster.device.memory_bytes", f"{float(needed) - 0.005:g}e9")
+    tight = ("--cluster.device.memory_bytes", f"{float(needed) - 0.005:g}e9", "--headroom", "0%")
     out = here.call("scale", "--plan", "plan.toml", *tight).out
     for scaling in ("weak", "strong"):
         part = out.split(f"{scaling} scaling")[1].split("strong scaling")[0]

@@ -44,15 +44,17 @@ def cuda_constants(codec: str, *, encode: bool) -> dict[str, int | bool]:
     return {**common, **scales, "FEEDBACK": True, "QMAX": int(grid.qmax), "INF": INF_BITS}
 
 
-def compiled(name: str, signature: dict[str, str], constants: dict[str, int | bool]) -> str:
-    """Return the PTX of a kernel."""
+def compiled(name: str, signature: dict[str, str], constants: dict[str, int | bool], capability: int) -> str:
+    """Return the PTX of a kernel for a compute capability, 80 for 8.0."""
     triton, targets = import_module("triton.compiler"), import_module("triton.backends.compiler")
     source = triton.ASTSource(
         fn=getattr(import_module("terrace.comm.codecs.kernels"), name),
         signature={**signature, **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
     )
-    built = triton.compile(source, target=targets.GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
+    built = triton.compile(
+        source, target=targets.GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}
+    )
     return str(built.asm["ptx"])
 
 
@@ -77,11 +79,12 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
-def test_kernels_compile_without_a_gpu(codec: str) -> None:
-    """For compute capability 8.0: correctly rounded division, and nothing fused or flushed that would change bits."""
-    encode = compiled("encode_kernel", ENCODE_SIGNATURE, cuda_constants(codec, encode=True))
-    decode = compiled("decode_kernel", DECODE_SIGNATURE, cuda_constants(codec, encode=False))
+def test_kernels_compile_without_a_gpu(codec: str, capability: int) -> None:
+    """For Ampere, Hopper, Blackwell: division is correctly rounded, and nothing fused or flushed that changes bits."""
+    encode = compiled("encode_kernel", ENCODE_SIGNATURE, cuda_constants(codec, encode=True), capability)
+    decode = compiled("decode_kernel", DECODE_SIGNATURE, cuda_constants(codec, encode=False), capability)
     assert "div.rn.f32" in encode
     for assembly in (encode, decode):
         assert "fma." not in assembly

@@ -56,7 +56,7 @@ def test_load_tokenizer_bytes_and_missing(tmp_path: Path) -> None:
 def test_load_tokenizer_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'terrace\[hf\]'"):
+    with pytest.raises(DataError, match=r"pip install 'terrace-train\[hf\]'"):
         load_tokenizer(tmp_path)
 
 

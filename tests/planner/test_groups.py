@@ -1,7 +1,6 @@
 """Groups of shapes: together they are the space, and what is bounded for a group holds for everything in it."""
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -61,19 +60,19 @@ def groups_of(space: Space, evaluator: Evaluator) -> list[Group]:
 
 
 @pytest.mark.parametrize("pins", [Pins(), Pins({"micro_batch": (1, 3), "ulysses": (2, 2)}), Pins({"columns": (1, 2)})])
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_groups_are_the_whole_space_once(pins: Pins, compute: Literal["bf16", "fp32"]) -> None:
-    task = replace(TASKS["grouped, dgx 4x2, 16"], compute=compute)
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_groups_are_the_whole_space_once(pins: Pins, by_tokens: bool) -> None:
+    """Also where attention writes its scores: the tiles of those products depend on the form, not on tokens alone."""
+    task = TASKS["grouped, dgx 4x2, 16"]
     space = Space(task=task, pins=pins)
     estimator = evaluator_of(task).estimator
-    # Grouped heads in fp32 attend with plain products, whose tiles depend on the form.
-    assert estimator.computes_by_tokens == (compute == "bf16")
-    found = list(groups(space, by_tokens=estimator.computes_by_tokens))
+    assert estimator.computes_by_tokens
+    found = list(groups(space, by_tokens=by_tokens))
     members = [member for group in found for member in group.members]
     every = [(shape, each) for shape in open_meshes(space) for each in micro_batches(space, shape.mesh.total("data"))]
     assert len(members) == len(set(members)) == len(every)
     assert set(members) == set(every)
-    assert (len(found) < len(every)) == (compute == "bf16")
+    assert (len(found) < len(every)) == by_tokens
     for group in found:
         own = estimator.work(group.shape.mesh, group.micro_batch).tokens
         for shape, micro_batch in group.members:

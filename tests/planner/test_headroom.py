@@ -1,11 +1,12 @@
-"""The fastest plan for each part of the memory that stays free is the one that trying everything finds."""
+"""The fastest plan for each headroom is the one that trying everything finds; every search keeps to the headroom."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from terrace.planner.headroom import PARTS, headrooms
+from terrace.cluster.headroom import headroom_bytes
+from terrace.planner.headroom import WIDER, headrooms
 from terrace.planner.ranking import ranked
 from terrace.planner.search import find
 from terrace.planner.space import Space
@@ -15,8 +16,8 @@ from tests.support.exhaustive import exhaustive
 from tests.support.planner_cases import CLUSTERS, evaluator_of, small_task
 
 
-def with_memory(task: Task, memory_bytes: float) -> Task:
-    device = replace(task.cluster.device, memory_bytes=memory_bytes)
+def with_memory(task: Task, memory_bytes: float, headroom: str = "0%") -> Task:
+    device = replace(task.cluster.device, memory_bytes=memory_bytes, headroom=headroom)
     return replace(task, cluster=replace(task.cluster, device=device))
 
 
@@ -29,18 +30,33 @@ def test_the_fastest_plans_by_headroom_are_those_of_trying_everything(share: flo
     memory = needs[int(share * (len(needs) - 1))]
     space = Space(task=with_memory(task, memory), axes=axes)
     found, evaluator = find(space)
-    parts = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.9)
-    rooms = headrooms(space, evaluator, found.best[0], 10**6, parts)
-    assert [room.free for room in rooms] == list(parts)
+    wider = ("2%", "5%", "10%", "15%", "20%", "30%", "90%")
+    rooms = headrooms(space, evaluator, found.best[0], 10**6, wider)
+    assert [room.headroom for room in rooms] == ["0%", *wider]
     for room in rooms:
-        fitting = ranked(each for each in everything if each.needed_bytes <= (1 - room.free) * memory)
+        most = memory - headroom_bytes(room.headroom, memory)
+        fitting = ranked(each for each in everything if each.needed_bytes <= most)
         assert room.proved
         assert (room.best is None) == (not fitting)
         if room.best is not None:
-            assert room.best.needed_bytes <= (1 - room.free) * memory
+            assert room.best.needed_bytes <= most
             assert room.best.candidate == fitting[0].candidate
     assert rooms[-1].best is None
     assert len({room.best.candidate for room in rooms if room.best is not None}) > 1
+
+
+def test_a_search_keeps_to_the_headroom_of_the_device() -> None:
+    """With a headroom of h bytes the plans are those of a device with h bytes less, and no narrower one is shown."""
+    task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
+    space = Space(task=task, axes=("data", "tensor"))
+    needs = sorted(each.needed_bytes for each in exhaustive(space, evaluator_of(task), math.inf))
+    memory = float(needs[len(needs) // 2])
+    smaller, kept = (replace(space, task=with_memory(task, *of)) for of in ((memory,), (memory + 7e9, "7GB")))
+    (plain, _), (found, evaluator) = find(smaller), find(kept)
+    assert [each.candidate for each in found.best] == [each.candidate for each in plain.best]
+    assert found.best[0].needed_bytes <= memory < needs[-1]
+    rooms = headrooms(kept, evaluator, found.best[0], 400, ("1MB", "7GB", "8GB"))
+    assert [room.headroom for room in rooms] == ["7GB", "8GB"]
 
 
 def test_a_table_writes_a_plan_once() -> None:
@@ -50,7 +66,7 @@ def test_a_table_writes_a_plan_once() -> None:
     rooms = headrooms(space, evaluator, found.best[0], 400)
     assert all(room.best == found.best[0] for room in rooms)  # of 64 GB it needs little
     table = headrooms_table(task, rooms, "t")
-    assert list(table.columns[0].cells) == [f"{100 * part:.0f} %" for part in PARTS]
+    assert list(table.columns[0].cells) == [task.cluster.device.headroom, *WIDER]
     assert list(table.columns[-1].cells)[1:] == ["the same"] * 3
 
 
@@ -59,7 +75,7 @@ def test_a_search_that_stopped_early_says_so() -> None:
     space = Space(task=task, axes=("data",))
     found, _ = find(space)
     tight = with_memory(task, found.best[0].needed_bytes * 1.01)
-    rooms = headrooms(replace(space, task=tight), evaluator_of(tight), found.best[0], 1, (0.0, 0.02, 0.05))
+    rooms = headrooms(replace(space, task=tight), evaluator_of(tight), found.best[0], 1, ("2%", "5%"))
     assert rooms[0].proved
     assert not all(room.proved for room in rooms[1:])
     said = " ".join(str(cell) for cell in headrooms_table(tight, rooms, "t").columns[-1].cells)

@@ -78,7 +78,7 @@ def test_what_lacks_memory_is_not_simulated_while_nothing_fits() -> None:
 
 
 def test_the_members_that_are_advised_fit_and_fewer_do_not(here: Planning) -> None:
-    tight = ("--axes", "data", "--cluster.device.memory_bytes", "1.568e9")
+    tight = ("--axes", "data", "--cluster.device.memory_bytes", "1.568e9", "--headroom", "0%")
     error = here.refused("plan", "--nodes", "1", *tight, batch=480)
     nodes = int(re.findall(r"--nodes (\d+), the fewest with which one fits", error)[0])
     assert nodes > 2

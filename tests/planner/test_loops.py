@@ -110,7 +110,7 @@ def test_memory_for_the_outer_state_is_kept_free() -> None:
     bounds = parse_outer("every<=50", "system")
     island = island_task(task, bounds, [()])
     alone, _ = find(Space(task=replace(island, islands=None)), count=1)
-    device = replace(task.cluster.device, memory_bytes=float(alone.best[0].needed_bytes))
+    device = replace(task.cluster.device, memory_bytes=float(alone.best[0].needed_bytes), headroom="0%")
     loop, _, _ = chosen(replace(task, cluster=replace(task.cluster, device=device)), "every<=50")
     assert loop.estimate.needed_bytes <= device.memory_bytes
 

@@ -49,7 +49,7 @@ def test_the_choice_is_the_fastest_of_all_that_fit(table: dict[str, Any]) -> Non
     assert seconds[chosen.plan.micro_batch, chosen.plan.unit] <= min(seconds.values()) * (1 + TIE) ** 2
     # With half the room between the least and the most, another choice.
     room = (min(bytes_of.values()) + max(bytes_of.values())) // 2
-    tight = run_of(table | {"cluster": {"device": {"memory_bytes": float(room)}}})
+    tight = run_of(table | {"cluster": {"device": {"memory_bytes": float(room), "headroom": "0%"}}})
     assert needed_bytes(tight) <= room < max(bytes_of.values())
     fitting = min(taken for each, taken in seconds.items() if bytes_of[each] <= room)
     assert seconds[tight.plan.micro_batch, tight.plan.unit] <= fitting * (1 + TIE) ** 2
@@ -96,7 +96,7 @@ def tight_run(memory_bytes: float, **plan: Any) -> RunConfig:
         None,
         {"cluster": "local"},
         {
-            "cluster": {"device": {"memory_bytes": memory_bytes}},
+            "cluster": {"device": {"memory_bytes": memory_bytes, "headroom": "0%"}},
             "model": MODEL | model | {"intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8},
             "plan": plan,
             "data": {"path": "pairs.jsonl", "format": "pairs"},

@@ -25,7 +25,7 @@ from tests.support.nightly import nightly
 
 def cluster_of(inner: int, outer: int, memory_bytes: float) -> Cluster:
     whole = nodes(outer)
-    device = replace(whole.device, memory_bytes=memory_bytes)
+    device = replace(whole.device, memory_bytes=memory_bytes, headroom="0%")
     return replace(whole, device=device, tiers=(replace(whole.tiers[0], size=inner), whole.tiers[1]))
 
 

@@ -51,7 +51,7 @@ def test_tables_have_a_row_for_each_role_and_pool(reports: tuple[IterationReport
     lines = taken.get().splitlines()
     for name, ranks in (("actor", "0-7"), ("reference", "0-7"), ("critic", "8-15"), ("reward", "8-15")):
         assert any(line.split()[:2] == [name, ranks] for line in lines)
-    assert any("actor, reference" in line and "80 GB" in line for line in lines)
+    assert any("actor, reference" in line and "80.8 GB" in line for line in lines)
 
 
 def test_a_dataflow_is_told_with_its_updates() -> None:

@@ -153,6 +153,8 @@ def test_a_found_placement_keeps_the_dtypes_of_the_run() -> None:
         (["--plan", "zero++"], "and the run has wire gather.system = 'int8', "),
         (["--plan.wire.sync.system", "bf16"], "and the run has wire sync.system = 'bf16': leave out plan.wire"),
         (["--plan.optimizer_states", "int8"], "and the run has plan.optimizer_states = 'int8'"),
+        (["--plan.products", "fp8"], "and the run has plan.products = 'fp8': leave it out"),
+        (["--plan.compute", "fp16"], "plan.compute = 'fp16': losses of token numbers are not scaled"),
     ],
 )
 def test_what_a_found_placement_cannot_keep_is_refused(
@@ -170,8 +172,7 @@ def test_a_plan_beside_that_of_the_actor_is_refused(
     monkeypatch.chdir(tmp_path)
     here = CommandLine(tmp_path, capsys)
     (tmp_path / "run.toml").write_text('[run]\ntask = "sort"\n[plans]\nactor = "zero3"\n')
-    for words, own in ((["--plan", "zero1"], "--plan"), (["--plan.micro_batch", "4"], "--plan.micro_batch")):
-        refused = here.refusal("rl", "--config", "run.toml", "--explain", *words)
-        assert f"{own} has no effect on the actor" in refused
-        assert "--plans.actor" in refused
+    refused = here.refusal("rl", "--config", "run.toml", "--explain", "--plan", "zero1")
+    assert "--plan zero1 has no effect on the actor" in refused
+    assert "--plans.actor" in refused
     assert here.call("rl", "--config", "run.toml", "--explain", "--plans.actor", "zero1").code == 0

@@ -1,6 +1,6 @@
-"""Blocks through torch.compile: the same numbers while parameters are freed and gathered; what cannot be is refused."""
+"""Blocks through torch.compile, whole and in parts: the same numbers while parameters are freed and gathered."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import patch
@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from terrace.base.errors import ConfigError, PlanError
+from terrace.base.errors import ConfigError
+from terrace.cli import prepare
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.model import attention
 from terrace.program.lowering import build_stages
 from terrace.runtime import compiled
-from tests.support.parity import Case, Outcome, check, exact, train
+from terrace.train.config import resolve
+from tests.support.parity import Case, Outcome, check, exact, run, train
 from tests.support.toys import MODELS, cluster_of
 
 MODEL = "llama tied"
@@ -26,12 +28,19 @@ MODEL = "llama tied"
 def train_compiled(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
     """As `train`, by torch's compiler up to code generation, which takes seconds for every rank."""
 
-    def compile_blocks(modules: Sequence[nn.Module]) -> None:
+    def compile_blocks(modules: Iterable[nn.Module]) -> None:
         for module in modules:
             module.compile(backend="aot_eager", fullgraph=True)
 
-    with patch("terrace.runtime.engine.compile_blocks", compile_blocks):
+    def compile_parts(modules: Iterable[nn.Module]) -> None:
+        assert compiled.compile_parts(modules, backend="aot_eager"), "nothing to compile"
+
+    with (
+        patch("terrace.runtime.engine.compile_blocks", compile_blocks),
+        patch("terrace.runtime.engine.compile_parts", compile_parts),
+    ):
         outcomes = train(world, cluster, cases)
+    assert counters["stats"]["unique_graphs"] > 0
     torch.compiler.reset()
     return outcomes
 
@@ -42,6 +51,65 @@ def test_compiled_blocks_equal_one_process(pool: LocalPool) -> None:
     cases = [Case(exact(name, cluster), num_micros=2, model=MODEL, compiled=True) for name in names]
     cases.append(replace(cases[1], plan=replace(cases[1].plan, recompute=("block.1",))))
     check(pool, cluster, cases, train_compiled)
+
+
+def in_parts(cluster: Cluster) -> dict[str, tuple[str, dict[str, object]]]:
+    """Plans on four ranks whose blocks are compiled in parts: reason, model and changes of the plan."""
+    inside = {"node": {"data": 4}}
+    return {
+        "tensor axis": ("llama tied", {"mapping": {"node": {"tensor": 2, "data": 2}}}),
+        "attend together": ("llama tied", {"mapping": {"node": {"context": 2, "data": 2}}}),
+        "an expert": ("mixture, grouped", {"mapping": inside}),
+        "recompute": ("llama tied", {"recompute": ("*.1: mlp, norms",), "mapping": inside}),
+        "two parts": ("deep llama tied", {"mapping": {"node": {"pipeline": 4}}, "schedule": "zb-h1"}),
+    }
+
+
+def test_blocks_in_parts_equal_one_process(pool: LocalPool) -> None:
+    cluster, cases = cluster_of(1, 4), list[Case]()
+    for why, (model, changes) in in_parts(cluster).items():
+        plan, micros = exact("zero3" if "schedule" not in changes else "ddp", cluster, **changes), 4
+        programs = build_stages(cluster, plan, MODELS[model].declared, micros, 8)
+        assert why in compiled.why_parts(programs)
+        assert compiled.compiles_words(programs).startswith("torch.compile: the parts between products, since ")
+        cases.append(Case(plan, num_micros=micros, model=model, compiled=True))
+    check(pool, cluster, cases, train_compiled)
+
+
+def test_operations_that_are_recomputed_have_the_bits_of_compiled_ones_that_are_not(pool: LocalPool) -> None:
+    cluster = cluster_of(1)
+    plans = [exact("ddp", cluster, recompute=each) for each in ((), ("*.1: mlp, norms",))]
+    kept, again = (
+        outcome
+        for (outcome,) in run(pool, cluster, [Case(plan, model=MODEL, compiled=True) for plan in plans], train_in_parts)
+    )
+    assert (again.losses, again.norms) == (kept.losses, kept.norms)
+    assert torch.equal(again.parameters, kept.parameters)
+
+
+def train_in_parts(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
+    """As `train_compiled`, in parts whatever the plan."""
+    with patch("terrace.runtime.engine.why_parts", lambda programs: "a test"):
+        return train_compiled(world, cluster, cases)
+
+
+def test_parts_of_all_layers_are_few_graphs_of_one_engine() -> None:
+    torch.compiler.reset()
+    model = MODELS["deep llama tied"]
+    first, second = (model.blocks(torch.float64) for _ in range(2))
+    number = compiled.compile_parts(first, backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    for blocks in (first, second):
+        x = torch.arange(16).view(2, 8) % 7
+        for block in blocks:
+            x = block(x)
+        x.sum().backward()  # type: ignore[no-untyped-call]
+    # A norm, a gated activation, and a turn of queries and keys.
+    assert counters["stats"]["unique_graphs"] - before <= 4 < number
+    assert not any(
+        "to_gradient" in vars(block) and hasattr(block.to_gradient, "_torchdynamo_orig_callable") for block in second
+    )
+    torch.compiler.reset()
 
 
 def test_documents_of_another_batch_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,29 +132,44 @@ def test_documents_of_another_batch_compile_nothing_anew(monkeypatch: pytest.Mon
     assert graphs[1:] == graphs[:-1]
 
 
-def test_parts_of_a_backward_are_not_compiled() -> None:
+def test_whole_blocks_are_compiled_where_a_plan_lets_them() -> None:
     cluster, specs = cluster_of(1, 4), MODELS["deep llama tied"].declared
-    split = exact("ddp", cluster, mapping={"node": {"pipeline": 4}}, schedule="zb-h1")
-    with pytest.raises(PlanError, match="schedule = 'zb-h1'"):
-        compiled.check_compiles(build_stages(cluster, split, specs, 4, 8))
-    compiled.check_compiles(build_stages(cluster, replace(split, schedule="1f1b"), specs, 4, 8))
-    tensor = exact("ddp", cluster, mapping={"node": {"tensor": 2, "data": 2}})
-    with pytest.raises(PlanError, match="tensor axis"):
-        compiled.check_compiles(build_stages(cluster, tensor, specs, 1, 8))
+    plan = exact("ddp", cluster, mapping={"node": {"pipeline": 4}}, schedule="1f1b")
+    programs = build_stages(cluster, plan, specs, 4, 8)
+    assert compiled.why_parts(programs) == ""
+    assert compiled.compiles_words(programs) == "torch.compile: whole blocks"
 
 
-def test_mixtures_are_not_compiled() -> None:
-    cluster = cluster_of(1)
-    programs = build_stages(cluster, exact("ddp", cluster), MODELS["mixture, grouped"].declared, 1, 8)
-    with pytest.raises(PlanError, match=r"mixture of experts \(layers.1\): .*leave train.compile out"):
-        compiled.check_compiles(programs)
+@pytest.mark.parametrize(
+    ("asked", "kind", "works", "found"),
+    [
+        (None, "cpu", True, False),
+        (False, "cuda", True, False),
+        (True, "cpu", True, True),
+        (None, "cuda", True, True),
+        (None, "cuda", False, False),
+        (True, "cuda", False, None),
+    ],
+)
+def test_a_run_compiles_on_cuda_or_where_it_is_asked_to(
+    asked: bool | None, kind: str, works: bool, found: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_compiler(device: torch.device) -> None:
+        assert device.type == kind
+        if not works:
+            raise ConfigError("no compiler")
 
-
-def test_operations_that_are_recomputed_are_not_compiled() -> None:
-    plan = exact("ddp", cluster_of(1), recompute=("layers.*: mlp",))
-    programs = build_stages(cluster_of(1), plan, MODELS[MODEL].declared, 1, 8)
-    with pytest.raises(PlanError, match=r"names operations of layers: .*or leave train.compile out"):
-        compiled.check_compiles(programs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(prepare, "check_compiler", check_compiler)
+    run = resolve(None, {}, {})
+    assert run.train.compile is None
+    run = replace(run, train=replace(run.train, compile=asked))
+    programs = build_stages(cluster_of(1), exact("ddp", cluster_of(1)), MODELS[MODEL].declared, 1, 8)
+    if found is None:
+        with pytest.raises(ConfigError, match="no compiler"):
+            prepare.compiles(run, programs)
+    else:
+        assert prepare.compiles(run, programs) is found
 
 
 def test_a_machine_that_cannot_compile_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,5 +52,5 @@ def test_nothing_between_processes_is_pickled_but_by_a_parent_and_its_own_childr
         for path in (ROOT / "terrace").rglob("*.py")
         if any(word in path.read_text() for word in words)
     }
-    pool, roles = {"process_pool.py", "workers.py"}, {"runtime_local.py", "serve.py"}
+    pool, roles = {"process_pool.py", "workers.py"}, {"calls/local.py", "calls/serve.py"}
     assert users == {f"terrace/launch/{name}" for name in pool} | {f"terrace/rl/{name}" for name in roles}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from terrace.model import product_parts
 from terrace.program.instruction import Instruction, Op
-from terrace.runtime import weight_records
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.linear import Matrix
@@ -215,7 +215,7 @@ def test_other_dtypes_round_like_autograd(dtype: torch.dtype, bias: bool) -> Non
 @pytest.mark.parametrize("hold", [False, True])
 def test_bf16_gradients_are_added_in_fp32(hold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each backward's gradient rounds once; their sum does not, whoever computes them."""
-    monkeypatch.setitem(weight_records._PART_NUMEL, "cpu", 100)  # parts of five rows of 20, the last of three
+    monkeypatch.setitem(product_parts.PART_NUMEL, "cpu", 100)  # parts of five rows of 20, the last of three
     model = nn.Sequential(nn.Embedding(7, 20), nn.LayerNorm(20), nn.Linear(20, 48), Experts((20, 0, 44), 48)).bfloat16()
     tokens = [torch.randint(0, 5, (64,), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]
     each = [reference(model, [squares(one)]) for one in tokens]

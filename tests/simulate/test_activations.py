@@ -1,6 +1,5 @@
 """Activations: the published formulas exactly, and this decoder's as torch saves and allocates them."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -26,7 +25,7 @@ from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB, rotary_tables
-from tests.support.adopted import Adopted
+from tests.support.adopted import Adopted, as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.mixtures import EXPERTS, GATED, mixture
 from tests.support.nightly import nightly
@@ -94,8 +93,6 @@ def run_block(
     for parameter_name, parameter in block.named_parameters():
         if parameter_name == "mlp.router.bias":  # moved by loads and by no optimizer
             parameter.requires_grad_(False)
-        else:
-            parameter.grad = torch.zeros_like(parameter)
         if skewed and parameter_name == "mlp.router.weight":
             nn.init.zeros_(parameter)  # of equal scores the lowest experts
     labels = torch.randint(0, VOCAB, (BATCH, sequence), generator=seeded(1))
@@ -103,17 +100,11 @@ def run_block(
     if index:
         inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
 
-    recorded: AbstractContextManager[object] = nullcontext()
-    gating = Gating(BalanceConfig())  # of no router, without experts
-    if name in MIXTURES:  # gradients of stacks are written where they are kept
-        adopted = Adopted.of(block)
-        block = adopted.module
-        gating = know_tokens(block, sequence)
-        trained = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
-        trained.gradients.open(torch.zeros_like(trained.full))
-        recorded = adopted.weights.recorded_in(adopted.weights.queue(hold=False))
     if index == 2 and not config.scalar_head:
         return run_head(block, inputs, labels, predict(config, compute, sequence, index, again))
+
+    block, recorded = as_in_a_run(block)
+    gating = know_tokens(block, sequence) if name in MIXTURES else Gating(BalanceConfig())  # of no router
 
     def forward() -> Tensor:
         gating.kept = Kept() if again else None  # the backward finds what it left
@@ -164,19 +155,25 @@ def predict(config: ModelConfig, compute: str, sequence: int, index: int, again:
     return block_activation_bytes(work, computes, "cpu")
 
 
+def scratch_bytes(config: ModelConfig, compute: str, sequence: int) -> int:
+    """The most that oneDNN takes for a product in bf16: a copy of the operands of the largest, and of its result."""
+    tokens, inner, hidden = BATCH * sequence, config.mlp_size, config.hidden_size
+    return 2 * (tokens * (hidden + inner) + hidden * inner) if compute == "bf16" else 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["embedding", "layer", "head"])
 def test_what_the_decoder_keeps(name: str, compute: str, index: int) -> None:
-    """To the byte what autograd saves; the peaks within 1 %, and 10 % in bf16, where oneDNN takes scratch memory.
+    """To the byte what autograd saves, and the peaks; in bf16 but for the scratch memory of oneDNN.
 
     Of a head there are a few numbers a token and word more: within 3 %.
     """
     saved, forward, backward, predicted = run_block(name, compute, 256, index)
-    assert sum(predicted.saved.values()) == pytest.approx(saved, abs=0)
-    within = 0.1 if compute == "bf16" else 0.03 if index == 2 else 0.01
-    assert predicted.forward_peak_bytes == pytest.approx(forward, rel=within)
-    assert predicted.backward_peak_bytes == pytest.approx(backward, rel=within)
+    assert sum(predicted.saved.values()) == saved
+    scratch = 0.03 * backward if index == 2 else scratch_bytes(MODELS[name], compute, 256)
+    assert predicted.forward_peak_bytes <= forward <= predicted.forward_peak_bytes + scratch
+    assert predicted.backward_peak_bytes - scratch <= backward <= predicted.backward_peak_bytes + scratch
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -189,8 +186,8 @@ def test_what_a_head_of_values_keeps(name: str, compute: str) -> None:
     saved, forward, backward, predicted = run_block(name, compute, 256, 2)
     assert sum(predicted.saved.values()) == saved
     stream = BATCH * 256 * HIDDEN * max(4, DTYPES[compute].itemsize)
-    assert predicted.forward_peak_bytes == pytest.approx(forward, abs=1.05 * stream)
-    assert predicted.backward_peak_bytes == pytest.approx(backward, abs=1.05 * stream)
+    assert predicted.forward_peak_bytes == pytest.approx(forward, abs=1.1 * stream)
+    assert predicted.backward_peak_bytes == pytest.approx(backward, abs=1.1 * stream)
 
 
 @pytest.mark.parametrize(("name", "compute"), KEPT)
@@ -231,20 +228,20 @@ OPERATIONS_OF_CASES = [("attention",), ("mlp",), ("norms",), OPERATIONS]
 def test_a_layer_whose_operations_are_recomputed(
     name: str, compute: str, sequence: int, operations: tuple[str, ...]
 ) -> None:
-    """Bytes left after a forward, exactly; peaks within 1 %, and in bf16 within 15 %, for oneDNN's scratch memory."""
+    """Bytes left after a forward, and peaks, to the byte; in bf16 but for the scratch memory of oneDNN."""
     dtype, config = DTYPES[compute], MODELS[name]
     blocks = build_blocks(config, device="cpu", dtype=dtype)
     initialise(blocks, config, seed=0, dtype=dtype)
     layer, replays = blocks[1], Replays()
     assert isinstance(layer, DecoderLayer)
     replays.join(layer, operations)
-    for parameter in layer.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    layer, recorded = as_in_a_run(layer)
     inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
     layer(inputs)  # fills RoPE's tables
     forward, left, output = allocated(lambda: layer(inputs))
     gradient = torch.randn_like(output)
-    backward, after, _ = allocated(lambda: torch.autograd.backward(output, gradient))
+    with recorded:
+        backward, after, _ = allocated(lambda: torch.autograd.backward(output, gradient))
     work = Work(
         model=config,
         sequence=sequence,
@@ -256,10 +253,40 @@ def test_a_layer_whose_operations_are_recomputed(
     predicted = block_activation_bytes(work, Computes.RESIDUAL, "cpu")
     assert sum(predicted.saved.values()) == left - output.nbytes
     assert after == inputs.nbytes - (left - output.nbytes), "of a backward the gradient of the input is left"
-    within = 0.15 if compute == "bf16" else 0.01
-    assert predicted.forward_peak_bytes == pytest.approx(forward + inputs.nbytes, rel=within)
+    # Short rows attend by plain products, which convert their operands.
+    scratch = max(scratch_bytes(config, compute, sequence), 0.25 * backward * (compute == "bf16"))
+    assert predicted.forward_peak_bytes == pytest.approx(forward + inputs.nbytes, abs=scratch)
     before = left + inputs.nbytes + gradient.nbytes
-    assert predicted.backward_peak_bytes == pytest.approx(backward + before, rel=within)
+    assert predicted.backward_peak_bytes == pytest.approx(backward + before, abs=scratch)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_layer_holds_between_the_halves_of_its_backward(name: str, again: bool) -> None:
+    """To the byte: what its products read, and the gradients of their results, whatever the forward kept.
+
+    The peak of the first half within 10 %: attention takes scratch memory, and a norm is several operations on a CPU.
+    """
+    config = MODELS[name]
+    blocks = build_blocks(config, device="cpu")
+    initialise(blocks, config, seed=0, dtype=torch.float32)
+    layer, recorded = as_in_a_run(blocks[1], hold=True)
+    inputs = torch.randn(BATCH, 256, HIDDEN, generator=seeded(0)).requires_grad_()
+    layer(inputs)  # fills RoPE's tables
+    with torch.set_grad_enabled(not again):
+        _, left, output = allocated(lambda: layer(inputs))
+    gradient = torch.randn_like(output)
+    with recorded:
+        backward, after, _ = allocated(lambda: torch.autograd.backward(layer(inputs) if again else output, gradient))
+    predicted = predict(config, "fp32", 256, 1, again)
+    # The output of a forward that is run again is gone; the caller has the first here.
+    before = 5056 if again else left
+    peak = backward + before + inputs.nbytes + gradient.nbytes
+    assert predicted.halved_peak_bytes == pytest.approx(peak, rel=0.1)
+    # The caller has the output and the gradients at both ends; a product holds that of the output, too.
+    assert predicted.due_bytes == left + after - output.nbytes - inputs.nbytes + gradient.nbytes
+    assert again or "relu" in name or predicted.due_bytes <= predicted.kept_bytes
+    assert not again or predicted.due_bytes > 5 * predicted.kept_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gpt2"])

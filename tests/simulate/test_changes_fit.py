@@ -28,7 +28,7 @@ def needed(step: Step) -> int:
 
 
 def recomputing(plan: Plan, memory_bytes: float) -> Step:
-    cluster = replace(TASK.cluster, device=replace(TASK.cluster.device, memory_bytes=memory_bytes))
+    cluster = replace(TASK.cluster, device=replace(TASK.cluster.device, memory_bytes=memory_bytes, headroom="0%"))
     changed = replace(plan, compute="bf16", micro_batch=4, recompute=("layers.*",))
     return step_of(replace(TASK, cluster=cluster), changed)
 

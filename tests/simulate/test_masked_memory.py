@@ -25,6 +25,7 @@ from terrace.simulate.layers import block_seconds
 from terrace.simulate.masks import CPU_SHORT_PIECE, FLEX_BLOCK, core_keys, has_flash_attention, mask_bytes
 from terrace.simulate.work import Work
 from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
+from tests.support.adopted import as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.toys import cluster_of
 
@@ -36,9 +37,8 @@ class Measured:
         config, dtype = replace(MODELS[name], sliding_window=window), DTYPES[compute]
         blocks = build_blocks(config, device="cpu", dtype=dtype)
         initialise(blocks, config, seed=0, dtype=dtype)
-        self.block: Any = blocks[1]
-        for parameter in self.block.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        block, recorded = as_in_a_run(blocks[1])
+        self.block: Any = block
         inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
         positions = None if rows is None else torch.tensor([[i for n in row for i in range(n)] for row in rows])
 
@@ -51,7 +51,8 @@ class Measured:
         ignored = addresses([inputs, *self.block.parameters(), *self.masks, *self._tables()])
         self.saved = saved_bytes(forward, ignored)
         forward_peak, left, output = allocated(forward)
-        backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
+        with recorded:
+            backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
         self.forward_peak = forward_peak + inputs.nbytes
         self.backward_peak = backward_peak + left + inputs.nbytes + gradient.nbytes
         self.work = Work(

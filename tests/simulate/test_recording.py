@@ -30,6 +30,7 @@ from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import by_place, critical_path, critical_words, exposed_by_tier
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.events import simulate
+from terrace.simulate.held import Held
 from terrace.simulate.recording import COMPUTE, record
 from terrace.simulate.step import Step
 from tests.support.slow_simulator import slow_time_s
@@ -234,13 +235,13 @@ def test_activations_are_kept_from_forward_to_backward() -> None:
     for unit, micros_at_once in ((1, 1), (2, 2)):
         program = build(cluster, replace(preset("ddp", cluster), unit=unit), BLOCKS, 4)
         recording = record(program, price(program))
-        kept = [100.0 * (i + 1) for i in range(5)]
-        curve = memory_curve(recording, kept, [7.0] * 5)
-        assert max(curve.varying_bytes["activations"]) == micros_at_once * sum(kept) + 7
+        held = [Held(100 * (i + 1), 0, 7, 0) for i in range(5)]
+        curve = memory_curve(recording, held)
+        assert max(curve.varying_bytes["activations"]) == micros_at_once * sum(each.kept for each in held) + 7
         assert curve.varying_bytes["activations"][-1] == 0
         assert not any(memory_curve(recording).varying_bytes["activations"])
-    with pytest.raises(ValueError, match="bytes of 4 blocks for a program of 5"):
-        memory_curve(recording, kept[:4])
+    with pytest.raises(ValueError, match="activations of 4 blocks for a program of 5"):
+        memory_curve(recording, held[:4])
 
 
 def test_a_stage_of_a_pipeline_is_refused() -> None:
@@ -301,7 +302,7 @@ def test_a_change_that_does_not_fit_the_device_is_no_candidate() -> None:
     cluster = cluster_with((2, 2))
     plan = preset("zero3", cluster)
     needed = sum(model_state_bytes(cluster, plan, BLOCKS, 1).values())
-    small = replace(cluster, device=replace(cluster.device, memory_bytes=1.2 * needed))
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=1.2 * needed, headroom="0%"))
     words = {change.words for change in changes(step_of(small, plan, 1))}
     everything = {change.words for change in changes(step_of(cluster, plan, 1))}
     assert words < everything

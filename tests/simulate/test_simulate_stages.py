@@ -23,12 +23,14 @@ from terrace.planner.task import Candidate, Placement, Task
 from terrace.program.instruction import Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
+from terrace.program.schedules.counts import most_due
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import Costs
-from terrace.simulate.stages import StagesStep, activation_bytes, simulate_stages
+from terrace.simulate.held import Held, activation_bytes
+from terrace.simulate.stages import StagesStep, simulate_stages
 from terrace.simulate.timeline import play
 from tests.support.bubbles import Row, rows, weight_share
 from tests.support.planner_cases import mesh_of
@@ -236,8 +238,17 @@ def test_a_copy_may_be_borrowed_twice() -> None:
 
 def test_activations_are_those_of_the_instructions() -> None:
     """Forwards moved to the front keep more, whatever the schedule says."""
-    by_block = [(1, 0)] * 4
+    by_block = [Held(1, 0, 0, 0)] * 4
     one_f_one_b = build_stages(cluster(2, 0.0), stage_plan(2, 2, stages=(2, 2)), blocks_of(4), 8, sequence=4)[0]
     assert activation_bytes(one_f_one_b, by_block) == 4  # two micro-batches of two blocks
     eager = sorted(one_f_one_b.instructions, key=lambda each: each.op is not Op.FORWARD)
     assert activation_bytes(replace(one_f_one_b, instructions=tuple(eager)), by_block) == 16
+
+
+def test_activations_change_between_the_halves_of_a_backward() -> None:
+    """Of ZB-H1 the second of two stages has two micro-batches between the halves, the first one, each for a moment."""
+    plan = stage_plan(2, 2, schedule="zb-h1", stages=(2, 2))
+    programs = build_stages(cluster(2, 0.0), plan, blocks_of(4), 8, sequence=4)
+    assert most_due(orders_for("zb-h1", num_stages=2, num_micros=8)) == ((1,), (2,))
+    for due, peaks in ((10, (22, 40)), (1, (4, 4)), (0, (4, 2))):
+        assert tuple(activation_bytes(program, [Held(1, due, 0, 0)] * 4) for program in programs) == peaks, due

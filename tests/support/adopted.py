@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,6 +78,14 @@ class Adopted:
         flat.gradients.close()
         assert not buffer.isnan().any()
         return dict(zip((names[p] for p in flat.parameters), flat.gradients.views(buffer), strict=True))
+
+
+def as_in_a_run(block: nn.Module, hold: bool = False) -> tuple[nn.Module, AbstractContextManager[object]]:
+    """The block with its parameters in flat buffers, and what records its weight gradients; with `hold` they wait."""
+    adopted = Adopted.of(block)
+    trained = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
+    trained.gradients.open(torch.zeros_like(trained.full))
+    return adopted.module, adopted.weights.recorded_in(adopted.weights.queue(hold))
 
 
 class Experts(nn.Module):

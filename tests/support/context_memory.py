@@ -94,13 +94,14 @@ def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig
         return output
 
     gradient = torch.randn_like(forward())
-    for parameter in layer.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    runner: Any = engine.runner
+    runner._open_gradients(1)
     made = [] if layer.attention.rotary is None else layer.attention.rotary._packed._made.values()
     tables = [table for each in made for pair in each.values() for table in pair]
     saved = saved_bytes(forward, addresses([inputs, *layer.parameters(), *tables]))
     forward_peak, left, output = allocated(forward)
-    backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
+    with runner._weights.recorded_in(runner._weights.queue(hold=False)):
+        backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
     engine.close()
     backward = backward_peak + left + inputs.nbytes + gradient.nbytes
     return LayerMemory(saved, forward_peak + inputs.nbytes, backward)

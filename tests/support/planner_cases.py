@@ -28,10 +28,11 @@ MIXED = mixture(vocab_size=1000, hidden_size=512, intermediate_size=512)  # 8 ex
 
 
 def sized(name: str, *sizes: int, memory_bytes: float | None = None) -> Cluster:
-    """A preset with other tier sizes, innermost first, and another memory."""
+    """A preset with other tier sizes, innermost first, and another memory, of which nothing is left free."""
     cluster = load_cluster(name)
     tiers = tuple(replace(tier, size=size) for tier, size in zip(cluster.tiers, sizes, strict=True))
-    device = replace(cluster.device, memory_bytes=memory_bytes or cluster.device.memory_bytes)
+    device = cluster.device
+    device = device if memory_bytes is None else replace(device, memory_bytes=memory_bytes, headroom="0%")
     return replace(cluster, tiers=tiers, device=device)
 
 

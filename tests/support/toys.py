@@ -32,7 +32,9 @@ def cluster_of(*sizes: int, memory_bytes: float = 2e9) -> Cluster:
     """A cluster with these tier sizes, innermost first, named package, node, system and site."""
     local = load_cluster("local")
     tiers = tuple(replace(local.tiers[0], name=name, size=size) for name, size in zip(TIER_NAMES, sizes, strict=False))
-    return replace(local, name="test", device=replace(local.device, memory_bytes=memory_bytes), tiers=tiers)
+    return replace(
+        local, name="test", device=replace(local.device, memory_bytes=memory_bytes, headroom="0%"), tiers=tiers
+    )
 
 
 class _Embedding(nn.Module):
@@ -173,6 +175,9 @@ _WIDE_GPT2 = _GPT2 | {"n_embd": 16, "n_head": 8}
 _DEEP = {"num_hidden_layers": 6}
 _FROZEN_LAYER = ("layers.1.*", "layers.0.mlp.down.*")
 
+# Dims of multiples of 16, also on two tensor ranks: for products of 8-bit floats.
+_SIXTEENS = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 96}
+
 # Mixtures: of two layers, the second grouped and after a dense one; and of six, for pipelines.
 _MIXTURE = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=5)
 _GROUPED = replace(_MIXTURE, num_experts=6, gate="sigmoid", scale=1.5, num_groups=3, kept_groups=2, biased=True)
@@ -211,6 +216,8 @@ MODELS = {
     "deep mixture tied": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=_GROUPED),
     "wide mixture": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, experts=_GROUPED),
     "wide mixture, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3, experts=_SHARED),
+    "llama of sixteens": _decoder_model(_LLAMA | _SIXTEENS, attention_bias=True),
+    "deep llama of sixteens": _decoder_model(_LLAMA | _SIXTEENS | _DEEP, tied_embeddings=True),
     "llama values": _decoder_model(_LLAMA, tied_embeddings=True, scalar_head=True),
     "gpt2 values": _decoder_model(_GPT2, scalar_head=True),
     "experts": _decoder_model(_LLAMA, tied_embeddings=True, experts=_EXPERTS),

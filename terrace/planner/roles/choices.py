@@ -73,7 +73,7 @@ class Choices:
         key = (*self.costs.key(role), cluster)
         if key not in self._least_step_s:
             try:
-                search = self._search(role, cluster, cluster.device.memory_bytes)
+                search = self._search(role, cluster, cluster.device.usable_bytes)
             except PlanError:
                 self._least_step_s[key] = float("inf")
             else:
@@ -89,9 +89,9 @@ class Choices:
         return Search(Space(task=evaluator.task, axes=AXES), evaluator, capacity_bytes)
 
     def _training_plans(self, role: Role, cluster: Cluster) -> list[Plan]:
-        found, capacity = list[Plan](), cluster.device.memory_bytes
+        found, capacity = list[Plan](), cluster.device.usable_bytes
         shares = list(_LEANER)
-        while capacity > _LITTLE * cluster.device.memory_bytes:
+        while capacity > _LITTLE * cluster.device.usable_bytes:
             search = self._search(role, cluster, capacity)
             best = search.run(1, _LIMIT).best
             if best:

@@ -157,7 +157,7 @@ class Costs:
 def tensors_bytes(cluster: Cluster) -> float:
     """Bytes of a device for all tensors: without the process, and what the allocator loses."""
     context, factor = _beside_tensors(cluster)
-    return (cluster.device.memory_bytes - context) / factor
+    return (cluster.device.usable_bytes - context) / factor
 
 
 def lost_bytes(cluster: Cluster, tensors: int) -> int:

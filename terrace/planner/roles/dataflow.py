@@ -69,7 +69,7 @@ class Dataflow:
     samples: int = 1
     updates: int = 1
     epochs: int = 1
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     master: Literal["bf16", "fp32", "fp64"] | None = (
         None  # as in the plans of its roles; None: as wide as `compute`, fp32 at least
     )

@@ -82,12 +82,14 @@ class Replica:
     cluster: Cluster
     model: ModelConfig
     rows: int
-    compute: Literal["bf16", "fp32", "fp64"]
+    compute: Literal["bf16", "fp16", "fp32", "fp64"]
     blocks: tuple[BlockSpec, ...]
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def of(cluster: Cluster, model: ModelConfig, rows: int, compute: Literal["bf16", "fp32", "fp64"]) -> "Replica":
+    def of(
+        cluster: Cluster, model: ModelConfig, rows: int, compute: Literal["bf16", "fp16", "fp32", "fp64"]
+    ) -> "Replica":
         """Raises `PlanError` for rows that do not divide the devices or the heads."""
         if rows < 1 or cluster.world_size % rows:
             raise PlanError(f"rows = {rows} do not divide the {cluster.world_size} devices of a pool: give a divisor")

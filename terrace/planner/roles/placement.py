@@ -136,7 +136,7 @@ def price(
                 held_bytes=held,
                 working_bytes=working,
                 lost_bytes=lost_bytes(here, held + working),
-                capacity_bytes=here.device.memory_bytes,
+                capacity_bytes=here.device.usable_bytes,
             )
         )
     return _joined(dataflow, placement, cluster, costs, roles, pools)

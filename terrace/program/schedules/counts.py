@@ -32,6 +32,26 @@ def peak_activation_bytes(
     return peaks
 
 
+def most_due(orders: Orders) -> Waiting:
+    """Micro-batches of each chunk that wait for the second half of their backward, at the moment with most of them.
+
+    Empty for a stage whose backwards have no halves.
+    """
+    found = []
+    halves, ends = int(Pass.BACKWARD_INPUT), int(Pass.BACKWARD_WEIGHT)
+    for tasks in orders.tasks:
+        now, most, peak = [0] * orders.num_chunks, tuple[int, ...](), 0
+        for pass_, chunk, _ in tasks:
+            if pass_ == halves:
+                now[chunk] += 1
+                if sum(now) > peak:
+                    most, peak = tuple(now), sum(now)
+            elif pass_ == ends:
+                now[chunk] -= 1
+        found.append(most)
+    return tuple(found)
+
+
 def most_waiting(orders: Orders) -> Waiting:
     """Micro-batches in flight in each chunk of every stage, at the moment when the stage has most of them."""
     found = []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from terrace.base.errors import TrainingError
+from terrace.comm.process_group import new_group
 from terrace.generation.sliced import sliced_blocks
 from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
@@ -56,9 +57,7 @@ class Rollout:
         self._group: dist.ProcessGroup | None = None
         if rows > 1:
             ranks = local_replica(self._transition, apart, self._rank)
-            self._group = dist.new_group(
-                list(ranks), timeout=self._limit, use_local_synchronization=True, sort_ranks=False
-            )
+            self._group = new_group(ranks, self._limit, sort_ranks=False)
 
     @property
     def _rank(self) -> int:

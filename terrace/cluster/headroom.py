@@ -1,0 +1,40 @@
+"""Headroom: memory of a device that every plan leaves free, a share of it ("5%") or bytes ("4GB").
+
+Predicted memory counts tensors, the process (CUDA context, communicators) and what an allocator loses on average. The
+headroom is for what it does not count: scratch memory of kernels, RoPE's tables, fragmentation above the average, and
+the error of the prediction itself.
+"""
+
+import re
+
+# As much as predicted memory may be off on a GPU (the goal of `bench/gpu.py`), so that what is predicted to fit fits.
+# Together with the process and the allocator's share, which are counted, about a tenth of an 80 GB device holds no
+# tensor; vLLM, which counts neither, leaves a tenth free (`gpu_memory_utilization` = 0.9).
+DEFAULT = "5%"
+_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
+
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kMGT]?B|[MG]iB)")
+
+
+def headroom_error(headroom: str, memory_bytes: float) -> str:
+    """The rule that a headroom breaks, and the fix; "" for none."""
+    if _FORM.fullmatch(headroom) is None:
+        return "must be a share of the memory or bytes of it: write 5% or 4GB"
+    nothing = headroom_bytes(headroom, memory_bytes) >= memory_bytes
+    return f"leaves nothing of {memory_bytes / 1e9:.4g} GB: give less" if nothing else ""
+
+
+def headroom_bytes(headroom: str, memory_bytes: float) -> float:
+    """Bytes of `memory_bytes` that `headroom` keeps free."""
+    found = _FORM.fullmatch(headroom)
+    assert found is not None, "a device checks its headroom"
+    number, unit = float(found[1]), found[2]
+    return number / 100 * memory_bytes if unit == "%" else number * _UNITS[unit]
+
+
+def room_words(memory_bytes: float, headroom: str) -> str:
+    """The memory that a plan may take, and how it comes about."""
+    kept = headroom_bytes(headroom, memory_bytes)
+    whole = f"{memory_bytes / 1e9:.4g} GB"
+    return f"{max(0.0, memory_bytes - kept) / 1e9:.4g} GB ({whole} less a headroom of {headroom})" if kept else whole

@@ -1,0 +1,38 @@
+"""Rules of `compute = "fp16"`, whose loss is scaled (terrace.runtime.loss_scale)."""
+
+from collections.abc import Sequence
+
+from terrace.base.errors import PlanError
+from terrace.model.spec import BlockSpec
+from terrace.plan.dims import has_routers
+from terrace.plan.plan import Plan
+
+
+def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for what a scaled loss cannot have, and for messages in fp16 without one."""
+    if plan.compute != "fp16":
+        for message, row in plan.wire.items():
+            for tier, name in row.items():
+                if name == "fp16":
+                    raise PlanError(
+                        f"wire.{message}.{tier} = 'fp16' under compute = {plan.compute!r}: gradients beyond 65504 "
+                        "would be infinite; write 'bf16'"
+                    )
+        return
+    asked = "compute = 'fp16'"
+    if plan.master == "bf16":
+        raise PlanError(
+            f"{asked} with master = 'bf16', which is less precise: use master = 'fp32', or compute in 'bf16'"
+        )
+    if plan.messages is not None or plan.wire:
+        named = f"messages = {plan.messages!r}" if plan.messages is not None else f"formats for {', '.join(plan.wire)}"
+        raise PlanError(f"{asked} with {named}: what it computes travels in fp16 alone; leave them out, or use 'bf16'")
+    if plan.outer is not None:
+        raise PlanError(
+            f"{asked} with islands: a step that is skipped is skipped by all ranks, and islands meet only now and "
+            "then; leave outer out, or use 'bf16'"
+        )
+    if has_routers(blocks):
+        raise PlanError(
+            f"{asked} with a mixture of experts: losses of its routers are not scaled; use 'bf16' or 'fp32'"
+        )

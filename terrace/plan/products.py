@@ -1,0 +1,112 @@
+"""Products of layers in 8-bit floats: the formats of `plan.products` and their rules.
+
+    fp8             a scale for each operand; gradients in e5m2
+    fp8:row         a scale for each row of the left operand and each column of the right one
+    fp8+e4m3        gradients in e4m3 (also fp8:row+e4m3)
+
+The three products of a linear layer, y = x W^T, dx = dy W and dW = dy^T x, take operands rounded to 8 bits
+(terrace.runtime.scaled_products). They are those of attention and of the MLP: embedding, head and norms keep the
+compute dtype.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from terrace.base.errors import PlanError, did_you_mean
+from terrace.cluster.cluster import Device
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.dims import is_inner, is_layer
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.slices import slice_blocks
+
+FP8 = "fp8"
+NAMES = (FP8, f"{FP8}:row", f"{FP8}+e4m3", f"{FP8}:row+e4m3")
+MULTIPLE = 16  # of every dim of a matrix: a matrix unit reads rows of 16 bytes (torch.nn.functional.scaled_mm)
+
+
+@dataclass(frozen=True)
+class ProductFormat:
+    """The format of products: `by_row` scales rows, else whole operands; `gradients` is e5m2 or e4m3."""
+
+    name: str
+    by_row: bool
+    gradients: str
+
+
+@lru_cache(maxsize=16)
+def parse_products(text: str) -> ProductFormat:
+    """The format named by `text`; raises `PlanError` for an unknown one."""
+    found = re.fullmatch(r"fp8(:row)?(?:\+(e4m3))?", text)
+    if found is None:
+        raise PlanError(f"products = {text!r} is no format of products{did_you_mean(text, NAMES)}")
+    return ProductFormat(text, found[1] is not None, found[2] or "e5m2")
+
+
+def is_scaled(blocks: Sequence[BlockSpec], index: int, param: ParamSpec) -> bool:
+    """Whether products with a parameter of block `index` take 8 bits: with matrices of layers.
+
+    Of a parameter that declares no dims, its shape decides.
+    """
+    if not is_layer(blocks, index) or param.is_stack or not param.is_matrix:
+        return False
+    return is_inner(param) if param.dims else True
+
+
+def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for products that the plan, the device or the model cannot have; `blocks` are whole."""
+    if plan.products is None:
+        return
+    asked = f"products = {plan.products!r}"
+    parse_products(plan.products)
+    if plan.compute == "fp64":
+        raise PlanError(f"{asked} with compute = 'fp64': products of 8 bits are added up in fp32; use 'bf16' or 'fp32'")
+    if plan.compute == "fp16":
+        raise PlanError(f"{asked} with compute = 'fp16': devices with 8-bit floats have bf16; use that")
+    if device.backend == "cuda" and FP8 not in device.peak_flops_per_s:
+        raise PlanError(
+            f"{asked}: device {device.name!r} has no peak_flops_per_s.fp8, so no matrix units for 8-bit floats: leave "
+            "products out, or give the peak"
+        )
+    if plan.tensor_chunks > 1:
+        raise PlanError(
+            f"{asked} with tensor_chunks = {plan.tensor_chunks}: each part of a product would have another scale; "
+            "leave one of them out"
+        )
+    for block in blocks:
+        if block.has_stacks:
+            raise PlanError(
+                f"{asked}: {block.name} is a mixture of experts, whose products stay in {plan.compute}; leave products "
+                "out"
+            )
+    _check_matrices(asked, mesh, blocks)
+
+
+def _check_matrices(asked: str, mesh: Mesh, blocks: Sequence[BlockSpec]) -> None:
+    chosen, layers = 0, False
+    for index, block in enumerate(slice_blocks(blocks, mesh)):
+        layers |= is_layer(blocks, index)
+        for param in block.params:
+            if not is_scaled(blocks, index, param):
+                continue
+            chosen, name = chosen + 1, f"{block.name}.{param.name}"
+            if not param.trainable:
+                raise PlanError(
+                    f"{asked}: {name} is frozen, as under adapters, and only products with matrices that train take 8 "
+                    "bits; leave products out"
+                )
+            if any(size % MULTIPLE for size in param.shape):
+                here = f"{' x '.join(map(str, param.shape))}{' on a rank' if param.cuts else ''}"
+                raise PlanError(
+                    f"{asked}: {name} is {here}, and dims must be multiples of {MULTIPLE}: leave products out, or "
+                    "change the model's sizes or the tensor axis"
+                )
+            if param.dims and param.dims[0][0] == "kv_heads" and param.is_replicated_over("rows"):
+                raise PlanError(
+                    f"{asked}: {mesh.total('rows')} tensor rows are more than the {param.dims[0][1]} key-value heads "
+                    f"of {name}, and a rank multiplies with a part of a matrix; use fewer rows"
+                )
+    if layers and not chosen:
+        raise PlanError(f"{asked} has no effect: no layer has a matrix; leave it out")

@@ -1,0 +1,68 @@
+"""The scale of the loss in fp16, whose gradients would else be zero below 6e-8: dynamic loss scaling.
+
+Backwards begin with the scale in place of one, so every gradient is scaled, and CLIP divides norm and gradients by it.
+A step whose gradients are not finite, though its loss is, is skipped: the same sums are on all ranks, so all skip it,
+and nothing has been updated. Then the scale is halved; after 2,000 finite steps in a row it is doubled, as by
+torch.amp.GradScaler (Micikevicius et al. 1710.03740, section 3.2). Scales are powers of two, so that scaling rounds
+nothing that stays in range.
+
+The scaled loss is a sum over tokens, not a mean, so scales are lower than usual by the tokens of a micro-batch.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from terrace.plan.plan import Plan
+
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # the defaults of torch.amp.GradScaler
+FIRST = 2.0**10  # 2^16, as there, for the mean of 64 tokens
+_LEAST = 2.0**-24  # below it no gradient of a finite loss can be too large: something else is wrong
+
+
+@dataclass
+class LossScale:
+    """The scale of the next step, the finite steps since it changed, and all steps that were skipped."""
+
+    value: float = FIRST
+    finite: int = 0
+    skipped: int = 0
+
+    @staticmethod
+    def of(plan: Plan) -> "LossScale | None":
+        """The scale of a new run; None where nothing is scaled."""
+        return LossScale() if plan.compute == "fp16" else None
+
+    def stepped(self) -> None:
+        """After a step that was finite."""
+        self.finite += 1
+        if self.finite == INTERVAL:
+            self.value, self.finite = self.value * GROWTH, 0
+
+    def skips(self, loss: float) -> bool:
+        """After a step that was not: whether it is skipped, rather than an error. The scale is then lower."""
+        if not math.isfinite(loss) or self.value * BACKOFF < _LEAST:
+            return False
+        self.value, self.finite, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
+        return True
+
+    def take(self, other: "LossScale") -> None:
+        """Go on as another does, of a checkpoint."""
+        self.value, self.finite, self.skipped = other.value, other.finite, other.skipped
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """For a manifest."""
+        return asdict(self)
+
+    @staticmethod
+    def parse(table: Mapping[str, Any]) -> "LossScale":
+        """The inverse; raises `ValueError` for what no run has."""
+        value, finite, skipped = (table[name] for name in ("value", "finite", "skipped"))
+        is_scale = isinstance(value, float) and _LEAST <= value < math.inf and math.frexp(value)[0] == 0.5
+        if not is_scale or type(finite) is not int or not 0 <= finite < INTERVAL or type(skipped) is not int:
+            raise ValueError(f"loss_scale = {dict(table)} is none")
+        if skipped < 0:
+            raise ValueError(f"loss_scale.skipped = {skipped} is negative")
+        return LossScale(value, finite, skipped)

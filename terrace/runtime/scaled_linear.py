@@ -1,0 +1,114 @@
+"""Linear layers whose three products take 8-bit floats (terrace.runtime.scaled_products).
+
+A matrix that is a `ScaledMatrix` takes `F.linear` to the functions below, with and without gradients: an evaluation
+and a recomputed forward then have the bits of the first. As with any `Matrix` (terrace.runtime.linear), the input
+gradient is computed at once and the weight gradient is a record. Layers keep x in the compute dtype, and quantise it
+again for the weight gradient.
+
+Shape legend: N rows (all leading dims), I inputs and O outputs.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.products import is_scaled
+from terrace.runtime.linear import Matrix, WeightGradients, WeightQueue
+from terrace.runtime.scaled_products import Scaling
+from terrace.runtime.weight_records import Record
+
+
+class ScaledMatrix(Matrix):
+    """A matrix whose products as the weight of a linear layer take 8 bits."""
+
+    scaling: Scaling
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, a linear layer with this weight in 8 bits."""
+        if func is F.linear:
+            return _linear(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def scale_matrices(
+    named: Iterable[tuple[ParamSpec, nn.Parameter]],
+    blocks: Sequence[BlockSpec],
+    index: int,
+    scaling: Scaling,
+) -> None:
+    """Give the parameters of block `index` that take 8 bits that form; the objects stay the same."""
+    for spec, parameter in named:
+        if is_scaled(blocks, index, spec):
+            parameter.__class__ = ScaledMatrix
+            assert isinstance(parameter, ScaledMatrix)
+            parameter.scaling, parameter.gradients = scaling, WeightGradients()
+
+
+@dataclass
+class ScaledProduct(Record):
+    """The weight gradient dy^T x of a scaled linear layer, rounded to the dtype of dy before it is added."""
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        assert isinstance(self.weight, ScaledMatrix), "recorded by a scaled linear layer"
+        found = self.weight.scaling.weight_gradient(self.output_gradient, inputs.reshape(-1, inputs.shape[-1]))
+        if first:
+            gradient.copy_(found)
+        else:
+            gradient.add_(found)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    assert isinstance(weight, ScaledMatrix), "a scaled matrix is the weight of a linear layer, never its input"
+    return _apply_linear(input, weight, bias, weight.gradients)
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """x (..., I), weight (O, I), bias (O) to (..., O)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: ScaledMatrix, bias: Tensor | None, gradients: WeightGradients) -> Any:
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        y = weight.scaling.outputs(x.reshape(-1, x.shape[-1]), weight.detach())
+        if bias is not None:
+            y += bias
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        (output_gradient,) = gradients
+        rows, scaling = output_gradient.reshape(-1, output_gradient.shape[-1]), ctx.weight.scaling  # (N, O)
+        queue: WeightQueue | None = ctx.gradients.current
+        input_gradient = weight_gradient = bias_gradient = None
+        if needs_input:
+            product = scaling.input_gradient(rows, weight.detach())  # (N, I)
+            input_gradient = product.view(*output_gradient.shape[:-1], product.shape[-1])
+        records_weight = needs_weight and queue is not None
+        records_bias = needs_bias and queue is not None and ctx.bias in queue
+        if queue is not None and (records_weight or records_bias):
+            own, bias = ctx.weight if records_weight else None, ctx.bias if records_bias else None
+            queue.add(ScaledProduct(rows, x, own, bias))
+        if needs_weight and not records_weight:
+            weight_gradient = scaling.weight_gradient(rows, x.reshape(-1, x.shape[-1]))
+        if needs_bias and not records_bias:
+            bias_gradient = rows.sum(0)
+        return input_gradient, weight_gradient, bias_gradient, None
+
+
+# As in terrace.runtime.linear: `apply` of the base looks for transforms, absent here.
+_apply_linear: Callable[..., Any] = super(torch.autograd.Function, _ScaledLinear).apply

@@ -1,0 +1,98 @@
+"""The price of products in 8-bit floats: their peak, and every byte that quantising them moves."""
+
+from dataclasses import replace
+
+import pytest
+
+from terrace.base.errors import ClusterError, PlanError
+from terrace.cluster.cluster import Kernels
+from terrace.cluster.presets import load_cluster
+from terrace.model.config import block_specs, parse_model
+from terrace.model.spec import Computes
+from terrace.plan.presets import preset
+from terrace.program.lowering import build
+from terrace.simulate.cost import step_costs
+from terrace.simulate.footprint import work_of
+from terrace.simulate.layers import block_seconds
+from terrace.simulate.scaled import Matrices, launches, scaled_seconds
+from terrace.simulate.work import Work
+
+H100 = load_cluster("dgx-h100").device
+IDEAL = replace(H100, kernels=Kernels())
+COMPUTE_ONLY = replace(IDEAL, memory_bandwidth_bytes_per_s=1e30)
+MEMORY_ONLY = replace(IDEAL, peak_flops_per_s={"fp8": 1e30})
+SHAPE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+MODEL = parse_model({"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 2, **SHAPE})
+
+
+def test_products_have_the_fp8_peak() -> None:
+    (m, k, n, number) = shape = Matrices(512, 256, 1024, 3)
+    flops_s = 2 * m * k * n / IDEAL.peak_flops_per_s["fp8"]
+    assert scaled_seconds(COMPUTE_ONLY, [shape, shape], "bf16", accumulate=False) == pytest.approx((2 * flops_s,) * 3)
+    assert number == 3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_bytes_by_hand(accumulate: bool) -> None:
+    """bf16: 5 bytes an element quantised, 2 more where it is transposed, and a product of codes into 2 bytes."""
+    m, k, n = 512, 256, 1024
+    tokens, weights, results = 3 * m * k, k * n, m * n
+    written = 0 if accumulate else 4 * weights
+    wanted = (
+        5 * (tokens + weights) + m * k + k * n + 2 * m * n,
+        5 * (results + weights) + 2 * weights + m * n + k * n + 2 * m * k,
+        7 * (results + tokens) + m * k + m * n + 2 * k * n + written,
+    )
+    found = scaled_seconds(MEMORY_ONLY, [Matrices(m, k, n, 3)], "bf16", accumulate=accumulate)
+    assert found == pytest.approx([each / IDEAL.memory_bandwidth_bytes_per_s for each in wanted])
+
+
+def test_kernels_are_launched_for_every_operand() -> None:
+    device = replace(IDEAL, kernels=Kernels(launch_s=1.0), peak_flops_per_s={"fp8": 1e30})
+    found = scaled_seconds(
+        replace(device, memory_bandwidth_bytes_per_s=1e30), [Matrices(16, 16, 16, 3)], "bf16", accumulate=True
+    )
+    assert found == pytest.approx((1 + 3 * 4, 1 + 3 * 5, 1 + 3 * 6))
+    assert launches([Matrices(1, 1, 1, 3), Matrices(1, 1, 1, 1)], 8) == 1 + 4 * 4 / 8
+
+
+def test_large_layers_gain_and_small_ones_lose() -> None:
+    wide, narrow = Work(model=MODEL, sequence=8192), Work(model=MODEL, sequence=64)
+    for work, faster in ((wide, True), (narrow, False)):
+        plain, scaled = (
+            block_seconds(H100, replace(work, products=products), Computes.RESIDUAL) for products in (None, "fp8:row")
+        )
+        assert (scaled.forward_s + scaled.backward_s < plain.forward_s + plain.backward_s) == faster
+    again = block_seconds(H100, replace(wide, products="fp8", recompute="full"), Computes.RESIDUAL)
+    assert again.again_s == again.forward_s
+    # The head keeps its dtype.
+    assert block_seconds(H100, replace(wide, products="fp8"), Computes.LOGITS) == block_seconds(
+        H100, wide, Computes.LOGITS
+    )
+
+
+def test_a_cpu_multiplies_in_fp32() -> None:
+    cpu = replace(COMPUTE_ONLY, backend="cpu", peak_flops_per_s={"fp32": 1e12})
+    found = scaled_seconds(cpu, [Matrices(64, 64, 64, 1)], "bf16", accumulate=True)
+    assert found == pytest.approx((2 * 64**3 / 1e12,) * 3)
+
+
+def test_a_device_without_the_peak() -> None:
+    with pytest.raises(ClusterError, match=r"has no peak_flops_per_s\.fp8"):
+        scaled_seconds(load_cluster("dgx-a100").device, [Matrices(64, 64, 64, 1)], "bf16", accumulate=True)
+
+
+def test_a_plan_and_its_work_say_the_same() -> None:
+    cluster, blocks = load_cluster("dgx-h100"), block_specs(MODEL)
+    plan = replace(preset("zero3", cluster), compute="bf16", products="fp8")
+    program, work = build(cluster, plan, blocks, 2, 512), work_of(cluster, plan, MODEL, 512)
+    assert work.products == "fp8"
+    scaled = step_costs(program, work)
+    assert (
+        scaled.forward_s[1]
+        != step_costs(
+            build(cluster, replace(plan, products=None), blocks, 2, 512), replace(work, products=None)
+        ).forward_s[1]
+    )
+    with pytest.raises(PlanError, match="the work has products = None, the plan 'fp8'"):
+        step_costs(program, replace(work, products=None))
