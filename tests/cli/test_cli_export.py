@@ -134,7 +134,16 @@ def test_from_a_folder_and_back(model: dict[str, Any], tmp_path: Path, capsys: p
     """Two ranks, parameters sharded over both, begin where one process would; what they export is what they saved."""
     folder, config = write_folder(tmp_path / "model", model), write_run(tmp_path, 2, plan="zero3", steps=2, batch=4)
     words = ["--plan.compute", "fp64", "--plan.master", "fp64", "--train.checkpoint_every", "1"]
-    command = ("train", "--config", config, "--model", folder, "--folder", tmp_path / "run", *words)
+    command: tuple[str | Path, ...] = (
+        "train",
+        "--config",
+        config,
+        "--model",
+        folder,
+        "--folder",
+        tmp_path / "run",
+        *words,
+    )
     refused_rate = terrace(*command, cwd=tmp_path)  # 0.01, as the file has it
     assert "would destroy the loaded weights" in one_line(refused_rate.stderr)
     words += ["--train.high_lr", "true"]
