@@ -2,18 +2,19 @@
 
 import sys
 from collections.abc import Callable
-from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from terrace.cluster.presets import UNNAMED, cluster_table
-from terrace.launch.launchers import rank_of
-from terrace.probe.auto import AUTO, auto_cluster
 from terrace.probe.environment import launched_ranks, variables_here
-from terrace.probe.gpus import Gpus, look_for_gpus
-from terrace.probe.machine import memory_bytes, num_cores
 
+if TYPE_CHECKING:
+    from terrace.probe.gpus import Gpus
+
+AUTO = "auto"
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/sys/class/kfd/kfd/topology/nodes")
 _LOCAL = "local"
-Find = Callable[[], Gpus]
+Find = Callable[[], "Gpus | None"]
 
 
 def cluster_here(value: Any, ranks: int | None = None, find: Find | None = None) -> Any:
@@ -27,6 +28,12 @@ def cluster_here(value: Any, ranks: int | None = None, find: Find | None = None)
     if value == UNNAMED and (why := _why_local(gpus, ranks)) is not None:
         _say(why)
         return _LOCAL
+    # Imported here: on most machines no command needs them.
+    from terrace.probe.auto import auto_cluster
+    from terrace.probe.gpus import Gpus
+    from terrace.probe.machine import memory_bytes, num_cores
+
+    gpus = gpus or Gpus()
     found = auto_cluster(gpus, num_cores(), memory_bytes(), launched_ranks())
     for line in found.words:
         _say(f"cluster auto: {line}")
@@ -40,12 +47,17 @@ def named_table(name: str) -> dict[str, Any]:
     return dict(cluster_here(name)) if name == AUTO else cluster_table(name)
 
 
-def gpus_here() -> Gpus:
+def gpus_here() -> "Gpus | None":
+    """GPUs of this machine; None without a driver."""
+    if not any(Path(path).exists() for path in _DRIVERS):
+        return None
+    from terrace.probe.gpus import look_for_gpus
+
     return look_for_gpus(variables_here())
 
 
-def _why_local(gpus: Gpus, ranks: int | None) -> str | None:
-    num = len(gpus.devices)
+def _why_local(gpus: "Gpus | None", ranks: int | None) -> str | None:
+    num = 0 if gpus is None else len(gpus.devices)
     if not num:
         return ""
     if _torch_is_for_cpus():
@@ -56,6 +68,8 @@ def _why_local(gpus: Gpus, ranks: int | None) -> str | None:
 
 
 def _torch_is_for_cpus() -> bool:
+    from importlib import metadata
+
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -64,5 +78,7 @@ def _torch_is_for_cpus() -> bool:
 
 def _say(text: str) -> None:
     # Once for all ranks of a launcher, and apart from a command's output.
+    from terrace.launch.launchers import rank_of
+
     if text and rank_of(variables_here()) == "0":
         print(f"terrace: {text}", file=sys.stderr, flush=True)

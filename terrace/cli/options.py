@@ -37,7 +37,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="cluster preset, TOML file, or auto: this machine's (default: auto where a GPU is, else local)",
+        help="cluster preset, TOML file, or auto: this machine's (default: local; where a GPU is, auto)",
     )
     add_ranks(parser)
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")
