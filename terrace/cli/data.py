@@ -11,6 +11,7 @@ from terrace.base.schema import merge
 from terrace.base.words import counted
 from terrace.cli import data_prepare
 from terrace.cli.files import check_writable, write_file
+from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides, take_word
 from terrace.cli.task import faster_dtype
@@ -131,7 +132,7 @@ def _described(
         if section not in ("data", "cluster") or not isinstance(value, Mapping):
             raise ConfigError(f"--{section}: only keys of the data and of the cluster can be set; see --help")
     own = {"cluster": overrides["cluster"]} if "cluster" in overrides else {}
-    table = resolve_table(None, flags(options, "model", "cluster"), own)
+    table = resolve_table(None, flags(options, "model", "cluster"), own, cluster_here)
     # No option is ignored silently.
     if options.distribution is not None and "data" in overrides:
         raise ConfigError("--data has no effect on --distribution: leave it out, or give a PATH")

@@ -2,15 +2,19 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text
+from terrace.cli.here import cluster_here
 from terrace.cli.overrides import add_headroom, parse_overrides
+from terrace.cli.ranks import add_ranks, with_ranks
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.effects import check_effects, file_layers
 from terrace.train.planned import TASK, read_planned
+from terrace.train.rates import check_rate
 
 OVERRIDES_HELP = (
     "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "
@@ -30,7 +34,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder, whose weights and tokenizer are taken too, or a config.json alone (default: a small "
         "Llama-style decoder)",
     )
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: local)")
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="cluster preset, TOML file, or auto: this machine's (default: local; where a GPU is, auto)",
+    )
+    add_ranks(parser)
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")
     add_headroom(parser)
     parser.add_argument(
@@ -43,13 +52,25 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     """Validated configuration from the options and the dotted overrides in `rest`."""
     run = parse_run(run_table(options, rest))
+    check_rate(run)
     check_effects(run, file_layers(options.config, options.plan), parse_overrides(rest))
     return run
 
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     """Table of the options and the dotted overrides in `rest`, not yet validated."""
-    return resolve_table(options.config, flags(options, "model", "cluster", "plan", "data"), parse_overrides(rest))
+    given, overrides = flags(options, "model", "cluster", "plan", "data"), parse_overrides(rest)
+    # Looked up once, since this machine may be asked.
+    here = cache(partial(cluster_here, ranks=options.ranks))
+    table = resolve_table(options.config, given, overrides, lambda value: _once(here, value))
+    if options.ranks is None:
+        return table
+    sized = with_ranks(options.ranks, overrides, table.get("cluster"))
+    return resolve_table(options.config, given, sized, lambda value: _once(here, value))
+
+
+def _once(here: Callable[[str], Any], value: Any) -> Any:
+    return here(value) if isinstance(value, str) else value
 
 
 def flags(options: argparse.Namespace, *names: str) -> dict[str, str | None]:

@@ -6,8 +6,10 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
+from terrace.cli.here import named_table
+from terrace.cli.ranks import with_ranks
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, lay_over, parse_cluster
+from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.plan.presets import PRESETS
 
 CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4."
@@ -22,13 +24,17 @@ def add_headroom(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
-    """Cluster `name` with the dotted overrides in `rest`; `instead` says where other keys belong."""
+def read_cluster(name: str, rest: Sequence[str], instead: str, ranks: int | None = None) -> Cluster:
+    """Cluster `name` with the dotted overrides in `rest` and, if given, `ranks` ranks.
+
+    `instead` says where other keys belong.
+    """
     overrides = parse_overrides(rest, of_run=False)
     for section in overrides:
         if section != "cluster":
             raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
-    return parse_cluster(lay_over({"cluster": cluster_table(name)}, overrides)["cluster"])
+    table = named_table(name)
+    return parse_cluster(lay_over({"cluster": table}, with_ranks(ranks, overrides, table))["cluster"])
 
 
 def parse_overrides(rest: Sequence[str], *, of_run: bool = True) -> dict[str, Any]:

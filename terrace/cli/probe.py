@@ -19,6 +19,7 @@ from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.overrides import CLUSTER_EPILOG, read_cluster
+from terrace.cli.ranks import add_ranks
 from terrace.cli.terminal import Terminal
 from terrace.probe.assemble import Constant, Probed, assemble
 from terrace.report.tables import new_table, quantity, seconds
@@ -41,6 +42,7 @@ def add_parser(commands: Any) -> None:
         default="local",
         help="cluster preset or TOML file whose names, sizes and peaks to start from (default: local)",
     )
+    add_ranks(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -57,7 +59,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Probe and write the file; returns 0."""
-    cluster = read_cluster(options.cluster, rest, "a probe takes only --cluster.key VALUE")
+    cluster = read_cluster(options.cluster, rest, "a probe takes only --cluster.key VALUE", options.ranks)
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
     from terrace.cli import probing

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError, ConfigError
+from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides
+from terrace.cli.ranks import add_ranks, with_ranks
 
 
 def add_parser(commands: Any) -> None:
@@ -27,6 +29,7 @@ def add_parser(commands: Any) -> None:
         "--model", metavar="PATH", help="Hugging Face folder, whose weights and tokenizer are taken too"
     )
     parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: the task's)")
+    add_ranks(parser)
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: the task's)")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder to make (default: runs/TIME)")
     parser.add_argument(
@@ -50,10 +53,15 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # Torch is imported here: the parser works without it.
     from terrace.cli import rl_explain, rl_run
     from terrace.rl.config import resolve
+    from terrace.rl.layers import resolve_table
 
-    given, overrides = flags(options, "model", "cluster", "plan"), parse_overrides(rest, of_run=False)
+    given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
+    given["cluster"], overrides = cluster_here(given["cluster"]), parse_overrides(rest, of_run=False)
+    file = _file(options)
+    if options.ranks is not None:
+        overrides = with_ranks(options.ranks, overrides, resolve_table(options.task, file, given, overrides)["cluster"])
     is_placed = options.place is None or options.explain
-    config = resolve(options.task, _file(options), given, overrides, is_placed=is_placed)
+    config = resolve(options.task, file, given, overrides, is_placed=is_placed)
     if options.explain:
         rl_explain.explain(config, search=options.place is not None)
         return 0

@@ -35,6 +35,7 @@ from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, eval_lines, read_metrics
 from terrace.train.prediction import utilisation_of
+from terrace.train.rates import rate_words
 
 _WARM_STEPS = 10  # a run of fewer says little about a steady step
 
@@ -48,7 +49,7 @@ def show_plan(job: RunJob) -> None:
         f"{data_words(job)}\n{counted(run.train.steps, 'step')} of {views.step_words(run)}\n"
     )
     if job.resume is None and start_words(run):
-        print(f"{start_words(run)}\n")
+        print("\n".join(filter(None, (start_words(run), rate_words(run)))) + "\n")
     view = views.StepView(run, checked_programs(run))
     forget_programs()
     for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
@@ -75,6 +76,8 @@ def _dtype_words(run: RunConfig) -> str:
                 f'warning: plan.compute = "bf16": products take {slowdown:.1f} times as long as in fp32 on this CPU '
                 '(measured); plan.compute = "fp32" with plan.messages = "bf16" sends as few bytes\n\n'
             )
+    if device.backend == "cuda":
+        return _peak_words(run)
     sends = run.cluster.world_size > 1
     if sends and plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:
         return (
@@ -82,6 +85,20 @@ def _dtype_words(run: RunConfig) -> str:
             f"{device.bf16_slowdown:.1f} times as long for products in bf16\n\n"
         )
     return ""
+
+
+def _peak_words(run: RunConfig) -> str:
+    plan, peaks = run.plan, run.cluster.device.peak_flops_per_s
+    other = {"bf16": "fp32", "fp32": "bf16"}.get(plan.compute)
+    if other is None or not {plan.compute, other} <= peaks.keys():
+        return ""
+    own, times = quantity(peaks[plan.compute], "FLOP/s"), peaks[plan.compute] / peaks[other]
+    gain = f"{times:.1f} times as long" if times >= 1 else f"{1 / times:.1f} times as fast"
+    rounds = "rounds less, in twice the bytes of parameters and activations" if other == "fp32" else "halves the bytes"
+    return (
+        f"computes in {plan.compute}, at up to {own} by the cluster's file, with {plan.master} masters\n"
+        f"  --plan.compute {other} {rounds}: products at {quantity(peaks[other], 'FLOP/s')}, {gain}\n\n"
+    )
 
 
 class Screen:

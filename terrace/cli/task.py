@@ -9,9 +9,10 @@ from typing import Any
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.words import counted
 from terrace.cli.files import check_not_read, check_writable
+from terrace.cli.here import named_table
 from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, lay_over, parse_cluster
+from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.config import load_model, num_active_params, parse_model
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
@@ -64,7 +65,7 @@ def read_task(
             raise ConfigError(
                 f"--{section}: only figures of the cluster{more} can be set, as --cluster.key VALUE; see --help"
             )
-    table = dict(planned.cluster) if options.cluster is None else cluster_table(options.cluster)
+    table = dict(planned.cluster) if options.cluster is None else named_table(options.cluster)
     own = overrides.get("cluster", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")

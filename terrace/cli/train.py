@@ -12,12 +12,15 @@ from typing import Any
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
 from terrace.cli.elastic import fitted_run
+from terrace.cli.here import cluster_here
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, run_table
 from terrace.cli.overrides import parse_overrides
+from terrace.cli.ranks import with_ranks
 from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
+from terrace.train.rates import check_rate
 
 AUTO = "auto"
 
@@ -47,6 +50,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # A run that goes on keeps the keys of its own file.
     files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
     check_effects(config, files, parse_overrides(rest))
+    # A resumed run has its rate, unless it is given another.
+    if options.resume in (None, AUTO) or "optimizer" in parse_overrides(rest):
+        check_rate(config)
     going_on = options.resume == AUTO
     if going_on and options.folder is None:
         raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
@@ -81,7 +87,7 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     table = dict(read_table(path))
     for name in ("cluster", "plan"):
         if getattr(options, name) is not None:
-            table[name] = section(name, getattr(options, name))
+            table[name] = section(name, cluster_here(getattr(options, name), options.ranks))
     plan = overrides.get("plan")
     if isinstance(plan, dict) and "preset" in plan:
         # The run's file has every key of its plan, and these would override the preset.
@@ -89,4 +95,4 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     outer = plan.get("outer") if isinstance(plan, dict) else None
     if isinstance(outer, dict) and "preset" in outer:
         table["plan"] = {key: each for key, each in table["plan"].items() if key != "outer"}
-    return lay_over(table, overrides)
+    return lay_over(table, with_ranks(options.ranks, overrides, table.get("cluster")))

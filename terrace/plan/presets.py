@@ -79,10 +79,13 @@ def _inside(name: str, cluster: Cluster, outer: Any) -> Plan:
 
 
 def command_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
-    """The plan of a command: as `parse_plan`; without a dtype in the table, a CPU that is slower in bf16 than in fp32
-    computes in fp32 and sends bf16.
+    """The plan of a command: as `parse_plan`; without a dtype in the table, a GPU that is faster in bf16 than in fp32
+    computes in it, and a CPU that is slower in it computes in fp32 and sends bf16.
     """
-    plan = parse_plan(table, cluster)
+    plan, peaks = parse_plan(table, cluster), cluster.device.peak_flops_per_s
+    is_faster = peaks.get("bf16", 0.0) > peaks.get("fp32", 0.0)
+    if "compute" not in table and cluster.device.backend == "cuda" and is_faster and plan.master != "fp64":
+        return replace(plan, compute="bf16")
     if {"compute", "messages"} & table.keys() or cluster.device.bf16_slowdown <= 1:
         return plan
     return replace(plan, messages="bf16")

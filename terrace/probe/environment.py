@@ -1,14 +1,42 @@
 """Environment variables that decide how ranks start and communicate; read here, set nowhere."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from terrace.launch.launchers import names
+from terrace.launch.launchers import names, place
 
 _OTHERS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TERRACE_PACE")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Ranks that a launcher started; `local` is None where it does not say how many are on a machine."""
+
+    world_size: int
+    local: int | None = None
 
 
 def launcher_variables() -> dict[str, str]:
     """The set variables of launchers and communication libraries."""
     found = {name: os.environ[name] for name in (*names(), *_OTHERS) if name in os.environ}
     return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+
+
+def variables_here() -> Mapping[str, str]:
+    """All variables of this process."""
+    return dict(os.environ)
+
+
+def launched_ranks() -> Ranks | None:
+    """Ranks that a launcher started together with this process; None without one."""
+    found = place(os.environ)
+    if found is None:
+        return None
+    local = found.local_world_size
+    if local is None and found.launcher == "srun":
+        nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES", "")
+        whole = nodes.isdecimal() and int(nodes) > 0 and found.world_size % int(nodes) == 0
+        local = found.world_size // int(nodes) if whole else None
+    return Ranks(world_size=found.world_size, local=local)

@@ -78,7 +78,7 @@ def look(folder: Path) -> Machine:
     return Machine(
         python=sys.version_info[:3],
         system=f"{platform.system()} {platform.release()} on {platform.machine()}",
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=num_cores(),
         memory_bytes=memory_bytes(),
         free_memory_bytes=_free_memory(page),
         free_disk_bytes=shutil.disk_usage(folder).free,
@@ -96,6 +96,17 @@ def look(folder: Path) -> Machine:
 def memory_bytes() -> int:
     """Memory of the machine, or the limit of the control group where that is lower."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def torch_gpus() -> tuple[Gpu, ...]:
+    """The devices that torch sees; none where it is not installed or broken."""
+    gpus: tuple[Gpu, ...] = _torch().get("gpus", ()) if _version("torch") else ()
+    return gpus
 
 
 def _torch() -> dict[str, Any]:

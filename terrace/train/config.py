@@ -7,7 +7,7 @@ directory.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -19,7 +19,7 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge, read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import cluster_table, lay_over, parse_cluster, preset_names
+from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import beside, eval_beside
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
@@ -39,11 +39,13 @@ from terrace.train.folder import with_folder
 from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
+from terrace.train.rates import with_rate
 from terrace.train.rules import check_attention, check_moved
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
 
+Here = Callable[[Any], Any]  # of the value of section cluster, UNNAMED where none is
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
 _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
 
@@ -120,12 +122,13 @@ def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides:
 
 
 def resolve_table(
-    config_path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+    path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any], here: Here | None = None
 ) -> dict[str, Any]:
-    """Table of a run, not checked yet; arguments and errors as for `resolve`."""
+    """Table of a run, not checked yet; arguments and errors as for `resolve`. `here` replaces the cluster's name."""
     table = read_table(Path(str(resources.files(__package__) / "default.toml")))
-    folder = Path() if config_path is None else Path(config_path).parent
-    own = {} if config_path is None else read_table(Path(config_path))
+    table |= {} if here is None else {"cluster": UNNAMED}
+    folder = Path() if path is None else Path(path).parent
+    own = {} if path is None else read_table(Path(path))
     # A plan's file may carry the task that it was made for, with its model and cluster.
     planned = read_planned(flags["plan"] if flags.get("plan") is not None else _beside(folder, "plan", own.get("plan")))
     if planned is not None:
@@ -137,12 +140,13 @@ def resolve_table(
             table[name] = flags[name]
     if flags.get("data") is not None:
         table = merge(table, {"data": {"path": flags["data"]}})
+    table |= {} if here is None else {"cluster": here(table["cluster"])}
     # The model's path is needed below, after `section` has replaced it by its table.
     model = table.get("model")
     table = lay_over({name: section(name, value) for name, value in table.items()}, overrides)
     data = [given.get("data") for given in (own, overrides)]
     names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
-    return with_folder(table, model, names_tokenizer)
+    return with_rate(with_folder(table, model, names_tokenizer), (own, overrides))
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:

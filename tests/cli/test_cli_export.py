@@ -133,12 +133,26 @@ MIXTURE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 def test_from_a_folder_and_back(model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, parameters sharded over both, begin where one process would; what they export is what they saved."""
     folder, config = write_folder(tmp_path / "model", model), write_run(tmp_path, 2, plan="zero3", steps=2, batch=4)
-    words = ("--plan.compute", "fp64", "--plan.master", "fp64", "--train.checkpoint_every", "1")
+    words = ["--plan.compute", "fp64", "--plan.master", "fp64", "--train.checkpoint_every", "1"]
+    command: tuple[str | Path, ...] = (
+        "train",
+        "--config",
+        config,
+        "--model",
+        folder,
+        "--folder",
+        tmp_path / "run",
+        *words,
+    )
+    refused_rate = terrace(*command, cwd=tmp_path)  # 0.01, as the file has it
+    assert "would destroy the loaded weights" in one_line(refused_rate.stderr)
+    words += ["--train.high_lr", "true"]
     expected = expected_loss(parse_model(model), folder, given(*words, config=config, model=str(folder)), tmp_path)
     run = tmp_path / "run"
     done = terrace("train", "--config", config, "--model", folder, "--folder", run, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"\nstarts from the weights in {folder}; tokenizer {folder / 'tokenizer.json'}\n" in done.stdout
+    assert "\npeak learning rate 0.01: 500 times the usual 2e-05 for loaded weights under adamw, which" in done.stdout
     assert losses(run)[0] == pytest.approx(expected, rel=1e-10)
     assert "; they end with '<|endoftext|>' (0), from config.json\n" in done.stdout
     named = parse_run(read_table(run / "config.toml")).data

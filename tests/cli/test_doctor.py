@@ -200,7 +200,7 @@ def test_what_does_not_fit_blocks(slow_run: RunConfig) -> None:
     assert fix == "no plan fits here; nor with up to 64 times as many members of 'system'"
     # Replicated, the model lacks a quarter of a gigabyte.
     device = replace(slow_run.cluster.device, memory_bytes=1.95e9)
-    plan = replace(slow_run.plan, params="device", grads="device", optimizer="device", micro_batch=4)
+    plan = replace(slow_run.plan, params="device", grads="device", optimizer="device", micro_batch=4, compute="fp32")
     tight = replace(slow_run, plan=plan, cluster=replace(slow_run.cluster, device=device))
     best = find(Space(task=task_of(tight, tight.cluster)), 1)[0].best[0]
     fix = _of(check_run(tight, SOUND, "terrace plan"), "memory of a rank").fix

@@ -14,6 +14,7 @@ from terrace.base.errors import ClusterError, ConfigError, did_you_mean
 from terrace.base.schema import load, merge, read_table
 from terrace.cluster.cluster import Cluster
 
+UNNAMED = "(none named)"  # in place of a name, where a command has a default of its own
 _RESTATED = ("bandwidth_bytes_per_s", "shared", "shared_by")  # a tier of which an override gives one is not rescaled
 
 

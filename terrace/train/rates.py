@@ -1,0 +1,86 @@
+"""Learning rates for weights that are loaded: defaults, and the bound above which a run would destroy them.
+
+The default of a run from scratch is a hundred times too high for weights that are trained already. Peak rates of AdamW:
+
+- 2e-5 for a whole model: supervised fine-tuning of Llama 2 (Touvron et al. 2307.09288, section 3.1).
+- 1e-5 for a reward model: the same paper, section 3.2.2, all sizes but the largest.
+- 1e-6 for DPO: Rafailov et al. 2305.18290, appendix B.
+- ten times these with adapters: 2e-4 is QLoRA's rate for models of up to 13 B parameters (Dettmers et al. 2305.14314).
+
+Lion takes a third to a tenth of AdamW's rate (Chen et al. 2302.06675, section 5): a fifth here. Muon's update has the
+size of AdamW's (Liu et al. 2502.16982, section 2.2), so its rate is the same. An update of sgd is as large as the
+gradient, so no rate of it is usual, and a run under sgd keeps its own. Pure: needs no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from terrace.train.config import RunConfig
+
+_ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6}  # by objective, for a whole model
+_ADAPTERS = 10.0
+_OF_OPTIMIZER = {"adamw": 1.0, "muon": 1.0, "lion": 0.2}
+# Guesses. Beyond the first the start of a run says so; beyond the second it is refused: a whole model would train at
+# 1e-3, above the peak rates from which models of a billion parameters and more are trained from scratch.
+_HIGH, _MOST = 5.0, 50.0
+
+
+def usual_rate(optimizer: str, objective: str, adapters: bool) -> float | None:
+    """Peak rate for loaded weights; None where none is usual."""
+    if optimizer not in _OF_OPTIMIZER or objective not in _ADAMW:
+        return None
+    rate = _ADAMW[objective] * _OF_OPTIMIZER[optimizer] * (_ADAPTERS if adapters else 1.0)
+    return float(f"{rate:.6g}")  # as a user would write it
+
+
+def with_rate(table: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Table of a run with the rate for loaded weights, if it loads some and no one of `layers` gives a rate."""
+    optimizer, train = table.get("optimizer", {}), table.get("train", {})
+    if not isinstance(optimizer, Mapping) or not isinstance(train, Mapping) or not train.get("weights"):
+        return dict(table)
+    if any("lr" in own for layer in layers if isinstance(own := layer.get("optimizer"), Mapping)):
+        return dict(table)
+    rate = usual_rate(
+        str(optimizer.get("name", "adamw")), str(train.get("objective", "next-token")), table.get("lora") is not None
+    )
+    return dict(table) if rate is None else {**table, "optimizer": {**optimizer, "lr": rate}}
+
+
+def check_rate(run: "RunConfig") -> None:
+    """Raise `ConfigError` for a rate that would destroy loaded weights, or a key for it that has no effect."""
+    usual = _usual_of(run)
+    is_high = usual is not None and run.optimizer.lr > _MOST * usual * (1 + 1e-9)
+    if is_high and not run.train.high_lr:
+        raise ConfigError(
+            f"optimizer.lr = {run.optimizer.lr:g} would destroy the loaded weights, which train at about {usual:g} "
+            f"{_kind(run)}: leave it out, or ask for it with --train.high_lr true"
+        )
+    if run.train.high_lr and not is_high:
+        why = "no weights are loaded" if not run.train.weights else f"optimizer.lr = {run.optimizer.lr:g} is not high"
+        raise ConfigError(f"train.high_lr = true has no effect: {why}; leave it out")
+
+
+def rate_words(run: "RunConfig") -> str:
+    """The peak rate of a run that loads weights beside the usual one; "" where none is usual."""
+    usual = _usual_of(run)
+    if usual is None:
+        return ""
+    rate = f"peak learning rate {run.optimizer.lr:g}"
+    if run.optimizer.lr == usual:
+        return f"{rate}, usual for loaded weights {_kind(run)} (--optimizer.lr sets another)"
+    times = run.optimizer.lr / usual
+    warning = ", which may undo what they have learned" if times > _HIGH else ""
+    return f"{rate}: {times:.3g} times the usual {usual:g} for loaded weights {_kind(run)}{warning}"
+
+
+def _usual_of(run: "RunConfig") -> float | None:
+    if not run.train.weights:
+        return None
+    return usual_rate(run.optimizer.name, run.train.objective, run.lora is not None)
+
+
+def _kind(run: "RunConfig") -> str:
+    return f"under {run.optimizer.name}" + (" with adapters" if run.lora is not None else "")
