@@ -5,7 +5,6 @@ Exit codes are listed in docs/training.md.
 
 import argparse
 import errno
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -74,6 +73,8 @@ def _headroom(value: str, rest: Sequence[str]) -> str:
     key = "--cluster.device.headroom"
     if any(word.partition("=")[0] == key for word in rest):
         raise ConfigError(f"--headroom {value} and {key} set the same: leave one out")
+    import json  # here alone, since it is only for this option
+
     return f"{key}={json.dumps(value)}"  # a TOML text, so that 6 is refused for its missing unit
 
 
