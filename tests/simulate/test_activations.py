@@ -254,7 +254,7 @@ def test_a_layer_whose_operations_are_recomputed(
     assert sum(predicted.saved.values()) == left - output.nbytes
     assert after == inputs.nbytes - (left - output.nbytes), "of a backward the gradient of the input is left"
     # Short rows attend by plain products, which convert their operands.
-    scratch = max(scratch_bytes(config, compute, sequence), 0.25 * backward * (compute == "bf16"))
+    scratch = max(scratch_bytes(config, compute, sequence), 0.35 * backward * (compute == "bf16"))
     assert predicted.forward_peak_bytes == pytest.approx(forward + inputs.nbytes, abs=scratch)
     before = left + inputs.nbytes + gradient.nbytes
     assert predicted.backward_peak_bytes == pytest.approx(backward + before, abs=scratch)
