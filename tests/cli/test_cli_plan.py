@@ -111,7 +111,8 @@ def test_a_batch_that_does_not_divide_names_those_that_do(here: Planning) -> Non
     assert "use --batch 24 or 48, --nodes 2 or 4, or --axes all" in refused
 
 
-def test_presets_refused_alike_say_it_once(here: Planning) -> None:
+def test_presets_refused_alike_say_it_once(here: Planning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a reason in one line
     code, out, _ = here.say("plan", "--nodes", "2", "--axes", "tensor", batch=8)
     assert code == 0
     assert out.count("is not a multiple of") == 1
