@@ -121,6 +121,7 @@ def test_a_summary_names_goals_and_parts_to_come(tmp_path: Path) -> None:
     assert (summary.parts_with("missed"), summary.parts_with("WRONG")) == (["a"], [])
 
 
+@pytest.mark.nightly  # all parts, one after the other
 def test_all_of_the_command_on_the_cpu(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     words += ["--only", "exactness:parity,prediction,bandwidth"]

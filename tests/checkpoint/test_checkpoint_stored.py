@@ -16,6 +16,7 @@ from terrace.plan.outer import Outer
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.peer_copies import part_bytes
 from tests.support.checkpoints import ADAMW, contents, differing, make, train
+from tests.support.nightly import nightly
 
 ALONE = World(0, 1, 0, 1, None)  # type: ignore[arg-type]  # no store: nobody to meet
 
@@ -53,7 +54,7 @@ def continue_here(world: World, folder: Path, plan: str, stored: dict[str, Any],
     return losses[3:], again, said, unequal, differing(state_of(straight), state_of(other)), size
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, LION, MUON], ids=lambda config: config.name)
+@pytest.mark.parametrize("optimizer", [ADAMW, *nightly(LION, MUON)], ids=lambda config: config.name)
 @pytest.mark.parametrize("stored", STORED.values(), ids=STORED)
 def test_a_resume_under_the_same_plan_has_the_same_bits(
     pool: LocalPool, tmp_path: Path, stored: dict[str, Any], optimizer: OptimizerConfig

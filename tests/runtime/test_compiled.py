@@ -65,6 +65,7 @@ def in_parts(cluster: Cluster) -> dict[str, tuple[str, dict[str, object]]]:
     }
 
 
+@pytest.mark.nightly  # compiling takes a minute
 def test_blocks_in_parts_equal_one_process(pool: LocalPool) -> None:
     cluster, cases = cluster_of(1, 4), list[Case]()
     for why, (model, changes) in in_parts(cluster).items():

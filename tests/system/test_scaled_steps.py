@@ -194,6 +194,7 @@ def test_layers_alone_and_evaluations_too() -> None:
         each.close()
 
 
+@pytest.mark.nightly  # it learns for a while
 def test_what_is_learned_stays() -> None:
     """Four batches by heart in 8 bits and without; over seeds and 1,000 steps see bench/products_learning.py."""
     found = {}

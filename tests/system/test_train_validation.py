@@ -37,6 +37,7 @@ from terrace.train.metrics import Outcome, Silent, eval_lines, read_metrics
 from terrace.train.trackers import values_of as values_of_trackers
 from terrace.train.trained import load_trained
 from tests.support.chats import CHATML, TALK, write_lines
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import MODEL, metrics, write_run
 
 STEPS, EVERY, SEQUENCE, RANKS = 4, 2, 16, 4
@@ -168,7 +169,7 @@ def alone(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> list[tup
     return found(trained(pool, table_of(folder, 1, plan={}), folder / "run"))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*list(PLANS)[:2], *nightly(*list(PLANS)[2:])])
 def test_a_run_finds_what_one_rank_and_terrace_eval_find_and_goes_on_as_without(
     pool: LocalPool, alone: list[tuple[int, str, float, float]], tmp_path: Path, name: str
 ) -> None:
@@ -200,7 +201,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*list(OTHERS)[:1], *nightly(*list(OTHERS)[1:])])
 def test_other_models_and_loops_find_what_terrace_eval_finds_and_go_on_as_without(
     pool: LocalPool, tmp_path: Path, name: str
 ) -> None:

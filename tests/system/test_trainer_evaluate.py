@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError
 from terrace.launch.start import LocalPool, World
+from tests.support.nightly import nightly
 from tests.support.toys import cluster_of
 from tests.support.trainer_cases import TOLERANCE, Case, make, simple, steps, train
 from tests.support.user_models import HIDDEN, MODELS, NUM_STEPS, Trained, batch_of
@@ -67,7 +68,9 @@ def plain_loss(case: Case, values: dict[str, Tensor], batch: tuple[Tensor, Tenso
         return float(model.loss(x, labels)) / num, num
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.plan}-{case.sizes}-{case.local}")
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], *nightly(*CASES[2:])], ids=lambda case: f"{case.model}-{case.plan}-{case.sizes}-{case.local}"
+)
 def test_an_evaluation_is_that_of_plain_pytorch_and_changes_no_bit(pool: LocalPool, case: Case) -> None:
     world_size = cluster_of(*case.sizes).world_size
     without = pool.run(world_size, train, case)
