@@ -254,7 +254,8 @@ def test_a_layer_whose_operations_are_recomputed(
     assert sum(predicted.saved.values()) == left - output.nbytes
     assert after == inputs.nbytes - (left - output.nbytes), "of a backward the gradient of the input is left"
     # Short rows attend by plain products, which convert their operands.
-    scratch = max(scratch_bytes(config, compute, sequence), 0.35 * backward * (compute == "bf16"))
+    # A CPU without products of bf16 keeps other temporaries than one that has them.
+    scratch = max(scratch_bytes(config, compute, sequence), 0.12 * (left + backward) * (compute == "bf16"))
     assert predicted.forward_peak_bytes == pytest.approx(forward + inputs.nbytes, abs=scratch)
     before = left + inputs.nbytes + gradient.nbytes
     assert predicted.backward_peak_bytes == pytest.approx(backward + before, abs=scratch)
