@@ -27,6 +27,7 @@ from terrace.rl.stream.stream import Drawing, stream_of
 from terrace.rl.values.prompts import Prompt
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
+from tests.support.nightly import nightly
 
 LENGTH, VOCAB, NUM_RESPONSES = 4, 5, 64
 # Beside its paper's values: a KL that is counted, where there is a place for it, and clips that let a table move.
@@ -204,7 +205,10 @@ def learned(name: str, num_steps: int = 25, shuffle: bool = False) -> tuple[list
     return list(islice(CONTROLLERS[name](setup), num_steps)), setup
 
 
-@pytest.mark.parametrize("name", [name for name in CONTROLLERS if name != "safe-rlhf"])
+FEW = ("ppo", "grpo", "remax")
+
+
+@pytest.mark.parametrize("name", [*FEW, *nightly(*(name for name in CONTROLLERS if name not in (*FEW, "safe-rlhf")))])
 def test_every_algorithm_raises_the_reward(name: str) -> None:
     steps, setup = learned(name)
     # DAPO's penalty, from 0 to -1, is in the rewards.
