@@ -220,7 +220,7 @@ def _options(folder: Path) -> Iterator[Case]:
                 continue
             for value in _VALUES:
                 words = (action.option_strings[-1], value) if action.option_strings else (value,)
-                base = needed[command[0]] if len(command) == 1 else ()
+                base = needed.get(command[0], ()) if len(command) == 1 else ()
                 yield Case("options", (*command, *base, *words))
         yield Case("options", (*command, "--nothing"))
         yield Case("options", (*command, *["x"] * 50))
