@@ -1,4 +1,4 @@
-"""The command `terrace`, and `python -m terrace`, which is what torchrun starts: `torchrun ... -m terrace train`."""
+"""The command `terrace`, and `python -m terrace`, which torchrun starts: `torchrun ... -m terrace train`."""
 
 import sys
 from importlib import import_module

@@ -111,7 +111,7 @@ def stored_as(plan: Plan) -> list[str]:
 
 
 def stored_note(where: str, stored: Sequence[str], plan: Plan) -> str:
-    """What a run says about states that its plan stores in another way than a checkpoint had them; "" if in none."""
+    """A run's note of states that its plan stores in another way than a checkpoint had them; "" if there are none."""
     own = stored_as(plan)
     if not stored or list(stored) == own:
         return ""

@@ -17,7 +17,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True)
 class Words:
-    """What may follow a command: names of its actions, options with what they do, and values of options."""
+    """Words that may follow a command: names of its actions, options with their help, and values of options."""
 
     actions: Mapping[str, str]  # name -> help
     options: Mapping[str, str]  # every option string -> help

@@ -22,7 +22,7 @@ def add_action(actions: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Make what is not in the cache, and print its files; returns 0."""
+    """Make the missing files of the cache, and print them; returns 0."""
     config = resolve_run(options, rest)
     # After the options are checked: these need numpy and a tokenizer.
     from terrace.data.prepared import prepare_eval_sources, prepare_sources

@@ -162,7 +162,7 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 
 
 class Answers(NamedTuple):
-    """What is asked beyond the best plan: tokens and a price; and words about a plan of the user's, about products in
+    """Answers beyond the best plan: tokens and a price; and words about a plan of the user's, about products in
     8 bits and about narrow states.
     """
 

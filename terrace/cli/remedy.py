@@ -1,4 +1,4 @@
-"""What makes a model fit where a plan does not, as searches find it: another plan, fewer pins, or more nodes."""
+"""Changes with which a model fits where a plan does not, found by searches: another plan, fewer pins, or more nodes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def fitting_words(task: Task, limit: int, plan_command: str = "") -> str:
 
 
 def freer_words(space: Space, pinned: Sequence[str], limit: int) -> str:
-    """What a search that finds nothing may leave out so that some plan fits, or else the fewest nodes.
+    """Pins that a search without a result may leave out so that some plan fits, or else the fewest nodes.
 
     `pinned` are its pins as they were written.
     """

@@ -1,4 +1,4 @@
-"""`terrace rl --explain`: what an iteration is predicted to take, by role, stage and pool; with `--place auto` also the
+"""`terrace rl --explain`: the predicted seconds of an iteration, by role, stage and pool; with `--place auto` also the
 fastest placement. Nothing is started.
 """
 
@@ -33,7 +33,7 @@ def placed(config: RlConfig) -> RlConfig:
 
 
 def explain(config: RlConfig, *, search: bool) -> None:
-    """Print the price of the run's placement, and with `search` the best beside it; refuses what a run would."""
+    """Print the price of the run's placement, and with `search` the best beside it; refuses the same input as a run."""
     check_roles(config)
     flow, cluster, console = dataflow_of(config), config.cluster, Terminal()
     report = price(flow, placement_of(config), cluster)

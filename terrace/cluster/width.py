@@ -37,7 +37,7 @@ def share(points: Sequence[Point], degree: int) -> float:
 
 
 def wrong_width(tier: str, tree: Tree | None, contention: Sequence[Point], longest_s: float) -> str | None:
-    """What is wrong with figures that no fabric and no algorithm can have."""
+    """Words for figures that no fabric and no algorithm can have; "" if all can be."""
     if tree is not None:
         if not 0 < tree.share <= 1:
             return f"tiers.{tier}.tree.share = {tree.share} must lie above 0, and at most at 1"

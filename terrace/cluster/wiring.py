@@ -56,7 +56,7 @@ def by_degree(links: tuple[Link, ...], inner: int, size: int) -> tuple[int, ...]
 
 
 def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str | None:
-    """What is wrong with links that no group of `num_devices` devices can have."""
+    """Words for links that no group of `num_devices` devices can have."""
     seen, wired = set[Pair](), set[int]()
     for one, other, number in links:
         if one == other or min(one, other) < 0 or number < 1:

@@ -59,7 +59,7 @@ def prepare_chat(
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What makes tokens of conversations, and where they are kept."""
+    """The maker of tokens of conversations, and their place in the cache."""
 
     tokenizer: Tokenizer
     tokenizer_path: str | Path

@@ -84,7 +84,7 @@ class Passing:
 
 
 class PagedLayer:
-    """What a layer attends to, in place of the tokens that pass alone: see `terrace.model.cache.LayerCache`."""
+    """Keys and values of a layer beside those of the passing tokens: see `terrace.model.cache.LayerCache`."""
 
     continues = True  # the masks of a turn are made here
     passing: Passing

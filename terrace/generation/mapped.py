@@ -58,7 +58,7 @@ def mapped_pages(
 
 @dataclass
 class _Text:
-    """What a text sees: pages by place in its range, -1 for none; `first`: the text's page at the first place."""
+    """The view of a text: pages by place in its range, -1 for none; `first`: the text's page at the first place."""
 
     address: int
     places: Tensor  # (places, layers, 2, K, D)

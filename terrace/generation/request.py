@@ -1,4 +1,4 @@
-"""What is asked of generation and what comes back. Pure: needs no torch."""
+"""Requests to generation and their results. Pure: needs no torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -95,7 +95,7 @@ class Scheduler:
         return text.number
 
     def turn(self) -> Turn:
-        """What passes next; no parts if nothing waits or runs. `advance` must follow before the next turn."""
+        """The next turn; it has no parts if nothing waits or runs. `advance` must follow before the next turn."""
         parts: list[Part] = []
         self._copies = []
         left = self._token_budget

@@ -1,4 +1,4 @@
-"""The fork server of local ranks: it imports what ranks need, once, and they are its forks.
+"""The fork server of local ranks: it imports their modules once, and they are its forks.
 
 Its imports take seconds, so `terrace train` starts it before its own. This module therefore needs no torch.
 """

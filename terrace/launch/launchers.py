@@ -1,4 +1,4 @@
-"""What launchers say to the processes that they start: rank, number of ranks, and where rank 0 is.
+"""Rank, number of ranks and address of rank 0, as launchers give them to the processes that they start.
 
 Pure functions of the environment's variables, so that every launcher can be tried without one. No torch.
 """

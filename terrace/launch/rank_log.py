@@ -19,7 +19,7 @@ def write_loud(text: str) -> None:
 
 @contextmanager
 def rank_log(path: Path | None) -> Iterator[None]:
-    """In the body, what this process writes to stdout and stderr is appended to `path`; None leaves it as it is.
+    """In the body, stdout and stderr of this process are appended to `path`; None leaves it as it is.
 
     The descriptors are replaced, not Python's streams alone. An error that leaves the body is told as without.
     """

@@ -124,7 +124,7 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
 
 
 def failure(number: int, rank: int, error: BaseException) -> Report:
-    """What a rank reports of an error in its part of a call."""
+    """A rank's report of an error in its part of a call."""
     message, trace = str(error), "".join(traceback.format_exception(error))
     if isinstance(error, HangError):
         return Report(number, rank, "hang", message=message)

@@ -63,7 +63,7 @@ class ColumnsExperts(nn.Module):
         self._activation = mixture.activation
 
     def forward(self, tokens: Tensor, choice: Choice) -> Tensor:
-        """The weighted sum (T, H) of what the chosen experts make of tokens (T, H)."""
+        """The weighted sum (T, H) of the chosen experts' outputs for tokens (T, H)."""
         if len(tokens) == 1:
             return self._of_one(tokens, choice)
         order = Order.of(choice.experts, len(self.entering), is_whole=choice.is_whole)

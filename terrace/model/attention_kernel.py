@@ -64,7 +64,7 @@ def candidates(case: AttentionCase) -> tuple[AttentionKernel, ...]:
 
 
 def expected(case: AttentionCase, choice: AttentionChoice = "auto") -> AttentionKernel:
-    """The kernel that serves where torch has all of them; a piece of a whole row is what sdpa computes."""
+    """The kernel that serves where torch has all of them; sdpa computes a piece of a whole row."""
     if choice == "auto":
         return candidates(case)[0]
     return "sdpa" if choice == "pieces" and not case.is_cut else choice

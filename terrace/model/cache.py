@@ -1,4 +1,4 @@
-"""What a layer's attention asks of keys and values that were kept from earlier passes.
+"""Keys and values of earlier passes, as a layer's attention asks for them.
 
 Nothing else of a decoder knows of them. terrace.generation has the pages in which they are kept.
 
@@ -13,7 +13,7 @@ from terrace.model.attention import MaskPlan
 
 
 class LayerCache(Protocol):
-    """What a layer keeps of the tokens before those that pass."""
+    """Keys and values that a layer keeps of the tokens before those that pass."""
 
     @property
     def continues(self) -> bool:

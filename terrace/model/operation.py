@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Runs(Protocol):
-    """Runs an operation on its inputs and gives the result to its reader; returns what the reader returns."""
+    """Runs an operation on its inputs and gives the result to its reader; returns the reader's result."""
 
     def __call__(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Runs with too few messages for what these remember: an outer momentum, the elements that a sparse format leaves out.
+"""Runs with too few messages for the memory of these: an outer momentum, the elements that a sparse format leaves out.
 
 A momentum m remembers 1 / (1 - m) exchanges. A sparse format that keeps one of N elements sends an element every N
 messages in the mean. A run of fewer than ten times as many is over before they have settled.
@@ -13,7 +13,7 @@ _FEWEST = 10.0  # times as many: of the start, a share of exp(-10) is left
 
 
 def few_exchanges(cluster: Cluster, plan: Plan, num_steps: int) -> str:
-    """A notice of a run of `num_steps` with its numbers and what helps; "" where there are enough messages."""
+    """A notice of a run of `num_steps` with its numbers and a remedy; "" where there are enough messages."""
     outer, found = plan.outer, list[str]()
     # The last step of a run exchanges whatever has not been.
     num_exchanges = num_steps if outer is None else -(-num_steps // outer.every)

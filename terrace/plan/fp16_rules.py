@@ -9,7 +9,7 @@ from terrace.plan.plan import Plan
 
 
 def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """Raise `PlanError` for what a scaled loss cannot have, and for messages in fp16 without one."""
+    """Raise `PlanError` for a plan with a scaled loss that it cannot serve, and for messages in fp16 without one."""
     if plan.compute != "fp16":
         for message, row in plan.wire.items():
             for tier, name in row.items():

@@ -1,4 +1,4 @@
-"""Boxes of whole parameters by rank, without tensors: what ranks hold in training, and what generation needs.
+"""Boxes of whole parameters by rank, without tensors: those held in training, and those that generation needs.
 
 A rank keeps a range of a flat buffer, and the buffer holds slices of parameters, padded where a dim does not divide:
 

@@ -69,7 +69,7 @@ def parse_recomputation(entry: str) -> Recomputation:
 
 
 def recomputed_parts(recompute: Sequence[str], blocks: Sequence[BlockSpec]) -> tuple[tuple[str, ...], ...]:
-    """What the backward of each block computes again: nothing, some of `OPERATIONS` in their order, or `WHOLE`.
+    """The part of each block that its backward runs again: nothing, some of `OPERATIONS` in their order, or `WHOLE`.
 
     A first block in which nothing is trained has no backward: no gradient leaves it.
     """

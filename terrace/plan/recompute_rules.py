@@ -1,4 +1,4 @@
-"""Rules of `plan.recompute`: each entry names something, and what it names can be computed again by itself."""
+"""Rules of `plan.recompute`: each entry names blocks or operations that can be computed again by themselves."""
 
 import fnmatch
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a plan recomputes of its layers, as values that a search numbers (terrace.planner.operations makes them)."""
+"""Recomputation of layers, as values that a search numbers (terrace.planner.operations makes them)."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ _Parts = tuple[str, ...]
 
 
 class Again(NamedTuple):
-    """What a plan recomputes of its layers.
+    """The parts of layers that a plan recomputes.
 
     `parts` of every layer, as in terrace.plan.recompute; with `others` of the first layers alone, and `others` of those
     behind them. `Candidate.first` says how many are the first.
@@ -17,7 +17,7 @@ class Again(NamedTuple):
 
     @property
     def least(self) -> _Parts:
-        """What every layer computes again, whatever the number of the first."""
+        """The part that every layer computes again, however many first ones compute more."""
         return self.parts if self.others is None else self.others
 
     @property

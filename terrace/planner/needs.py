@@ -29,7 +29,7 @@ def recomputations(space: Space, mesh: Mesh) -> list[int]:
 
 
 class Needs:
-    """What plans of a space must recompute with this memory."""
+    """The least recomputation with which plans of a space fit in this memory."""
 
     def __init__(self, space: Space, evaluator: "Evaluator", capacity_bytes: float) -> None:
         self.space, self.evaluator, self.capacity_bytes = space, evaluator, capacity_bytes

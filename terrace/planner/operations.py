@@ -1,4 +1,4 @@
-"""What the plans of a search recompute: nothing, operations of layers, or whole layers, in all layers or the first.
+"""The choices of recomputation in a search: none, operations of layers, or whole layers, in all layers or the first.
 
 Values of `Candidate.recompute` are indexes of `Recomputations.values`. Each operation, and the whole layer, saves bytes
 and costs seconds. Layers are alike, so a number of bytes is saved in the least seconds by operations in ascending order
@@ -34,7 +34,7 @@ _Parts = tuple[str, ...]
 
 
 def recomputations_of(task: "Task") -> Recomputations:
-    """What plans of a task may recompute: what it asks for, or what its model and device make worth a search."""
+    """The choices of a task: those that it asks for, or those that its model and device make worth a search."""
     nothing = Again(())
     if task.operations is not None:
         return Recomputations((nothing, Again(task.operations or WHOLE)), ((0, 1), (0, 1)))

@@ -1,7 +1,7 @@
 """Products in 8-bit floats that a user allows (`--allow products=fp8`), taken where the predicted step is shorter.
 
 As with wire formats (terrace.planner.formats), a search never rounds by itself: with products allowed it runs twice,
-without and with them, and the plan in 8 bits must be faster than what counts as equally fast.
+without and with them, and the plan in 8 bits must be faster by more than a tie.
 """
 
 from collections.abc import Sequence

@@ -112,7 +112,7 @@ class Task:
 
     @cached_property
     def rounding_bytes(self) -> float:
-        """What rounding of states adds to an update (terrace.simulate.layers)."""
+        """Bytes that rounding of states adds to an update (terrace.simulate.layers)."""
         return rounding_bytes(self.cluster.device, self.master, self.optimizer_states)
 
     @property
@@ -137,7 +137,7 @@ class Task:
 
     @cached_property
     def recomputations(self) -> Recomputations:
-        """What plans may recompute."""
+        """The choices of recomputation."""
         # Prices stand above tasks in the order of imports.
         from terrace.planner.operations import recomputations_of
 

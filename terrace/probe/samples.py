@@ -59,7 +59,7 @@ class Sustained:
 
     @property
     def share(self) -> float:
-        """What is left of the first rate."""
+        """The share of the first rate that is left."""
         return self.flops_per_s / self.burst_flops_per_s
 
 

@@ -28,7 +28,7 @@ from terrace.program.message import Message
 
 
 class Reshard(NamedTuple):
-    """An instruction: what ranks send each other of `blocks` over one tier."""
+    """An instruction: elements of `blocks` that ranks send each other over one tier."""
 
     blocks: tuple[int, ...]
     tier: int
@@ -117,7 +117,7 @@ def _programs(cluster: Cluster, transition: Transition, only: int | None, ranks:
 
 
 def hand_over_text(program: HandOverProgram, blocks: Sequence[str]) -> str:
-    """One line per instruction: position, blocks by name, tier, and what the rank sends and receives."""
+    """One line per instruction: position, blocks by name, tier, elements sent and received."""
     lines, width = list[str](), len(str(len(program.instructions)))
     for position, instruction in enumerate(program.instructions):
         names = ", ".join(blocks[block] for block in instruction.blocks)

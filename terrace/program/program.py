@@ -153,7 +153,7 @@ class Program:
     def of_stage(self, stage: Stage, instructions: Sequence[Instruction] = (), phase: Phase | None = None) -> "Program":
         """Another program of the same plan and blocks, and of the same phase unless one is given.
 
-        What follows from plan and blocks is shared, not derived again.
+        Values that follow from plan and blocks are shared, not derived again.
         """
         found = replace(self, stage=stage, instructions=instructions, phase=phase or self.phase)
         shared = (*_OF_THE_PLAN, "edge") if stage.num_stages > 1 else _OF_THE_PLAN
@@ -320,7 +320,7 @@ class Program:
         return self._block_programs[key]
 
     def alike_inside(self, block: int) -> tuple[int, tuple[str, ...]]:
-        """Kind of a block, and what of it is recomputed: blocks that agree in both share one block program."""
+        """Kind of a block, and its recomputed part: blocks that agree in both share one block program."""
         # A frozen first block has no backward, so it is of a kind of its own.
         return self.kinds[block] if block or self.blocks[0].num_trainable else -1, self.recomputed[block]
 
@@ -388,7 +388,7 @@ class Program:
 
     @cached_property
     def recomputed(self) -> tuple[tuple[str, ...], ...]:
-        """What the backward of each block runs again (`terrace.plan.recompute.recomputed_parts`)."""
+        """The part of each block that its backward runs again (`terrace.plan.recompute.recomputed_parts`)."""
         return recomputed_parts(self.plan.recompute, self.blocks)
 
 

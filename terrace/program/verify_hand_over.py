@@ -1,9 +1,9 @@
-"""The verifier of a hand-over: a rank's program is checked before it runs, from what the rank holds and needs alone.
+"""The verifier of a hand-over: a rank's program is checked before it runs, from the rank's own boxes alone.
 
  1. the tiers of blocks follow one another from the outermost inward, and no instruction comes twice;
  2. a box crosses the tier of its instruction: its two ranks are in one unit around the tier and in two inside it;
- 3. what the rank sends it holds, or has received over an outer tier;
- 4. what it receives it needs and does not hold, and no element comes twice;
+ 3. the rank holds all that it sends, or has received it over an outer tier;
+ 4. it needs all that it receives and does not hold it, and no element comes twice;
  5. after the last instruction it has all that it needs; so it receives |need minus own| elements, the closed formula.
 
 How boxes were planned does not enter.

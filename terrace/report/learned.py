@@ -1,4 +1,4 @@
-"""Figures of docs/slow-networks.md on what loops and formats do to learning, for the output that chooses them.
+"""Figures of docs/slow-networks.md on learning with loops and formats, for the output that chooses them.
 
 They are of a decoder of 1.0 M parameters on 4 islands, after 1,200 steps from a checkpoint of 300, means over three
 seeds (`every` other than 20: one seed): rises of the held-out loss in percent. A test holds them to the page's table.
@@ -29,7 +29,7 @@ _EVERY = (5, 10, 20, 50)
 
 
 def loop_learned(outer: Outer, formats: tuple[str, ...] = ()) -> str:
-    """What was measured nearest to a loop whose exchanges travel in `formats`, in one line."""
+    """The measurement nearest to a loop whose exchanges travel in `formats`, in one line."""
     every = min(_EVERY, key=lambda each: abs(math.log(each / outer.every)))
     parts = [f"{every} steps between exchanges {RISES[f'every-{every}']:+.1f} % to a synchronous run"]
     if outer.delay:
@@ -42,7 +42,7 @@ def loop_learned(outer: Outer, formats: tuple[str, ...] = ()) -> str:
 
 
 def formats_learned() -> str:
-    """What was measured of rounded messages of synchronous plans, in one line."""
+    """Measurements of rounded messages of synchronous plans, in one line."""
     return (
         f"held-out loss, measured at 1.0 M parameters between two stages: int8 and back int4+feedback "
         f"{RISES['stages-int8']:+.1f} %, int4 both ways {RISES['stages-int4']:+.1f} %; of other classes nothing is "

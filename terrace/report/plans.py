@@ -200,7 +200,7 @@ def _axes_words(task: Task, candidate: Candidate) -> str:
 
 
 def again_words(task: Task, candidate: Candidate) -> str:
-    """What a candidate recomputes: `layers`, `mlp of 8 layers`, `8 layers, mlp of the others`."""
+    """The recomputation of a candidate: `layers`, `mlp of 8 layers`, `8 layers, mlp of the others`."""
     again, first = task.recomputations.values[candidate.recompute], candidate.first
     if again.parts == WHOLE:
         words = counted(first, "layer") if first else "layers"

@@ -1,4 +1,4 @@
-"""Contents of a run folder of `terrace rl` as an `RlView`: all that can be read, and a sentence on what cannot.
+"""Contents of a run folder of `terrace rl` as an `RlView`: all that can be read, and a sentence on the rest.
 
 The run may be unfinished, killed, or damaged: no content of a file raises here. Other modules of this room read runs of
 `terrace train`.

@@ -90,7 +90,7 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
 def stage_memory_table(held: Sequence[Mapping[str, int]], activations: Sequence[int], room: str) -> Table:
     """Model state by category (`held`, of each stage) and peak activations, of one rank of each stage.
 
-    `room` is what a plan may take, in words.
+    `room` is the memory for a plan, in words.
     """
     names = [name for name in held[0] if any(each[name] for each in held)]
     table = new_table(

@@ -148,7 +148,7 @@ def bytes_words(size: float | None) -> str:
 
 
 def memory_table(predicted: Mapping[str, int], room: str) -> Table:
-    """Model state of one rank, every category at its own peak; `room` is what a plan may take, in words."""
+    """Model state of one rank, every category at its own peak; `room` is the memory for a plan, in words."""
     return new_table(
         f"{_STATE_TITLE}; no activations; a plan may take {room}",
         ("category", "predicted"),

@@ -36,7 +36,7 @@ def scaling_bands_words(points: Sequence[Point], plan: Plan, tier: str) -> str:
 
 
 def _bands_words(what: str, names: Sequence[str], bands: Sequence[Band]) -> str:
-    """A paragraph for each band: what it is of, its figures and its rows."""
+    """A paragraph for each band: its subject, figures and rows."""
     alike: dict[float, list[int]] = {}
     for place, band in enumerate(bands):
         alike.setdefault(band.share, []).append(place)

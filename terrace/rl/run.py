@@ -1,4 +1,4 @@
-"""A run of `terrace rl`: roles on a runtime, a controller, and what stands around its steps.
+"""A run of `terrace rl`: roles on a runtime, a controller, and all around its steps.
 
     roles, once they are made (terrace.rl.making) -> steps: numbers, evaluation, checkpoint
 
@@ -252,7 +252,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _identity(tokenizer: Tokenizer, config: RlConfig) -> dict[str, Any]:
-    """By dotted name, what a resumed run must have in common with the one that began."""
+    """By dotted name, values that a resumed run must have in common with the one that began."""
     sections = {name: dump(getattr(config, name)) for name in ("run", "algorithm", "optimizer", "cost")}
     sections |= {f"reward[{index}]": dump(reward) for index, reward in enumerate(config.reward)}
     found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}

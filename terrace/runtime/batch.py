@@ -24,7 +24,7 @@ class Batch:
     `places`, alike, are the places of the tokens in the run (`places_of`), the same under every plan, and -1 for what
     takes no part in choices of experts; models without experts need none. `shares`, alike, fp64, weigh tokens in
     losses of routers (`shares_of`); only a part of rows needs them. `columns`, of the labels' shape, are what a loss of
-    token numbers reads; `weights`, fp64, alike, are what counted labels add to the divisor of the loss, 1 each if left
+    token numbers reads; `weights`, fp64, alike, are the counted labels' shares of the loss' divisor, 1 each if left
     out (terrace.runtime.objective); losses of routers have the same divisor, and `shares` know them.
     """
 
@@ -123,7 +123,7 @@ def shares_of(
     """The labels of the document of each token over its tokens, for whole rows with labels (B, S); fp64 (B, S).
 
     So a document weighs as much in losses of routers, which are sums over its tokens, as in the divisor of the main
-    loss: with `weights` (B, S) these are what its labels add. Tokens with a place of -1 in `places` (B, S) are none.
+    loss: with `weights` (B, S) the sum of these. Tokens with a place of -1 in `places` (B, S) are none.
     """
     documents, counts = _labels_of_documents(labels, positions, ignored, weights)
     taking = torch.ones_like(documents) if places is None else (places >= 0).flatten().long()

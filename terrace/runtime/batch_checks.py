@@ -1,4 +1,4 @@
-"""What a micro-batch must be before an engine steps on it."""
+"""Checks of a micro-batch before an engine steps on it."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from terrace.runtime.objective import TokenObjective, ValueObjective
 
 
 def check_batches(batches: Sequence[Batch], modules: Iterable[nn.Module], objective: object) -> None:
-    """Raise `ModelError` for tensors of a batch whose shapes differ, and what blocks or the objective do not take."""
+    """Raise `ModelError` for tensors of a batch whose shapes differ, or that blocks or objective do not take."""
     _check_positions(batches, modules)
     _check_columns(batches)
     _check_reads(batches, objective)

@@ -246,7 +246,7 @@ class FlatParam:
         collectives.gather_columns(transfer, self._columns(piece(layout.optimizer), transfer), own, self.origin)
 
     def _columns(self, values: Tensor, transfer: Transfer) -> Tensor:
-        """What a transfer carries of `values`, a slice of the buffer: (slices, columns); all of them as they are."""
+        """A transfer's part of `values`, a slice of the buffer: (slices, columns); all of them as they are."""
         if transfer.columns is None:
             return values
         return values.view(-1, self.padded // slices_of(self.layout))[:, slice(*transfer.columns)]

@@ -88,7 +88,7 @@ def carried(flats: Sequence[FlatParam], transfers: Sequence[Transfer], carry: Ca
 
 
 def newest_of(ticket: Ticket | None) -> Ticket | None:
-    """What stands for a ticket at this time: of a message in gaps, the newest part."""
+    """The ticket at this time: of a message in gaps, that of the newest part."""
     return ticket.newest if isinstance(ticket, PartsTicket) else ticket
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 def gather_plain(value: Any, device: torch.device, group: Any = None) -> list[Any]:
     """`value` of every rank, in rank order; every rank of `group` (default: the world) calls this.
 
-    A value is what JSON holds: None, texts, numbers, lists, and dictionaries by text. Raises `TypeError` for another.
+    A value is one of JSON's: None, texts, numbers, lists, and dictionaries by text. Raises `TypeError` for another.
     """
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     return [json.loads(bytes(each.cpu().numpy())) for each in gather_bytes(raw, group)]

@@ -142,7 +142,7 @@ def gradients_through_logits(
 
     `to_gradient` turns the logits (n, V) of the tokens in a slice into their gradient, in place. `logits` are of all
     tokens, where they were kept; each chunk's are computed again otherwise. The matrix's gradient is recorded as by
-    `add_weight_gradient`. None for what is not asked for.
+    `add_weight_gradient`. None where one is not asked for.
     """
     matrix = weight.detach()
     gradient = torch.empty_like(hidden) if of_hidden else None

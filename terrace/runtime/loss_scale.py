@@ -58,7 +58,7 @@ class LossScale:
 
     @staticmethod
     def parse(table: Mapping[str, Any]) -> "LossScale":
-        """The inverse; raises `ValueError` for what no run has."""
+        """The inverse; raises `ValueError` for a state that no run has."""
         value, finite, skipped = (table[name] for name in ("value", "finite", "skipped"))
         is_scale = isinstance(value, float) and _LEAST <= value < math.inf and math.frexp(value)[0] == 0.5
         if not is_scale or type(finite) is not int or not 0 <= finite < INTERVAL or type(skipped) is not int:

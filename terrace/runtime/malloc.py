@@ -2,7 +2,7 @@
 
 By default glibc returns the top of a heap to the kernel whenever it is free, and large buffers with their own mappings,
 until it has learnt their sizes. Activations come and go with every micro-batch, and new memory is zeroed by the kernel
-page by page. Buffers of whole blocks are kept apart (terrace.runtime.pages), so a heap holds what activations held.
+page by page. Buffers of whole blocks are kept apart (terrace.runtime.pages), so a heap holds freed activations.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _LARGEST_BYTES = 32 << 20  # the most that glibc takes from a heap
 
 
 def keep_freed_memory() -> bool:
-    """Return what is free now, and nothing from then on, in the whole process; False where the C library is another."""
+    """Return the free memory now, and none from then on, in the whole process; False where the C library is another."""
     try:
         library = ctypes.CDLL(None)
         mallopt, trim = library.mallopt, library.malloc_trim

@@ -74,7 +74,7 @@ class Noise:
 
 
 def round_to_bf16(values: Tensor, bits: Tensor, out: Tensor) -> None:
-    """Write fp32 `values` into `out`, bf16, rounded by random `bits`; what a bf16 can hold stays as it is."""
+    """Write fp32 `values` into `out`, bf16, rounded by random `bits`; values that bf16 can hold stay as they are."""
     out.copy_((values.view(torch.int32) + bits).bitwise_and_(_KEPT).view(torch.float32))
 
 

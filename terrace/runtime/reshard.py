@@ -115,7 +115,7 @@ class HandOver:
         )
 
     def _lend(self, block: int, parts: BlockParts, loans: list["_Loan"]) -> None:
-        """Take the memory of working copies that the slices have; what is sent of them is read there."""
+        """Take the memory of working copies that the slices have; the parts to send are read there."""
         for flat in self._engine.state.flats.get(block, ()):
             own = boxes_of(self._engine, flat, flat.part(flat.layout.params).start, flat.shard)
             if all(name in parts.boxes and overlap(box, parts.boxes[name]) == box for name, box, _ in own):

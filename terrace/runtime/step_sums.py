@@ -97,7 +97,7 @@ def step_result(
     loads: Loads | None,
     outer: Sequence[OuterResult],
 ) -> StepResult:
-    """The result of a step, from its sums and what else is known of it; `rounding` are the classes of its errors."""
+    """The result of a step, from its sums and further facts; `rounding` are the classes of its errors."""
     names, balance = passages.names, passages.balance
     (loss, norm, count), rest = sums.figures[:3], sums.figures[3:]
     of_routers, errors = dict(zip(names, rest, strict=False)), list(rest[len(names) :])

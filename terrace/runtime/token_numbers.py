@@ -1,4 +1,4 @@
-"""Log-probabilities of labels and entropies, by token, of a decoder's head: what losses other than cross entropy read.
+"""Log-probabilities of labels and entropies, by token, of a decoder's head, for losses other than cross entropy.
 
 With logits x = h W^T, Z = sum of exp(x), p = exp(x) / Z, a token with label y has
 

@@ -1,4 +1,4 @@
-"""Weight gradients that wait to be computed: a record keeps what one of them is made of.
+"""Weight gradients that wait to be computed: a record keeps the operands of one of them.
 
 Shape legend: N rows (all leading dims), I inputs and O outputs of a matrix, E matrices of a stack, V vocabulary.
 """

@@ -6,7 +6,7 @@ tensors that each operation keeps. Kernels keep different tensors, so a backend 
 - `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a root per
   token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised. Attention
   keeps q, k, v, its output and one log-sum per token and head. A gated MLP keeps gate, up, act(gate) and the product; a
-  mixture of experts its rows, the same of every row, and what its gate needs (terrace.simulate.mlp_tape). The head
+  mixture of experts its rows, the same of every row, and those of its gate (terrace.simulate.mlp_tape). The head
   computes its logits in chunks of tokens during its backward (terrace.runtime.head), so it keeps only its input.
   Attention by plain products keeps q, k, v and the softmax in fp32, and a copy of its output with the heads merged.
 

@@ -1,4 +1,4 @@
-"""The stage of a plan that needs the most memory, and what experts may need beyond that account."""
+"""The stage of a plan that needs the most memory, and the memory of experts beyond that account."""
 
 import math
 from dataclasses import dataclass

@@ -69,7 +69,7 @@ class Costs:
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
 
     def again_s(self, block: int) -> float:
-        """Seconds of what the backward of a block computes again."""
+        """Seconds of the part of a block that its backward computes again."""
         if self.program.recomputes(block):
             return self.forward_s[block]
         return self.operations_s[block] if self.operations_s else 0.0

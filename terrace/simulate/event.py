@@ -8,7 +8,7 @@ from terrace.program.instruction import Op
 
 
 class Doing(IntEnum):
-    """What a step of a pass does."""
+    """The action of a step of a pass."""
 
     COMPUTE = 0
     SEND = 1

@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
 
 def activations_by_block(work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend) -> list[Held]:
-    """What every block holds for one micro-batch; the plan's patterns say which blocks are recomputed."""
+    """Bytes that every block holds for one micro-batch; the plan's patterns say which blocks are recomputed."""
     # The plan's patterns decide per block, so `work` itself recomputes nothing.
     work = replace(work, expert_chunks=plan.num_chunks)
     found = []

@@ -27,7 +27,7 @@ class HiddenMessages:
 
 
 def hidden_between_nodes(predicted: Prediction) -> HiddenMessages | None:
-    """What a predicted step hides on the outermost tier of several members.
+    """The messages that a predicted step hides on the outermost tier of several members.
 
     None where no tier is inside that one, and for islands, whose exchanges have words of their own.
     """

@@ -5,7 +5,7 @@ g members of a tier whose rate for one rank is b, a hop that gathers or reduces 
 
 (g - 1) latency + (g - 1)/g S / b(S)
 
-along a ring, or what a tree takes where that is less (`Tier.tree`), as a library chooses by size and width.
+along a ring, or those of a tree where they are fewer (`Tier.tree`), as a library chooses by size and width.
 
 A tier's bandwidth is the share of each device when all devices use the tier at the same time, on links of their own or
 (`shared`) on one link for all ranks inside a member. Several groups that each bring one rank per node, such as the
@@ -28,7 +28,7 @@ def rate_bytes_per_s(cluster: Cluster, tier: int, num_bytes: float, *, degree: i
 
 
 def wired(here: Tier, degree: int) -> float:
-    """What `degree` members (0: all) have of a tier's bandwidth by their wires: only links among them are of use."""
+    """Share of a tier's bandwidth for `degree` members (0: all) by their wires: only links among them are of use."""
     if here.by_degree:
         return here.by_degree[min(degree or here.size, len(here.by_degree) + 1) - 2] if degree != 1 else 1.0
     # Devices wired in pairs share their bandwidth among size - 1 links.

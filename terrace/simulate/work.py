@@ -35,7 +35,7 @@ class Work:
 
     `expert` ranks hold different experts, and every expert is cut over `expert_rows` ranks. For memory, tokens go to
     them in `expert_chunks` in a forward and in a backward, and `load` is the rows of a rank's experts over their mean.
-    What they compute is priced apart (terrace.simulate.experts).
+    Their products are priced apart (terrace.simulate.experts).
     """
 
     model: ModelConfig

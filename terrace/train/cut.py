@@ -45,7 +45,7 @@ def micro_batches(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: 
 def eval_passes(engine: Engine, tensors: Tensors, *, is_local: bool, ignored: int) -> list[Callable[[], list[Batch]]]:
     """The passes of an evaluation of a batch of any size. Every rank calls this.
 
-    What the last pass lacks are copies of the first sample, whose labels do not count. Raises `ConfigError` for an
+    The last pass is filled up with copies of the first sample, whose labels do not count. Raises `ConfigError` for an
     empty batch, and for one that would need such copies where labels are not integers.
     """
     num, unit = num_samples(tensors), _unit(engine, is_local)

@@ -41,7 +41,7 @@ def _warmup_steps(run: RunConfig) -> str:
 
 
 def why_no_sample(run: RunConfig) -> str:
-    """Why a run writes no sample at its end, and what to do; "" if it does."""
+    """Why a run writes no sample at its end, and the remedy; "" if it does."""
     if run.model.experts is not None and run.model.experts.looks_ahead:
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
     if run.model.scalar_head:

@@ -1,4 +1,4 @@
-"""What a run must be to be evaluated while it trains."""
+"""Rules of a run that is evaluated while it trains."""
 
 from typing import TYPE_CHECKING
 

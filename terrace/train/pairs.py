@@ -1,4 +1,4 @@
-"""What a run learns by: the next token, or pairs of responses (a reward model, DPO).
+"""Objectives of a run: the next token, or pairs of responses (a reward model, DPO).
 
 DPO's reference is the model as it began. Its log-probabilities of all responses are computed before the first step, by
 the engine itself, and kept in the run folder: no rank holds a second model, and a resumed run reads the same bits.
@@ -34,7 +34,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Learning:
-    """The objective of a run, and what pairs need beside it. Every rank calls the methods at the same points."""
+    """The objective of a run, and values that pairs need beside it. Every rank calls the methods at the same points."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._seen = run, PairFigures()
@@ -65,7 +65,7 @@ class Learning:
     ) -> None:
         """Before the first step; computes the reference of DPO, and keeps it if asked, or reads it if the run goes on.
 
-        `note` tells the user what is computed, `idle` the watchdog how far it is. Raises `CheckpointError` where it is
+        `note` names the computation to the user, `idle` tells the watchdog how far it is. Raises `CheckpointError` where it is
         gone, and `TrainingError` where the starting weights give none.
         """
         self._batches, layout = batches, engine.program.layout

@@ -36,7 +36,7 @@ def check_attention(run: "RunConfig") -> None:
 
 
 def check_moved(run: "RunConfig", blocks: Sequence[BlockSpec]) -> None:
-    """Raise `ConfigError` where a moved bias of a router belongs to what the run does not train."""
+    """Raise `ConfigError` where a moved bias of a router belongs to parameters that the run does not train."""
     if run.lora is not None:
         raise ConfigError(
             "balance.bias moves a bias of the base model, and [lora] leaves the base as it is: leave one of them out"

@@ -24,7 +24,7 @@ Passed = Callable[[int], None]  # told the number of each pass
 
 
 def eval_batches_of(run: RunConfig, batches: Batches, sources: tuple[EvalSource, ...]) -> list[EvalBatches]:
-    """What a run evaluates, as batches of the size of its steps; empty where it evaluates nothing."""
+    """The data that a run evaluates, as batches of the size of its steps; empty without any."""
     train = run.train
     if not train.eval_every:
         return []
@@ -52,7 +52,7 @@ class Validation:
 
     @property
     def words(self) -> str:
-        """What an evaluation reads, in a line; "" without one."""
+        """The data of an evaluation, in a line; "" without one."""
         read = ", ".join(
             f"{each.num_rows:,} of {each.num_found:,} sequences of {each.name}" for each, _ in self._sources
         )

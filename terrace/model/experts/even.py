@@ -1,4 +1,4 @@
-"""Even choices for measuring: a fixed table, under which every rank sends what the plan's formula says. Needs no torch.
+"""Even choices for measuring: a fixed table, under which every rank sends as the plan's formula says. No torch.
 
 The tokens of a micro-batch on a rank are dealt with E at a time. Token r of a group of E passes the experts b + r,
 modulo E, for the k numbers b that the group has drawn. So all experts have the same load in every group, and so has

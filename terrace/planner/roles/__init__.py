@@ -1,1 +1,1 @@
-"""Roles of learning from feedback on pools of devices: what an iteration costs, and which placement is the fastest."""
+"""Roles of learning from feedback on pools of devices: the price of an iteration, and the fastest placement."""

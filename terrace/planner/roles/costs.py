@@ -155,13 +155,13 @@ class Costs:
 
 
 def tensors_bytes(cluster: Cluster) -> float:
-    """Bytes of a device for all tensors: without the process, and what the allocator loses."""
+    """Bytes of a device for all tensors: without those of the process and the allocator's losses."""
     context, factor = _beside_tensors(cluster)
     return (cluster.device.usable_bytes - context) / factor
 
 
 def lost_bytes(cluster: Cluster, tensors: int) -> int:
-    """Bytes of the process, and what the allocator loses of `tensors` bytes."""
+    """Bytes of the process, and the allocator's losses beside `tensors` bytes."""
     context, factor = _beside_tensors(cluster)
     return context + int((factor - 1) * tensors)
 

@@ -25,7 +25,7 @@ RESHARD, GENERATE, PREPARE, TRAIN = STAGES = ("reshard", "generate", "prepare", 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """A model of the dataflow and what an iteration asks of it.
+    """A model of the dataflow and its work in an iteration.
 
     A model of values, rewards or costs has a scalar head. `follows`: the role whose parameters it generates with, for
     one that generates and does not train.
@@ -46,7 +46,7 @@ class Role:
 
     @property
     def does(self) -> str:
-        """What it does, in words."""
+        """Its work, in words."""
         words = [word for word, is_so in zip(_DOES, (self.generates, self.scores, self.trains), strict=True) if is_so]
         return ", ".join(words)
 

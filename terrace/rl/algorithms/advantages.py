@@ -2,8 +2,8 @@
 
 Columns hold valid tokens alone, those that the sampler emitted, its end of sequence included. Observation tokens in
 between have left through `Ragged.kept`, so a token's successor is the next one that the policy chose: values and
-advantages carry across what stood between. Nothing here looks for an end of sequence. A response that was cut at its
-longest ends as any other: no value is added behind its last token, and what a cut costs is the reward's to say.
+advantages carry across the tokens between. Nothing here looks for an end of sequence. A response that was cut at its
+longest ends as any other: no value is added behind its last token, and the price of a cut is the reward's to say.
 
 Advantages of responses are (R); `Ragged.spread` puts them on tokens. GSPO and CISPO use those of GRPO.
 

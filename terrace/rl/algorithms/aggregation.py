@@ -1,4 +1,4 @@
-"""How losses of tokens become one: each token's weight in a sum, and what it adds to the divisor.
+"""How losses of tokens become one: each token's weight in a sum, and its share of the divisor.
 
 The two are kept apart. A rank's micro-batch gives a weighted sum of its own tokens; the divisor is added up over all
 micro-batches and ranks of a step and divides once, so that no mean of means can arise.

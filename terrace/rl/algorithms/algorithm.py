@@ -161,7 +161,7 @@ Sums = defaultdict[str, float]  # of a number over tokens, and their number unde
 
 
 def policy_loss(algorithm: Algorithm, sums: Sums) -> TokenLoss:
-    """The loss of a policy, which adds what it sees to `sums`.
+    """The loss of a policy, which adds its figures to `sums`.
 
     Columns: `old` log-probabilities and `advantages`; where they are there, `kl_weight` (the coefficient, at every
     token) with `reference` log-probabilities, `importance`, which multiplies the weights, and `rollout`, with which the

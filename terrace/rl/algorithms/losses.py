@@ -4,7 +4,7 @@ A loss takes flat columns (N) of the valid tokens of some whole responses, and i
 `weights` (N) are those of the aggregation, times those of `importance.py` where rollout and training differ.
 Sums over any parts of a step add up to the sum over the step.
 
-Shape legend: N tokens, R responses. rho = exp(logprobs - old_logprobs): what the policy does now, over what it did
+Shape legend: N tokens, R responses. rho = exp(logprobs - old_logprobs): the present policy over the earlier one
 when the batch was scored.
 """
 

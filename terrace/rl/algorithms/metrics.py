@@ -55,7 +55,7 @@ def joined(parts: Iterable[Mapping[str, float]], prefix: str) -> Metrics:
 
 
 def rollout_sums(logprobs: Ragged, rollout: Ragged) -> Metrics:
-    """What training's `logprobs` and those of the `rollout` make of some responses; the sums of parts add up.
+    """Figures of training's `logprobs` beside those of the `rollout`, of some responses; the sums of parts add up.
 
     A name that ends in `_max` has the largest of parts instead. `rollout_numbers` reads the totals.
     """

@@ -50,7 +50,7 @@ class _Pieces:
         return torch.cat(mixed, 1).transpose(1, 2)
 
     def _seen(self, part: Tensor) -> Sequence[Tensor]:
-        """What each piece sees of keys or values (1, K, T, D), (1, K, M, D) each."""
+        """The keys or values that each piece sees, (1, K, T, D), (1, K, M, D) each."""
         own = torch.split(part, list(self.sizes), 2)
         if not len(self.before):
             return own

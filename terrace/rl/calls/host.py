@@ -1,4 +1,4 @@
-"""What a process of a role's ranks does: it holds workers by name and runs calls of them.
+"""A process of a role's ranks: it holds workers by name and runs their calls.
 
 Rows that a call returns stay here, in the process's store, until the controller drops them; the controller learns where
 they are and how many tokens each has. Whoever needs them fetches them from where they are.
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start` to `stop` of what is at a place."""
+    """Rows `start` to `stop` of those at a place."""
 
     place: Any
     start: int

@@ -96,7 +96,7 @@ class Handle:
         return [self._answers[rank] for rank in self._sources]
 
     def take_answer(self, rank: int, answer: Answer) -> None:
-        """For the runtime: what a rank has answered."""
+        """For the runtime: take the answer of a rank."""
         if rank in self._sources:
             self._answers[rank] = answer
             if answer.part is not None:

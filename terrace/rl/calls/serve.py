@@ -19,13 +19,13 @@ PROTOCOL = 5  # of pickle
 
 
 class CallError(Exception):
-    """What a worker raised that is no error of Terrace's."""
+    """An error of a worker that is none of Terrace's."""
 
 
 def serve(world: World, address: str, secret: bytes) -> None:
     """Run tasks that arrive from the controller at `address`; every rank of a pool runs this.
 
-    Raises what a worker raises, with role and method in its message.
+    Raises the worker's error, with role and method in its message.
     """
     store = SharedMemory()
     host = Host(world if world.world_size > 1 else None, store)
@@ -54,7 +54,7 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[bytes | None
 
 
 def named(error: Exception, task: Task) -> Exception:
-    """The error of a call, with role and method, from what its worker raised."""
+    """The error of a call, with role and method, from its worker's."""
     # The error of a rank whose peer failed is told from that peer's own by its words.
     if is_communication_error(error, waiting=False):
         return error

@@ -1,4 +1,4 @@
-"""What a controller is given: roles, sizes, numbers of the algorithm, and the state that it keeps between steps."""
+"""The arguments of a controller: roles, sizes, numbers of the algorithm, and the state that it keeps between steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

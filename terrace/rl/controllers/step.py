@@ -54,7 +54,7 @@ def scored(setup: Setup, rows: Rows) -> Rows:
 
 
 def is_own(setup: Setup, rows: Rows) -> bool:
-    """Whether what drew the rows is the present policy, so that their log-probabilities `rollout` are its own.
+    """Whether the present policy drew the rows, so that their log-probabilities `rollout` are its own.
 
     They are then not computed again; the first update of the step, which finds them anyway, compares.
     """
@@ -62,7 +62,7 @@ def is_own(setup: Setup, rows: Rows) -> bool:
 
 
 def only(rows: Rows, *names: str) -> Rows:
-    """These columns alone: what a call does not read need not travel."""
+    """These columns alone: columns that a call does not read need not travel."""
     return Rows({name: rows.columns[name] for name in names})
 
 

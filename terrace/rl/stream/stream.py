@@ -109,7 +109,7 @@ class Stream:
         return self._place, Rows({**{name: rows.columns[name] for name in _STATE}, "finish": finish})
 
     def restore(self, place: int, rows: Rows) -> None:
-        """Go on from what `state` returned."""
+        """Go on from the state that `state` returned."""
         self._place, self._live = place, None
         groups = rows.tensor("groups")
         if len(rows):

@@ -34,7 +34,7 @@ class _Objects:
 
 @dataclass(frozen=True)
 class Packing:
-    """What is where in `num_bytes`: tensors of each column (of a `Ragged` values and offsets), or its objects."""
+    """The layout of `num_bytes`: tensors of each column (of a `Ragged` values and offsets), or its objects."""
 
     num_bytes: int
     columns: dict[str, tuple[_Stored, ...] | _Objects]

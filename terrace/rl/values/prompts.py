@@ -1,6 +1,6 @@
 """Prompts by their place in a run: a pure function of (seed, place), so that a resumed run takes the same ones.
 
-A task, or a file of prompts, is a `PromptSource`. What a reward sees of a response is a `Sample`.
+A task, or a file of prompts, is a `PromptSource`. A reward sees a response as a `Sample`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from terrace.rl.values.rows import Rows
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, its tokens, and what else its line of the file has for rewards, such as an answer."""
+    """A text, its tokens, and further values of its line for rewards, such as an answer."""
 
     text: str
     tokens: tuple[int, ...]
@@ -26,7 +26,7 @@ class Prompt:
 class Sample:
     """A response to a prompt as rewards see it: `finish` is "stop" where the model ended it, else "length".
 
-    `data` is what the prompt's line has.
+    `data` is the prompt's line.
     """
 
     prompt: str

@@ -1,4 +1,4 @@
-"""The critic: an engine whose head has one output, the value of what comes before a token."""
+"""The critic: an engine whose head has one output, the value of the text before a token."""
 
 from collections import defaultdict
 from collections.abc import Mapping

@@ -131,7 +131,7 @@ class RewardFunction:
 
 
 def _in_fp32(given: Any) -> float:
-    """The number as it will be kept; NaN for what is none."""
+    """The number as it will be kept; NaN where it is none."""
     # Those of numpy are registered as real, but its bool is not.
     if isinstance(given, bool) or not isinstance(given, Real):
         return math.nan

@@ -10,7 +10,7 @@ from terrace.runtime.settings import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What a role's engine is made of: `num_micros` micro-batches a data rank are a step, a row has `sequence` labels.
+    """Arguments of a role's engine: `num_micros` micro-batches a data rank are a step, a row has `sequence` labels.
 
     `weights` is a Hugging Face folder or a checkpoint; empty: values from the `seed`.
     """
