@@ -11,6 +11,7 @@ from terrace.cli.programs import checked_programs
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.headroom import headroom_bytes, room_words
 from terrace.launch.launchers import is_launched
+from terrace.plan.plan import precision_of
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
 from terrace.planner.task import Task
 from terrace.probe.findings import Finding
@@ -193,11 +194,7 @@ def task_of(run: RunConfig, cluster: Cluster) -> Task:
         cluster=cluster,
         batch=run.rows,
         sequence=run.train.sequence,
-        compute=plan.compute,
-        messages=plan.messages,
-        products=plan.products,
-        master=plan.master,
-        optimizer_states=plan.optimizer_states,
+        **precision_of(plan),
         wire=plan.wire,
     )
 

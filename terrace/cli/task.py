@@ -14,6 +14,7 @@ from terrace.cli.overrides import add_headroom, parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.config import load_model, num_active_params, parse_model
+from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
 from terrace.report.tables import quantity
 from terrace.train.planned import Planned
@@ -131,10 +132,6 @@ def with_formats(task: Task, plan: Any) -> Task:
     """The task with a plan's dtypes and wire formats."""
     return replace(
         task,
-        compute=plan.compute,
-        messages=plan.messages,
-        products=plan.products,
-        master=plan.master,
-        optimizer_states=plan.optimizer_states,
+        **precision_of(plan),
         wire=plan.wire,
     )

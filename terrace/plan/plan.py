@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from terrace.plan.outer import Outer
 from terrace.plan.update import Update
@@ -13,6 +13,14 @@ EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
+
+
+_PRECISION = ("compute", "messages", "products", "master", "optimizer_states")
+
+
+def precision_of(plan: Any) -> dict[str, Any]:
+    """The keys of a plan that say in which dtypes it computes, sends and stores; those of a planner's task, too."""
+    return {name: getattr(plan, name) for name in _PRECISION}
 
 
 def sums_of(master: Literal["bf16", "fp32", "fp64"]) -> Literal["fp32", "fp64"]:

@@ -16,7 +16,7 @@ from terrace.plan.dims import declared_hidden_size
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
-from terrace.plan.plan import Plan, sums_of
+from terrace.plan.plan import Plan, precision_of, sums_of
 from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
@@ -252,11 +252,7 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         mapping=mapping,
         experts=candidate.mesh.expert_table(tiers),
         wire=task.wire,
-        compute=task.compute,
-        messages=task.messages,
-        products=task.products,
-        master=task.master,
-        optimizer_states=task.optimizer_states,
+        **precision_of(task),
         micro_batch=candidate.micro_batch,
         recompute=task.recomputed(candidate.recompute, candidate.first),
         unit=candidate.unit,
@@ -269,11 +265,7 @@ def with_dtypes(task: Task, plan: Plan) -> Plan:
     """A plan with the task's dtypes in place of its own."""
     return replace(
         plan,
-        compute=task.compute,
-        messages=task.messages,
-        products=task.products,
-        master=task.master,
-        optimizer_states=task.optimizer_states,
+        **precision_of(task),
     )
 
 

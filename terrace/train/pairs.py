@@ -65,8 +65,8 @@ class Learning:
     ) -> None:
         """Before the first step; computes the reference of DPO, and keeps it if asked, or reads it if the run goes on.
 
-        `note` names the computation to the user, `idle` tells the watchdog how far it is. Raises `CheckpointError` where it is
-        gone, and `TrainingError` where the starting weights give none.
+        `note` tells the user of it, `idle` tells the watchdog how far it is. Raises `CheckpointError` where it is gone, and
+        `TrainingError` where the starting weights give none.
         """
         self._batches, layout = batches, engine.program.layout
         self._place = layout.data_place(engine.rank), layout.data_degree
