@@ -65,7 +65,7 @@ class Learning:
     ) -> None:
         """Before the first step; computes the reference of DPO, and keeps it if asked, or reads it if the run goes on.
 
-        `note` tells the user of it, `idle` tells the watchdog how far it is. Raises `CheckpointError` where it is gone, and
+        `note` tells the user of it, `idle` the watchdog how far it is. Raises `CheckpointError` where it is gone, and
         `TrainingError` where the starting weights give none.
         """
         self._batches, layout = batches, engine.program.layout
