@@ -9,6 +9,7 @@ small messages wait more than they compute, so two files that use the pool of ei
 others, as long as there are any. The rest of each grid of cases is marked `nightly`; `make test-all` runs everything.
 """
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("fixed")
+
+os.environ.pop("COLUMNS", None)  # a worker of pytest-xdist gets one of 80, and tables follow it
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,13 @@ class Strike:
         else:
             assert how == "saving", how
             start = Saver.start
-            Saver.start = lambda saver, step: time.sleep(1000) if step else start(saver, step)  # type: ignore
+
+            def hang(saver: Saver, step: int, best: int | None = None) -> None:
+                if step:
+                    time.sleep(1000)
+                start(saver, step, best)
+
+            Saver.start = hang  # type: ignore[assignment]
 
 
 def struck(world: World, job: RunJob, folder: Path, victim: int, how: str) -> None:
