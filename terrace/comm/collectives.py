@@ -168,6 +168,13 @@ class Collectives:
             rows = self._gathered(transfer, hop, rows.view(-1))
         return rows.view(-1, numbers.numel())
 
+    def fused(self, transfer: Transfer, work: Callable[[str], None]) -> None:
+        """Do `work`, which sends the one hop of a transfer by itself, given the name of that hop's group."""
+        (hop,) = transfer.hops
+        group = self._group(transfer, hop)
+        with self._sending(transfer, group, hop.sent_bytes):
+            work(group.handle.group_name)
+
     def code_rows(self, message: MessageClass, hop: Hop, rows: Tensor, origin: Origin) -> Tensor:
         """`rows` (n, elements of the hop) in its format, each by itself: (n, bytes)."""
         if not hop.wire.block:

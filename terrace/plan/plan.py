@@ -10,6 +10,7 @@ from terrace.plan.wire import OF_STATES, MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
 EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
+FUSED: Literal["fused"] = "fused"  # of `Plan.tensor_chunks`
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
@@ -69,7 +70,9 @@ class Plan:
     prefetch: int = 1  # how many visits ahead a block is gathered
     balance: Literal["tokens", "cost"] = "tokens"  # what attention is shared by among ranks (terrace.plan.context)
     sequence_parallel: bool = True  # norms and residual stream split over tensor rows; no effect without them
-    tensor_chunks: int = 1  # parts in which tensor messages travel, each while another part is multiplied
+    # Parts in which tensor messages travel, each while another part is multiplied; "fused": a product and its message
+    # are one operation on memory that the ranks share (CUDA)
+    tensor_chunks: int | Literal["fused"] = 1
     schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
     update: Update = "adamw"  # as `optimizer.name`; of sgd with momentum "sgd+momentum"
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
@@ -85,6 +88,16 @@ class Plan:
     def sums(self) -> Literal["fp32", "fp64"]:
         """Dtype of accumulated gradients and of sums over ranks."""
         return sums_of(self.master)
+
+    @property
+    def fuses_tensor(self) -> bool:
+        """Whether products and their tensor messages are one operation."""
+        return self.tensor_chunks == FUSED
+
+    @property
+    def num_tensor_parts(self) -> int:
+        """Parts of tensor messages that are not fused; a fused one is whole to the program."""
+        return 1 if isinstance(self.tensor_chunks, str) else self.tensor_chunks
 
     @property
     def num_chunks(self) -> tuple[int, int]:

@@ -28,9 +28,9 @@ def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None
             "recompute names norms under a tensor axis, whose ranks gather what norms compute: recompute attention, "
             "mlp or whole layers"
         )
-    if named and plan.tensor_chunks > 1:
+    if named and plan.tensor_chunks != 1:
         raise PlanError(
-            f"recompute names {', '.join(sorted(named))} with tensor_chunks = {plan.tensor_chunks}, which pads and "
+            f"recompute names {', '.join(sorted(named))} with tensor_chunks = {plan.tensor_chunks!r}, which pads and "
             "keeps the parts of their results: leave tensor_chunks out, or recompute whole layers"
         )
     for block, each in zip(blocks, parts, strict=True):

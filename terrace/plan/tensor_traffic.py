@@ -106,7 +106,8 @@ class TensorTraffic:
         """Padded tokens of each part in which the messages of a region travel."""
         rows = self.rows.degree
         return [
-            rows * (stop - start) for start, stop in chunk_bounds(self.padded_tokens // rows, self.plan.tensor_chunks)
+            rows * (stop - start)
+            for start, stop in chunk_bounds(self.padded_tokens // rows, self.plan.num_tensor_parts)
         ]
 
     def line(self, axes: tuple[str, ...]) -> Layout:

@@ -7,6 +7,7 @@ from typing import Any
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.dims import is_layer
 from terrace.plan.fp16_rules import check_fp16
@@ -297,14 +298,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
             f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}"
         )
-    if plan.tensor_chunks < 1:
-        raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: a message travels in at least 1 part")
-    # An option without effect is refused rather than ignored.
-    if plan.tensor_chunks > 1 and not (plan.sequence_parallel and Mesh.of(cluster, plan).total("rows") > 1):
-        raise PlanError(
-            f"tensor_chunks = {plan.tensor_chunks} has no effect: it cuts the messages of sequence parallelism over "
-            "tensor rows; leave it out, or set sequence_parallel = true and give the tensor axis rows"
-        )
+    check_tensor_chunks(cluster, plan)
     _check_chunks(plan)
     _check_gaps(cluster, plan)
     if plan.prefetch < 0:

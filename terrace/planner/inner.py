@@ -97,7 +97,7 @@ class Inner:
             ulysses, ring = degrees
             prices, numbers = InBlockPrices(self.task.cluster, None, None), dict[InBlockMessage, int]()
             passes = [
-                [(times, behind, _numbered(prices, messages, numbers)) for _, behind, messages, times in moments]
+                [(times, behind, _numbered(prices, messages, numbers)) for _, behind, messages, times, _ in moments]
                 for moments in attention_moments(math.prod(ulysses), ring)
             ]
             found = self._counts[degrees] = list(numbers), passes

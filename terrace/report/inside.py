@@ -16,7 +16,7 @@ from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.inside import InBlockPrices, block_prices
 
-_Alike = tuple[tuple[TensorMessage, Compute | None, int], ...]
+_Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, what computes meanwhile, how many
 _WORDS = {
     (ContextLeg.INTO, Op.FORWARD): "queries, keys and values",
     (ContextLeg.INTO, Op.BACKWARD): "gradients of the output",
@@ -43,7 +43,7 @@ def inside_table(program: Program) -> Table:
         if op is Op.FORWARD:
             table.add_section()
         prices = InBlockPrices(program.cluster, program.tensor, None)
-        for index, (message, behind, count) in enumerate(counts):
+        for index, (message, meanwhile, count) in enumerate(counts):
             words = (name, op.value.lower()) if index == 0 else ("", "")
             takes_s, _ = prices.price(message)
             table.add_row(
@@ -52,7 +52,7 @@ def inside_table(program: Program) -> Table:
                 " and ".join(message.axes),
                 _tiers_words(program, program.tensor.sends(message)),
                 seconds(takes_s),
-                "waited for" if behind is None else behind.kind.value,
+                meanwhile,
             )
     return table
 
@@ -186,11 +186,17 @@ def _kinds(program: Program) -> Iterator[tuple[str, Op, _Alike]]:
         yield from ((name, op, counts) for op, counts in ((Op.FORWARD, forward), (Op.BACKWARD, backward)) if counts)
 
 
-def _counted(steps: Steps) -> Iterator[tuple[TensorMessage, Compute | None, int]]:
+def _counted(steps: Steps) -> Iterator[tuple[TensorMessage, str, int]]:
     for moment in moments_of(steps):
+        meanwhile, fused = "waited for" if moment.behind is None else moment.behind.kind.value, dict(moment.fused)
         for message, count in moment.messages:
-            if isinstance(message, TensorMessage):
-                yield message, moment.behind, count
+            if not isinstance(message, TensorMessage):
+                continue
+            apart = count - fused.get(message, 0)
+            if apart:
+                yield message, meanwhile, apart
+            if message in fused:
+                yield message, f"fused with {meanwhile}", fused[message]
 
 
 def _tiers_words(program: Program, sends: Iterable[tuple[int, int]]) -> str:

@@ -21,6 +21,7 @@ from terrace.runtime.objective import Objective
 from terrace.runtime.replay import install
 from terrace.runtime.tensor.apply import make_axis, parallelise
 from terrace.runtime.tensor.axis_comm import AxisComm
+from terrace.runtime.tensor.fused import fused_operators
 
 Blocks = Sequence[nn.Module]
 Applied = tuple[InBlockAxis | None, Blocks, Objective]
@@ -50,7 +51,8 @@ def _tensor(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockC
     program = comm.program
     if program.tensor.degree == 1:
         return None, blocks, objective
-    axis = make_axis(program, comm.collectives, comm.rank, in_block, comm.device, comm.meter)
+    fused = fused_operators(comm)
+    axis = make_axis(program, comm.collectives, comm.rank, in_block, comm.device, comm.meter, fused)
     return axis, *parallelise(blocks, program, comm.rank, axis, objective)
 
 

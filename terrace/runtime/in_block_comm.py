@@ -59,14 +59,18 @@ class InBlockComm:
 
         return InFlight(lane.submit(when_ready), send)
 
-    def wait(self, flight: InFlight, ranks: tuple[int, ...]) -> None:
-        """Wait for messages from `ranks`; the seconds are the clock's, in the wait of the messages' class."""
+    def wait(self, flight: InFlight, ranks: tuple[int, ...], *, computes: bool = False) -> None:
+        """Wait for messages from `ranks`; the seconds are the clock's, in the wait of the messages' class.
+
+        Those of work that also `computes` are the pass's.
+        """
         # Computing up to here belongs to the pass around the message.
         self.clock.mark(self.clock.doing)
         self.waiting_on(ranks)
         flight.ticket.wait()
         self.waiting_on(())
-        self.clock.mark(f"wait {flight.send.messages[0].message_class.value}")
+        waited = f"wait {flight.send.messages[0].message_class.value}"
+        self.clock.mark(self.clock.doing if computes else waited)
         if self.recording is not None:
             self.recording.append(Await(flight.send))
 

@@ -6,6 +6,12 @@ counts once. They run in parallel with the lanes of other messages, and neither 
 
 A piece of compute that takes C hides up to C seconds of its messages, and is slowed meanwhile by the overlap penalty:
 the device's under the tensor axis, the tier's under the context axis. The rest of the messages is exposed.
+
+A message that is fused with its product (FLUX, Chang et al. 2406.06858) is cut into tiles, each sent while others are
+multiplied: the operation takes max(product, message) and a tail, in which a tile is sent while nothing is multiplied or
+the reverse. The tile here is one rank's part of the message, as torch's operators cut it
+(torch.distributed._symmetric_memory), so the tail of a message of M seconds among n ranks is M / n. FLUX's own kernels
+cut at tiles of the product and end sooner. A product cut into n may run at a lower rate; that is not priced.
 """
 
 from collections import defaultdict
@@ -116,9 +122,19 @@ class InBlockPrices:
 
     def priced(self, moments: Iterable[Moment]) -> tuple[PricedMoment, ...]:
         """The moments with the seconds of their messages."""
-        return tuple(
-            [PricedMoment(each.message_class, each.behind, self.parts(each.messages), each.times) for each in moments]
-        )
+        found = []
+        for each in moments:
+            found.append(PricedMoment(each.message_class, each.behind, self.parts(each.messages), each.times))
+            if each.fused:
+                tails = sum(count * self.tail_s(message) for message, count in each.fused)
+                found.append(PricedMoment(each.message_class, None, ((tails, 0.0),), each.times))
+        return tuple(found)
+
+    def tail_s(self, message: InBlockMessage) -> float:
+        """Seconds by which a message that is fused with its product ends later than the longer of the two."""
+        assert isinstance(message, TensorMessage), f"{message} is fused with no product"
+        assert self._tensor is not None, f"{message} without a tensor axis"
+        return self.price(message)[0] / self._tensor.line(message.axes).degree
 
     def parts(self, counted: Sequence[tuple[InBlockMessage, int]]) -> tuple[tuple[float, float], ...]:
         """(Seconds, penalty) of messages that hide behind the same piece, in the order in which it hides them."""

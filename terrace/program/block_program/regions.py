@@ -14,7 +14,11 @@ A region is attention or the MLP: products from the residual stream to an inner 
                                    backward   gather the gradients of tokens
 
 With `tensor_chunks` the messages of a region travel in parts, each during the products of its neighbours: of a gather
-the first part is waited for, of a reduction the last. A recomputed block does not gather its input again.
+the first part is waited for, of a reduction the last. With `tensor_chunks = "fused"` each of the same messages is one
+operation with the products beside it. The reduction of an input's gradient stays behind the gradients of weights, which
+need no message: fused with the gradients of inputs it would share their time with the second gather.
+
+A recomputed block does not gather its input again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -106,7 +110,8 @@ class _Writer:
         # Elements of a rank's own part of the residual stream; `whole` counts all rows and columns.
         self.cut = tensor.rows.padded(self.whole // tensor.columns.degree)
         # Parts are runs of tokens, which only sequence parallelism communicates.
-        in_parts = self.splits and tensor.plan.tensor_chunks > 1
+        in_parts = self.splits and tensor.plan.num_tensor_parts > 1
+        self.fused = self.splits and tensor.plan.fuses_tensor
         self.parts = [self.cut // tensor.padded_tokens * tokens for tokens in tensor.token_chunks] if in_parts else []
 
     def layer(
@@ -164,6 +169,9 @@ class _Writer:
             yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
 
     def _enter(self) -> Iterator[BlockStep]:
+        if self.fused:
+            yield from self._with_product(Leg.GATHER, _OUTPUTS)
+            return
         if not self.parts:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
             return
@@ -174,6 +182,9 @@ class _Writer:
             yield from (Await(gather), _OUTPUTS)
 
     def _leave(self) -> Iterator[BlockStep]:
+        if self.fused:
+            yield from self._with_product(Leg.REDUCE, _OUTPUTS)
+            return
         if not self.parts:
             yield from self._wait(self.rows, self.cut, Leg.REDUCE)
             return
@@ -203,6 +214,9 @@ class _Writer:
     def _leave_backward(self, again: Send | None) -> Iterator[BlockStep]:
         # Queued after the gathers: the output's gradient is needed first.
         regather = () if again is None else (again,)
+        if self.fused:
+            yield from (*self._with_product(Leg.GATHER, _INPUTS), *regather)
+            return
         if not self.parts:
             yield from (*self._wait(self.rows, self.cut, Leg.GATHER), *regather)
             return
@@ -210,6 +224,10 @@ class _Writer:
         yield from (*gathers, *regather)
         for gather in gathers:
             yield from (Await(gather), _INPUTS)
+
+    def _with_product(self, leg: Leg, product: Compute) -> Iterator[BlockStep]:
+        send = Send(self._messages(self.rows, self.cut, leg), product, fused=True)
+        yield from (send, product, Await(send))
 
     def _in_parts(self, leg: Leg, *, alone: int, behind: Compute) -> list[Send]:
         return [

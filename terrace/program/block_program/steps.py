@@ -2,7 +2,8 @@
 
     Compute(kind, number)     a piece of computing behind which messages may hide
     Send(messages, behind)    put on the lane of messages inside blocks, one after the other; messages of experts go on
-                              the lane of the outermost tier that they cross, like messages between blocks
+                              the lane of the outermost tier that they cross, like messages between blocks. One that is
+                              `fused` is one operation with the computing that follows it
     Await(send)               computing stops until the messages of `send` are there
     Gap(number)               parts of the gradients before it go on their lanes
 
@@ -62,6 +63,7 @@ class Send:
 
     messages: tuple[InBlockMessage, ...]
     behind: Compute | None = None
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,14 @@ def messages_of(steps: Iterable[BlockStep]) -> Iterator[InBlockMessage]:
             yield from step.messages
 
 
+_Counts = Counter[InBlockMessage]
+_Counted = frozenset[tuple[InBlockMessage, int]]
+
+
 class Moment(NamedTuple):
     """Messages that share the seconds of one piece of computing, `times` over; None: messages that are waited for.
+
+    Those that are `fused` with it leave a tail each (terrace.simulate.inside).
 
     All pieces of later ring steps take equally long, and have number 1 here.
     """
@@ -164,21 +172,26 @@ class Moment(NamedTuple):
     behind: Compute | None
     messages: tuple[tuple[InBlockMessage, int], ...]  # with how often each is sent
     times: int
+    fused: tuple[tuple[InBlockMessage, int], ...] = ()  # those of `messages` that are
 
 
 def moments_of(steps: Steps) -> tuple[Moment, ...]:
     """Moments of a pass, equal ones folded into one."""
-    beside: dict[tuple[MessageClass, Compute | None], Counter[InBlockMessage]] = {}
+    beside: dict[tuple[MessageClass, Compute | None], tuple[_Counts, _Counts]] = {}
     for step in steps:
         if isinstance(step, Send):
             for message in step.messages:
-                beside.setdefault((message.message_class, step.behind), Counter())[message] += 1
-    times: Counter[tuple[MessageClass, Compute | None, frozenset[tuple[InBlockMessage, int]]]] = Counter()
-    order: dict[object, tuple[tuple[InBlockMessage, int], ...]] = {}
+                all_of, fused = beside.setdefault((message.message_class, step.behind), (Counter(), Counter()))
+                all_of[message] += 1
+                if step.fused:
+                    fused[message] += 1
+    times: Counter[tuple[MessageClass, Compute | None, _Counted, _Counted]] = Counter()
+    order: dict[object, tuple[tuple[tuple[InBlockMessage, int], ...], ...]] = {}
     for (message_class, behind), counts in beside.items():
         # Later rounds take equally long, so they share a number.
         alike = behind if behind is None else Compute(behind.kind, min(behind.number, 1))
-        key = message_class, alike, frozenset(counts.items())
-        order.setdefault(key, tuple(counts.items()))
+        all_of, fused = counts
+        key = message_class, alike, frozenset(all_of.items()), frozenset(fused.items())
+        order.setdefault(key, (tuple(all_of.items()), tuple(fused.items())))
         times[key] += 1
-    return tuple(Moment(key[0], key[1], order[key], number) for key, number in times.items())
+    return tuple(Moment(*key[:2], order[key][0], number, order[key][1]) for key, number in times.items())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
+from terrace.comm.symmetric import Operators
 from terrace.model import decoder, layers
 from terrace.model.experts.mixture import Mixture
 from terrace.model.lora.modules import LoraLinear
@@ -47,10 +48,16 @@ def make_axis(
     comm: InBlockComm,
     device: torch.device,
     meter: Meter,
+    fused: Operators | None = None,
 ) -> TensorAxis:
-    tensor = program.tensor
-    rows, columns, both = (AxisComm(layout, rank, collectives, comm, device, meter) for layout in tensor.lines)
-    return TensorAxis(rows, columns, both, comm, tensor.splits_tokens, program.plan.tensor_chunks)
+    tensor, plan = program.tensor, program.plan
+    rows, columns, both = (
+        AxisComm(layout, rank, collectives, comm, device, meter, fused if layout is tensor.rows else None)
+        for layout in tensor.lines
+    )
+    return TensorAxis(
+        rows, columns, both, comm, tensor.splits_tokens, num_chunks=plan.num_tensor_parts, fuses=plan.fuses_tensor
+    )
 
 
 def parallelise(
@@ -142,8 +149,13 @@ class _Cutter:
                 setattr(parent, name.rpartition(".")[2], norm)
         for region in regions:
             # A hook gathers the input once for all products of the region.
-            region.register_forward_pre_hook(lambda _, inputs: (self._axis.enter(inputs[0]), *inputs[1:]))
+            region.register_forward_pre_hook(self._enter)
         return module
+
+    def _enter(self, region: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # By the modules as they are at a pass: their parameters are views that states put there.
+        weights = [each.weight for each in region.children() if isinstance(each, ColumnLinear) and each.is_whole]
+        return self._axis.enter(inputs[0], weights), *inputs[1:]
 
     def _experts(self, block: int, name: str, mixture: Mixture) -> None:
         """Give a mixture this rank's part of its parameters, and of the tokens that it routes."""

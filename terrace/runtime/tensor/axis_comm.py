@@ -17,7 +17,7 @@ makes its own part of a result.
 Messages are of class `tensor`, in the wire format of each tier; numbers travel unrounded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ from torch.autograd import Function
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
+from terrace.comm.symmetric import Operators
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import position
+from terrace.program.block_program.steps import ComputeKind
 from terrace.program.message import Transfer
 from terrace.program.resolve import line_transfer, number_transfer
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
@@ -52,8 +54,10 @@ class AxisComm:
         in_block: InBlockComm,
         device: torch.device,
         meter: Meter,
+        fused: Operators | None = None,
     ) -> None:
         self.degree = layout.degree
+        self._fused = fused  # products that are one operation with their message
         self.place = position(layout.degrees, layout.coordinates(rank))
         self.in_block = in_block
         self._layout = layout
@@ -83,6 +87,29 @@ class AxisComm:
     def wait(self, flight: InFlight) -> None:
         """Wait for a message that was started."""
         self.in_block.wait(flight, self._ranks)
+
+    def gather_products(self, x: Tensor, matrices: Sequence[Tensor], kind: ComputeKind) -> tuple[Tensor, list[Tensor]]:
+        """x (m, K) of all ranks, (n m, K), and its products with `matrices` (K, ...), made while it arrives."""
+        assert self._fused is not None, "only plans with fused messages call this"
+        gather, found = self._fused.gather, list[tuple[Tensor, list[Tensor]]]()
+        message = TensorMessage(Leg.GATHER, self._layout.axes, self.degree * x.numel())
+        self._compute(message, kind, lambda group: found.append(gather(x, matrices, group)))
+        return found[0]
+
+    def scatter_product(self, x: Tensor, matrix: Tensor, kind: ComputeKind) -> Tensor:
+        """This rank's part (m, N) of the sum of all ranks' x (n m, K) times their `matrix` (K, N)."""
+        assert self._fused is not None, "only plans with fused messages call this"
+        scatter, found = self._fused.scatter, list[Tensor]()
+        message = TensorMessage(Leg.REDUCE, self._layout.axes, x.shape[0] * matrix.shape[1])
+        self._compute(message, kind, lambda group: found.append(scatter(x, matrix, group)))
+        return found[0]
+
+    def _compute(self, message: TensorMessage, kind: ComputeKind, work: Callable[[str], None]) -> None:
+        # On the lane, although it is computing: messages inside blocks share a group, one after the other.
+        transfer = self._transfer(message.leg, message.numel)
+        flight = self.in_block.submit(lambda: self._collectives.fused(transfer, work), message)
+        self.in_block.computes(kind)
+        self.in_block.wait(flight, self._ranks, computes=True)
 
     def reduce_scatter(self, x: Tensor, *, ends_region: bool = False) -> Tensor:
         """This rank's part (m, ...) of the sum of x (n m, ...); held-back weight gradients run if it `ends_region`."""

@@ -20,6 +20,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.tensor.axis_comm import AxisComm, Map, mapped, share
+from terrace.runtime.tensor.fused import gather_products, scatter_product
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
 from terrace.runtime.tensor.regathered import RegatheredInput, await_input, gather_input, reduce_output
 
@@ -34,6 +35,7 @@ class TensorAxis(InBlockAxis):
     in_block: InBlockComm
     splits_tokens: bool  # sequence parallelism
     num_chunks: int = 1  # parts in which the messages of a region travel
+    fuses: bool = False  # whether they are one operation with the products beside them
     drops_inputs: bool = False  # whether the gathered input of a region is dropped after its forward
     shape: Sequence[int] = field(default=(0, 0))
 
@@ -51,15 +53,21 @@ class TensorAxis(InBlockAxis):
         """Number of ranks of a line of rows that compute the same on the residual stream."""
         return 1 if self.splits_tokens else self.rows.degree
 
-    def enter(self, x: Tensor) -> Tensor:
-        """From the residual stream into attention or MLP: (B, S, H/C)."""
+    def enter(self, x: Tensor, weights: Sequence[nn.Parameter]) -> Tensor:
+        """From the residual stream into attention or MLP, whose products are with `weights`: (B, S, H/C)."""
         if not self.splits_tokens:
             return self.rows.copy(x)
         self._input = RegatheredInput(self.drops_inputs, self.num_chunks)
+        if self.fuses:
+            whole, products = gather_products(x, weights, self.rows, self._input)
+            self._products = {id(weight): product for weight, product in zip(weights, products, strict=True)}
+            return self.unpad(whole)
         return self.unpad(gather_input(x, self.rows, self._input))
 
     def product(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """Multiply the input of a region; if it is still arriving, part by part."""
+        """Multiply the input of a region; if it is still arriving, part by part; if fused, it was when it arrived."""
+        if self.fuses:
+            return self.unpad(self._products.pop(id(weight)))
         arriving = self.splits_tokens and self._input.is_arriving
         return arriving_linear(x, weight, self._input, self.shape) if arriving else F.linear(x, weight)
 
@@ -76,6 +84,9 @@ class TensorAxis(InBlockAxis):
             return self.rows.total(F.linear(x, weight))
         held = self._input
         del self._input  # it lives as long as the graph of its region
+        if self.fuses:
+            assert not self._products, "a region reads all products that its input was multiplied for"
+            return scatter_product(self.pad(x), weight, self.rows, held)
         if self.num_chunks > 1:
             return product_scatter(self.pad(x), weight, self.rows, held)
         return reduce_output(self.pad(F.linear(x, weight)), self.rows, held)
@@ -154,6 +165,11 @@ class ColumnLinear(_StandIn):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, used: slice | None, axis: TensorAxis) -> None:
         super().__init__(weight, bias, axis)
         self._used = used
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a rank multiplies with all that it has of the weight."""
+        return self._used is None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the columns, add the bias."""

@@ -1,0 +1,46 @@
+"""Rules of `plan.tensor_chunks`: a number of parts, or "fused" with the products beside the messages."""
+
+from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import FUSED, Plan
+from terrace.plan.wire import MessageClass
+
+
+def check_tensor_chunks(cluster: Cluster, plan: Plan) -> None:
+    """Raise `PlanError` for a value without effect, and for fused messages on ranks that share no memory."""
+    value = plan.tensor_chunks
+    if plan.num_tensor_parts < 1:
+        raise PlanError(f"tensor_chunks = {value}: a message travels in at least 1 part")
+    mesh = Mesh.of(cluster, plan)
+    # An option without effect is refused rather than ignored.
+    if value != 1 and not (plan.sequence_parallel and mesh.total("rows") > 1):
+        raise PlanError(
+            f"tensor_chunks = {value!r} has no effect: it cuts the messages of sequence parallelism over "
+            "tensor rows; leave it out, or set sequence_parallel = true and give the tensor axis rows"
+        )
+    if plan.fuses_tensor and (why := why_not_fused(cluster, mesh, plan)):
+        raise PlanError(f"tensor_chunks = {FUSED!r}: {why}")
+
+
+def why_not_fused(cluster: Cluster, mesh: Mesh, plan: Plan) -> str:
+    """Why the messages of a mesh with tensor rows cannot be fused with products, and the fix; "" where they can."""
+    device, tiers = cluster.device, cluster.tiers
+    instead = "write a number of parts, tensor_chunks = 4"
+    if device.backend != "cuda":
+        return f"only CUDA devices have symmetric memory, and {device.name!r} is a CPU; {instead}"
+    # Ranks read each other's memory: on one node, or on one fabric of NVLink.
+    innermost = next((index for index, tier in enumerate(tiers) if tier.size > 1), 0)
+    if mesh.tiers("rows") != (innermost,):
+        there = " and ".join(repr(tiers[tier].name) for tier in mesh.tiers("rows"))
+        return (
+            f"rows share memory on the innermost tier of several devices, {tiers[innermost].name!r}, and these are on "
+            f"{there}; map all rows to it, or {instead}"
+        )
+    wire = plan.wire_format(MessageClass.TENSOR, tiers[innermost].name)
+    if wire.name != plan.compute:
+        return (
+            f"values are read in {plan.compute}, as they are computed, and wire.tensor.{tiers[innermost].name} = "
+            f"{wire.name!r} rounds them; leave the format out, or {instead}"
+        )
+    return ""

@@ -1,0 +1,116 @@
+"""Products of a region that are one operation with their messages (`tensor_chunks = "fused"`).
+
+With x_r the residual stream of rank r, W_i the matrices into a region and V the one out of it:
+
+    enter    forward     Y_i = [x_0; ...; x_n-1] W_i^T for all i    gather and products fused
+             backward    x_r' = part r of sum_s sum_i Y_i' W_i      products, then a reduction that travels while the
+                                                                    weight gradients are computed, as without fusion
+    leave    forward     z_r = part r of sum_s u_s V^T              product and reduction fused
+             backward    u_r' = [z_0'; ...; z_n-1'] V               gather and product fused
+
+The reduction of the input's gradient has the weight gradients to hide behind. Fused with the gradients of inputs it
+would want the matrices put together first, and share their time with the second gather of the input.
+
+Shape legend: m tokens of a rank, T = n m tokens, H hidden, N inner features of a rank.
+"""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from terrace.comm import symmetric
+from terrace.plan.dims import hidden_size
+from terrace.plan.layout import INSIDE
+from terrace.plan.wire import FORMATS
+from terrace.program.block_program.steps import ComputeKind
+from terrace.runtime.comm import Comm
+from terrace.runtime.linear import record_product
+from terrace.runtime.tensor.axis_comm import AxisComm, apply
+from terrace.runtime.tensor.regathered import RegatheredInput
+
+_BUFFERS = 2  # of a part that is multiplied while another is read
+
+
+def fused_operators(comm: Comm) -> symmetric.Operators | None:
+    """The operators of a plan with fused tensor messages, on memory that is shared now; None of another plan.
+
+    Every rank calls this. Raises `PlanError` where the ranks of a line share no memory.
+    """
+    program = comm.program
+    if not program.plan.fuses_tensor:
+        return None
+    found = symmetric.operators(comm.device)
+    (tier,) = program.mesh.tiers("rows")
+    rows = comm.groups.of(INSIDE, program.tensor.rows, tier)
+    hosts = comm.exchange(socket.gethostname())
+    symmetric.check_one_host([hosts[rank] for rank in rows.ranks])
+    part = program.tensor.padded_tokens // rows.size * hidden_size(program.blocks) // program.tensor.columns.degree
+    found.share(rows.handle.group_name, _BUFFERS * part * FORMATS[program.plan.compute].element_bytes)
+    return found
+
+
+def gather_products(
+    x: Tensor, weights: Sequence[nn.Parameter], comm: AxisComm, held: RegatheredInput
+) -> tuple[Tensor, list[Tensor]]:
+    """x (m, H) of all ranks (T, H), and its products with the transposed `weights` (N, H), (T, N) each."""
+    whole, *products = _GatherProducts.apply(x, comm, held, *weights)  # type: ignore[no-untyped-call]
+    return whole, products
+
+
+def scatter_product(x: Tensor, weight: nn.Parameter, comm: AxisComm, held: RegatheredInput) -> Tensor:
+    """This rank's part (m, H) of the sum over the ranks of x (T, N) times the transposed weight (H, N)."""
+    return apply(_ScatterProduct, x, weight, comm, held)
+
+
+class _GatherProducts(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, held: RegatheredInput, *weights: Tensor) -> tuple[Tensor, ...]:
+        matrices = [weight.detach().t() for weight in weights]
+        whole, products = comm.gather_products(x, matrices, ComputeKind.OUTPUTS)
+        held.hold(whole, x)
+        ctx.set_materialize_grads(False)  # most regions read the gathered input by these products alone
+        ctx.save_for_backward(whole, *weights)
+        ctx.weights, ctx.comm, ctx.held = weights, comm, held
+        return whole, *products
+
+    @staticmethod
+    def backward(ctx: Any, total: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole, *weights = ctx.saved_tensors
+        for rows, weight in zip(gradients, weights, strict=True):
+            if rows is not None:
+                total = rows.mm(weight.detach()) if total is None else torch.addmm(total, rows, weight.detach())
+        assert total is not None, "a backward reaches a region by one of its products"
+        # Gradients of weights read the input, which has been dropped.
+        ctx.held.await_refilled(ctx.comm)
+        own: list[Tensor | None] = []
+        for rows, weight, needed in zip(gradients, ctx.weights, ctx.needs_input_grad[3:], strict=True):
+            is_left = needed and rows is not None and not record_product(weight, rows, whole)
+            own.append(rows.t().mm(whole) if is_left and rows is not None else None)
+        return ctx.comm.reduce_scatter(total, ends_region=True), None, None, *own
+
+
+class _ScatterProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.comm, ctx.held = weight, comm, held
+        part = comm.scatter_product(x, weight.detach().t(), ComputeKind.OUTPUTS)
+        # The region's input has been used by its last product.
+        held.drop()
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        comm: AxisComm = ctx.comm
+        rows, (inputs,) = comm.gather_products(gradients[0], [weight.detach()], ComputeKind.INPUT_GRADIENTS)
+        # After the gradient, which is needed first.
+        ctx.held.refill(comm)
+        own = None
+        if ctx.needs_input_grad[1] and not record_product(ctx.weight, rows, x):
+            own = rows.t().mm(x)
+        return inputs, own, None, None

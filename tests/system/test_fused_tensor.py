@@ -1,0 +1,70 @@
+"""Tensor messages that are one operation with their products: the same numbers, bytes and order of messages."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from terrace.base.errors import PlanError
+from terrace.cluster.cluster import Cluster
+from terrace.launch.start import LocalPool, World
+from tests.support.fused import on_cuda, train, train_wrongly
+from tests.support.parity import TOLERANCE, Case, check, deviation, engine_of, exact, reference, run
+from tests.support.toys import cluster_of
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def fused(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object) -> Any:
+    return exact(name, cluster, mapping={"package": {"tensor": rows}}, tensor_chunks="fused", **changes)
+
+
+def test_two_rows_equal_one_process(pool: LocalPool) -> None:
+    """Six tokens on two rows; regions of one, two and three products, biases, tied and recomputed blocks."""
+    cluster = on_cuda(cluster_of(2))
+    cases = [
+        Case(fused(cluster, "ddp", {"rows": 2}), num_micros=2, model="wide llama, 2 kv heads"),
+        Case(fused(cluster, "zero3", {"rows": 2}, recompute=("block.1",)), model="wide gpt2"),
+        Case(fused(cluster, "ddp", {"rows": 2}), model="wide llama, 1 kv head", lane="lazy"),
+    ]
+    check(pool, cluster, cases, train)
+
+
+def test_four_ranks_equal_one_process(pool: LocalPool) -> None:
+    """Padding of tokens; key-value heads that all rows hold; columns, and rows of which stages have two."""
+    cluster = on_cuda(cluster_of(4))
+    staged = exact(
+        "ddp", cluster, mapping={"package": {"tensor": 2, "pipeline": 2}}, tensor_chunks="fused", schedule="zb-h1"
+    )
+    cases = [
+        Case(fused(cluster, "zero3", {"rows": 4}), num_micros=2, model="wide llama, 1 kv head"),
+        Case(fused(cluster, "ddp", {"rows": 2, "columns": 2}), model="wide gpt_neox"),
+        Case(staged, num_micros=2, model="wide llama, 2 kv heads"),
+    ]
+    check(pool, cluster, cases, train)
+
+
+def test_products_of_other_tokens_show(pool: LocalPool) -> None:
+    cluster = on_cuda(cluster_of(2))
+    case = Case(fused(cluster, "ddp", {"rows": 2}), model="wide gpt2")
+    (outcomes,) = run(pool, cluster, [case], train_wrongly)
+    assert max(deviation(outcomes, reference(cluster, case)).values()) > 1e6 * TOLERANCE
+
+
+def refused(world: World, cluster: Cluster, case: Case) -> str:
+    try:
+        engine_of(world, cluster, case)
+    except PlanError as error:
+        return str(error)
+    return "ran"
+
+
+def test_a_cpu_is_refused_before_anything_is_allocated(pool: LocalPool) -> None:
+    cluster = on_cuda(cluster_of(2))
+    case = Case(fused(cluster, "ddp", {"rows": 2}), model="wide gpt2")
+    found = pool.run(2, refused, cluster, case, timeout_s=60.0)
+    expected = (
+        "tensor_chunks = 'fused' needs CUDA: a CPU has no symmetric memory; write a number of parts instead, "
+        "plan.tensor_chunks = 4"
+    )
+    assert found == [expected] * 2
