@@ -34,17 +34,18 @@ from terrace.planner.narrow_states import parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
-from terrace.planner.products import find_with, take_products
+from terrace.planner.products import take_products
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.planner.tensor_chunks import find_cut, take_chunks
 from terrace.planner.ties import FINALISTS, Ties, settle
 from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.experts import alternatives_words, experts_words
-from terrace.report.loops import formats_words, loop_words, products_words, stored_words
+from terrace.report.loops import chunks_words, formats_words, loop_words, products_words, stored_words
 from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
@@ -81,7 +82,8 @@ def add_parser(commands: Any) -> None:
         metavar="CLASS=FORMAT",
         help="let messages of a class travel in a format where that shortens the step: sync=int8, "
         "outer.system=int4+feedback; or products be in 8 bits, products=fp8:row; or states be stored in one: "
-        "optimizer_states=int8, master=bf16",
+        "optimizer_states=int8, master=bf16; or tensor messages be cut: tensor_chunks=4, or fused with products: "
+        "tensor_chunks=fused",
     )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
@@ -124,7 +126,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     own = _own_plan(options, rest, whole)
     tiers = [tier.name for tier in task.cluster.tiers]
     bounds = None if options.outer is None else parse_outer(options.outer, tiers[-1])
-    products, texts = take_products(options.allow, task)
+    chunks, texts = take_chunks(options.allow, task)
+    products, texts = take_products(texts, task)
     ways, formats = parse_ways(texts, task)
     allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
@@ -132,11 +135,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
-    found = find_with(products, space, allowed, ways, options.best, options.limit)
+    cut = find_cut(chunks, products, space, allowed, ways, options.best, options.limit)
+    found = cut.products
     waiting = None if bounds is None or found.searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        found = find_with(products, space, allowed, ways, options.best, options.limit)
+        cut = find_cut(chunks, products, space, allowed, ways, options.best, options.limit)
+        found = cut.products
     searched = found.searched
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
@@ -146,7 +151,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
     stored = stored_words(ways, task, best.step_s, found.wide_s)
-    answers = Answers(tokens, options.price, own, products_words(found, best.step_s), stored)
+    used = chunks_words(cut, best.step_s), products_words(found, best.step_s)
+    answers = Answers(tokens, options.price, own, used, stored)
     _show(options, searched, ties, allowed, plan, loop, answers)
     return 0
 
@@ -162,14 +168,14 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
 
 
 class Answers(NamedTuple):
-    """Answers beyond the best plan: tokens and a price; and words about a plan of the user's, about products in
-    8 bits and about narrow states.
+    """Answers beyond the best plan: tokens and a price; and words about a plan of the user's, about tensor messages and
+    products that were allowed, and about narrow states.
     """
 
     tokens: int | None
     price: float | None
     own: "OwnPlan | None"
-    products: str
+    used: tuple[str, ...]
     stored: str
 
 
@@ -202,7 +208,7 @@ def _show(
         print(f"{filled(rests)}\n")
     if allowed:
         print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
-    for words in (answers.products, answers.stored):
+    for words in (*answers.used, answers.stored):
         if words:
             print(f"{filled(words)}\n")
     if loop is not None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from terrace.plan.mesh import TENSOR, Mesh
-from terrace.plan.plan import Plan
+from terrace.plan.plan import FUSED, Plan
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import MessageClass, parse_format
-from terrace.planner.task import Task
+from terrace.planner.task import Task, with_tensor_chunks
 from terrace.program.block_program.attention import attention_moments
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import Compute, InBlockMessage, Moment, moments_of
@@ -115,9 +115,10 @@ class Inner:
         num_ranks = group.total("tensor")
         # Seconds are latency plus bytes over a rate, and bytes are linear in the tokens, so two sizes determine all
         # others. Padding of tokens or of encoded messages breaks the line, and so does another algorithm for small
-        # messages; such sizes are priced one by one.
+        # messages; such sizes are priced one by one. So are parts, of which some have a token more than others.
         trees = any(self.task.cluster.tiers[tier].tree is not None for tier in group.tiers("tensor"))
-        if num_tokens % num_ranks or trees or MessageClass.TENSOR.value in self.task.wire:
+        in_parts = self.task.tensor_chunks not in (1, FUSED)
+        if num_tokens % num_ranks or trees or in_parts or MessageClass.TENSOR.value in self.task.wire:
             return self._passes_of(kind, group, num_tokens)
         size = num_ranks * self.task.sequence
         key = (kind, group)
@@ -160,7 +161,7 @@ class Inner:
     def plan(self, mesh: Mesh) -> Plan:
         """A plan of which only the messages inside blocks count."""
         task = self.task
-        return Plan(
+        plan = Plan(
             params="device",
             grads="device",
             optimizer="device",
@@ -169,6 +170,7 @@ class Inner:
             compute=task.compute,
             master=task.master,
         )
+        return with_tensor_chunks(task, mesh, plan)
 
 
 def _numbered(

@@ -11,12 +11,13 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.config import DecoderBlock, ModelConfig, block_specs
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import BlockSpec
+from terrace.plan.chunk_rules import why_not_fused
 from terrace.plan.context import Heads, attention_heads
 from terrace.plan.dims import declared_hidden_size
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
-from terrace.plan.plan import Plan, precision_of, sums_of
+from terrace.plan.plan import FUSED, Plan, precision_of, sums_of
 from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
@@ -67,6 +68,7 @@ class Task:
     optimizer_states: Literal["bf16", "int8"] | None = None
     messages: Literal["bf16", "fp32"] | None = None  # as in a plan
     products: str | None = None  # as in a plan
+    tensor_chunks: int | Literal["fused"] = 1  # as in a plan, of those that can have it
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
     islands: Islands | None = None
@@ -258,7 +260,16 @@ def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
         unit=candidate.unit,
         schedule=schedule_text(candidate.schedule, candidate.chunks) if candidate.mesh.total("pipeline") > 1 else None,
     )
-    return crossing(task.cluster, found) if task.wire else found
+    found = crossing(task.cluster, found) if task.wire else found
+    return with_tensor_chunks(task, candidate.mesh, found)
+
+
+def with_tensor_chunks(task: Task, mesh: Mesh, plan: Plan) -> Plan:
+    """A plan of a mesh with the task's parts of tensor messages, if it can have them."""
+    value = task.tensor_chunks
+    if value == 1 or not mesh.tiers("rows") or (value == FUSED and why_not_fused(task.cluster, mesh, plan)):
+        return plan
+    return replace(plan, tensor_chunks=value)
 
 
 def with_dtypes(task: Task, plan: Plan) -> Plan:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from terrace.base.words import counted
-from terrace.plan.plan import Plan
+from terrace.plan.plan import FUSED, Plan
 from terrace.plan.wire import MessageClass
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
@@ -17,6 +17,7 @@ from terrace.report.tables import outer_words, seconds
 
 if TYPE_CHECKING:
     from terrace.planner.products import ProductsFound
+    from terrace.planner.tensor_chunks import ChunksFound
 
 
 def loop_words(loop: Loop) -> str:
@@ -48,6 +49,23 @@ def products_words(found: "ProductsFound", step_s: float) -> str:
     if not found.used:
         return f"allowed and not used: products in {found.allowed}: {own}, without {plain}"
     return f"allowed and used: products in {found.allowed}: {own}, without {plain}; 8 bits change what is learned"
+
+
+def chunks_words(found: "ChunksFound", step_s: float) -> str:
+    """How tensor messages are cut, of the ways that were allowed, with the best step of each; "" without any.
+
+    `step_s` is the step of the plan that is shown, which may tie with the fastest.
+    """
+    if len(found.step_s) == 1:
+        return ""
+    steps = found.step_s | {found.value: step_s}
+    each = ", ".join(
+        f"{'whole' if value == 1 else 'fused with products' if value == FUSED else f'in {value} parts'} "
+        f"{'no plan' if step is None else f'step {seconds(step)}'}"
+        for value, step in steps.items()
+    )
+    used = "not used" if found.value == 1 else "used"
+    return f"allowed and {used}: tensor_chunks; with tensor messages {each}"
 
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:

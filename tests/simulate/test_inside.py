@@ -16,7 +16,7 @@ from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import Compute, ComputeKind, moments_of
+from terrace.program.block_program.steps import Compute, ComputeKind, messages_of, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
@@ -103,8 +103,10 @@ def told(program: Program) -> list[list[str]]:
     console = Console(width=200)
     with console.capture() as capture:
         console.print(inside_table(program))
+    kinds = [each.value for each in ComputeKind]
+    ends = {"waited for", *kinds, *(f"fused with {each}" for each in kinds)}
     lines = [re.split(r" {2,}", line.strip()) for line in capture.get().splitlines()]
-    return [cells for cells in lines if cells[-1] in ("waited for", *(each.value for each in ComputeKind))]
+    return [cells for cells in lines if cells[-1] in ends]
 
 
 def test_people_read_the_messages_of_each_kind_of_block() -> None:
@@ -131,6 +133,46 @@ def test_messages_in_parts_by_hand() -> None:
     assert behind(program, Op.FORWARD) == pytest.approx({ALONE: 4 * part_s, OUTPUTS: 12 * part_s})
     backward = {ALONE: 2 * part_s, INPUTS: 6 * part_s + 2 * one_s, WEIGHTS: 2 * one_s}
     assert behind(program, Op.BACKWARD) == pytest.approx(backward)
+
+
+def on_cuda(*sizes: int) -> Cluster:
+    cluster = cluster_of(*sizes)
+    return replace(cluster, device=replace(cluster.device, backend="cuda"))
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_messages_fused_with_products_by_hand(rows: int) -> None:
+    """Each hides behind its product as a whole, and leaves a tail of one rank's part: M / n. Bytes are those of whole
+    messages."""
+    cluster = on_cuda(rows, 2)
+    program = program_of(cluster, rows, tensor_chunks="fused")
+    one_s = (rows - 1) * (LATENCY_S + SEQUENCE * 64 * 4 / rows / RATE)
+    assert behind(program, Op.FORWARD) == pytest.approx({OUTPUTS: 4 * one_s, ALONE: 4 * one_s / rows})
+    # Gathered again are the inputs; the sums of their gradients stay behind the gradients of weights.
+    backward = {INPUTS: 4 * one_s, ALONE: 2 * one_s / rows, WEIGHTS: 2 * one_s}
+    assert behind(program, Op.BACKWARD) == pytest.approx(backward)
+    whole = program_of(cluster, rows)
+    assert program.sent_bytes == whole.sent_bytes
+    assert [*messages_of(program.block_program(1).steps(Op.BACKWARD))] == [
+        *messages_of(whole.block_program(1).steps(Op.BACKWARD))
+    ]
+    fused = ["2 gather", "rows", "4.1 kB on t0", "5.1 ms", "fused with gradients of inputs"]
+    assert rows == 4 or fused in told(program)
+
+
+def test_a_fused_product_takes_the_longer_and_a_tail() -> None:
+    """max(product, message) + message / n, FLUX's model; products of 3 ms, and a hundred times as long."""
+    program = program_of(on_cuda(2, 2), 2, tensor_chunks="fused")
+    one_s = LATENCY_S + SEQUENCE * 64 * 4 / 2 / RATE
+    forward = block_prices(program, 1).priced(moments_of(program.block_program(1).steps(Op.FORWARD)))
+    for product_s in (0.003, 0.3):
+        found = product_s + exposed(forward, rooms_of(product_s, 0.0, 0.0))[MessageClass.TENSOR]
+        assert found == pytest.approx(max(product_s, 4 * one_s) + 4 * one_s / 2)
+    chunked = program_of(on_cuda(2, 2), 2, tensor_chunks=2)
+    parts = block_prices(chunked, 1).priced(moments_of(chunked.block_program(1).steps(Op.FORWARD)))
+    # In two parts as much is alone, and a part more latency is paid.
+    added = exposed(parts, rooms_of(0.3, 0.0, 0.0))[MessageClass.TENSOR]
+    assert added - exposed(forward, rooms_of(0.3, 0.0, 0.0))[MessageClass.TENSOR] == pytest.approx(4 * LATENCY_S / 2)
 
 
 def test_what_hides_a_message_ends_and_is_slowed() -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster

@@ -1,0 +1,101 @@
+"""Tensor messages in parts, or fused with products, that a user allows (`--allow tensor_chunks=fused`).
+
+A search sends whole messages unless it is told otherwise: fused products run only on CUDA devices that share memory,
+which a description of a cluster does not prove. With values allowed it runs once more for each, on plans that can have
+it, and takes the value with the shortest step if that is shorter by more than a tie than with whole messages.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from terrace.base.errors import PlanError
+from terrace.plan.chunk_rules import why_not_fused
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import FUSED, Plan
+from terrace.planner.formats import Allowed
+from terrace.planner.narrow_states import Way
+from terrace.planner.products import ProductsFound, find_with
+from terrace.planner.ranking import TIE
+from terrace.planner.space import Space
+from terrace.planner.task import Task
+
+Chunks = int | Literal["fused"]
+_OPTION = "tensor_chunks"
+_MOST = 64  # parts: beyond them, each is shorter than the start of its message
+
+
+@dataclass(frozen=True)
+class ChunksFound:
+    """A search with the values that were allowed, and the best step of each; None where no plan was found."""
+
+    products: ProductsFound
+    step_s: dict[Chunks, float | None]  # in the order asked for, whole messages (1) first
+
+    @property
+    def value(self) -> Chunks:
+        """The value of the task that was searched."""
+        return self.products.searched.space.task.tensor_chunks
+
+
+def take_chunks(texts: Sequence[str], task: Task) -> tuple[list[Chunks], list[str]]:
+    """The values of `--allow tensor_chunks=...`, and the other texts.
+
+    Raises `PlanError` for a value that no plan of the task can have.
+    """
+    asked = [text.partition("=")[2].strip() for text in texts if text.partition("=")[0].strip() == _OPTION]
+    rest = [text for text in texts if text.partition("=")[0].strip() != _OPTION]
+    return list(dict.fromkeys(_parsed(each, task) for each in asked)), rest
+
+
+def _parsed(text: str, task: Task) -> Chunks:
+    said = f"--allow {_OPTION}={text}"
+    tier = next((tier for tier in task.cluster.tiers if tier.size > 1), None)
+    if tier is None:
+        raise PlanError(f"{said} has no effect: cluster {task.cluster.name!r} is one device; leave it out")
+    if text == FUSED:
+        mapping = {tier.name: {"tensor": tier.size}}
+        plan = Plan(
+            params="device",
+            grads="device",
+            optimizer="device",
+            mapping=mapping,
+            compute=task.compute,
+            master=task.master,
+            wire=task.wire,
+        )
+        if why := why_not_fused(task.cluster, Mesh.of(task.cluster, plan), plan):
+            raise PlanError(f"{said}: {why}")
+        return FUSED
+    if not text.isdecimal() or not 2 <= int(text) <= _MOST:
+        raise PlanError(f"{said}: give a number of parts from 2 to {_MOST}, or {FUSED!r}")
+    return int(text)
+
+
+def find_cut(
+    values: Sequence[Chunks],
+    products: str | None,
+    space: Space,
+    allowed: Allowed,
+    ways: Sequence[Way],
+    count: int,
+    limit: int,
+) -> ChunksFound:
+    """As `find_with`, with tensor messages cut as one of `values` says where that makes the step shorter."""
+    found: dict[Chunks, ProductsFound] = {1: find_with(products, space, allowed, ways, count, limit)}
+    best: Chunks = 1
+    step_s: dict[Chunks, float | None] = {1: _step_s(found[1])}
+    for value in values:
+        cut_space = replace(space, task=replace(space.task, tensor_chunks=value))
+        found[value] = find_with(products, cut_space, allowed, ways, count, limit)
+        step_s[value] = _step_s(found[value])
+        # A shorter step counts from a tie on: of two that tie, the one before is the simpler or was asked for first.
+        if (step_s[value] or math.inf) < (1 - TIE) * (step_s[best] or math.inf):
+            best = value
+    return ChunksFound(found[best], step_s)
+
+
+def _step_s(found: ProductsFound) -> float | None:
+    best = found.searched.found.best
+    return best[0].step_s if best else None
