@@ -28,7 +28,7 @@ def why_not_fused(cluster: Cluster, mesh: Mesh, plan: Plan) -> str:
     device, tiers = cluster.device, cluster.tiers
     instead = "write a number of parts, tensor_chunks = 4"
     if device.backend != "cuda":
-        return f"only CUDA devices have symmetric memory, and {device.name!r} is none; {instead}"
+        return f"only CUDA devices have symmetric memory, and device.backend is {device.backend!r}; {instead}"
     # Ranks read each other's memory: on one node, or on one fabric of NVLink.
     innermost = next((index for index, tier in enumerate(tiers) if tier.size > 1), 0)
     if mesh.tiers("rows") != (innermost,):

@@ -46,7 +46,7 @@ from terrace.plan.residency import Residency, gathers
 from terrace.plan.routes import block_hops
 from terrace.plan.stage import Pass, Stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
-from terrace.plan.tensor_traffic import TensorTraffic, block_messages
+from terrace.plan.tensor_traffic import TensorTraffic, block_messages, shared_bytes
 from terrace.plan.wire import FORMATS, GRADIENTS, ROUTES, MessageClass
 
 _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carries != "all")
@@ -169,9 +169,9 @@ def _largest_buffers(
 
 
 def tensor_buffers(tensor: TensorTraffic, blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> int:
-    """Bytes of buffers that the largest message inside one of the blocks takes.
+    """Bytes of buffers that the largest message inside one of the blocks takes, and of memory that ranks share.
 
-    They are in the middle of computing, one after the other.
+    Messages are in the middle of computing, one after the other.
     """
     largest = 0
     known: set[tuple[int, bool, bool]] = set()  # most layers are alike
@@ -185,4 +185,4 @@ def tensor_buffers(tensor: TensorTraffic, blocks: Sequence[BlockSpec], indexes: 
             if message.leg is not Leg.NUMBERS:
                 buffers = gather_buffers if message.leg is Leg.GATHER else reduce_buffers
                 largest = max(largest, arena_bytes(buffers(tensor.plan, MessageClass.TENSOR, tensor.hops(message))))
-    return largest
+    return largest + shared_bytes(tensor, blocks)

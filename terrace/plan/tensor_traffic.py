@@ -39,7 +39,7 @@ from terrace.plan.mesh import SHARING, Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.routes import gather_hops, reduce_hops
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import FORMATS, MessageClass
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,17 @@ class TensorTraffic:
             if degree > 1:
                 yield tier, (degree - 1) * held
                 held *= degree
+
+
+def shared_bytes(tensor: TensorTraffic, blocks: Sequence[BlockSpec]) -> int:
+    """Bytes of a rank's memory that other rows read where messages are fused with products.
+
+    They are two parts of the residual stream, one written by a product while the other is read.
+    """
+    if not tensor.plan.fuses_tensor:
+        return 0
+    part = tensor.padded_tokens // tensor.rows.degree * (hidden_size(blocks) // tensor.columns.degree)
+    return 2 * part * FORMATS[tensor.plan.compute].element_bytes
 
 
 def line_hops(line: Layout, plan: Plan, leg: Leg, numel: int) -> list[Hop]:

@@ -39,7 +39,7 @@ REFUSED = [
         TWO,
         "fused",
         {},
-        "only CUDA devices have symmetric memory, and 'one process of a local CPU' is none; write a ",
+        "only CUDA devices have symmetric memory, and device.backend is 'cpu'; write a ",
     ),
     (on_cuda(cluster_of(2, 2)), {"node": {"tensor": 2}}, "fused", {}, "'package', and these are on 'node'; map all"),
     (

@@ -1,4 +1,4 @@
-"""Fused products on a CPU: torch's own fallbacks of its operators, which gather and sum over the group before or after.
+"""Fused products on a CPU: the fallbacks of torch's operators, which gather and sum over the group before or after.
 
 Only the operators of `terrace.comm.symmetric` are replaced; everything around them runs as on CUDA.
 """
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
@@ -31,7 +32,12 @@ def _gather(x: Tensor, matrices: Sequence[Tensor], group: str) -> tuple[Tensor, 
 
 
 def _scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
-    return symm_mem._fused_matmul_reduce_scatter_fallback(x, matrix, "sum", 0, group)  # type: ignore[arg-type]
+    # The two lines of torch's fallback by the operators that they call: its own way to them imports a compiler, which
+    # takes seconds of every process.
+    functional = torch.ops._c10d_functional
+    size = dist.distributed_c10d._get_group_size_by_name(group)  # type: ignore[arg-type]
+    part: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(x @ matrix, "sum", size, group))
+    return part
 
 
 shared: list[tuple[str, int]] = []  # (group, bytes) that engines of this process asked for

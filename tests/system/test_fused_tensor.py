@@ -1,5 +1,6 @@
 """Tensor messages that are one operation with their products: the same numbers, bytes and order of messages."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,14 +8,16 @@ import pytest
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from tests.support.fused import on_cuda, train, train_wrongly
+from terrace.plan.memory import model_state_bytes
+from terrace.plan.plan import Plan
+from tests.support.fused import fallbacks, on_cuda, shared, train, train_wrongly
 from tests.support.parity import TOLERANCE, Case, check, deviation, engine_of, exact, reference, run
 from tests.support.toys import cluster_of
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def fused(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object) -> Any:
+def fused(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object) -> Plan:
     return exact(name, cluster, mapping={"package": {"tensor": rows}}, tensor_chunks="fused", **changes)
 
 
@@ -67,3 +70,28 @@ def test_a_cpu_is_refused_before_anything_is_allocated(pool: LocalPool) -> None:
         "plan.tensor_chunks = 4"
     )
     assert found == [expected] * 2
+
+
+def buffers(world: World, cluster: Cluster, case: Case) -> tuple[int, int, list[int]]:
+    """Measured and predicted bytes of buffers, and those that the ranks of the rows share."""
+    shared.clear()
+    with fallbacks():
+        engine = engine_of(world, cluster, case)
+    for step in range(2):
+        engine.step(case.batches(engine, case, step), 1e-3)
+    engine.drain()
+    measured, program = engine.comm.meter.peak()["buffers"], engine.program
+    engine.close()
+    predicted = model_state_bytes(cluster, case.plan, program.blocks, case.num_micros, case.rows.sequence)
+    return measured, predicted["buffers"], [num_bytes for _, num_bytes in shared]
+
+
+def test_memory_that_ranks_share_is_counted(pool: LocalPool) -> None:
+    """Two parts of the residual stream of six tokens on two rows: three tokens of 16 features of 8 bytes each."""
+    cluster = on_cuda(cluster_of(2))
+    plan = fused(cluster, "ddp", {"rows": 2})
+    for each in (replace(plan, tensor_chunks=1), plan):
+        case = Case(each, model="wide gpt2")
+        for measured, predicted, found in pool.run(2, buffers, cluster, case, timeout_s=60.0):
+            assert measured == predicted
+            assert found == ([2 * 3 * 16 * 8] if each.fuses_tensor else [])

@@ -23,16 +23,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.comm import symmetric
-from terrace.plan.dims import hidden_size
 from terrace.plan.layout import INSIDE
-from terrace.plan.wire import FORMATS
+from terrace.plan.tensor_traffic import shared_bytes
 from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.comm import Comm
 from terrace.runtime.linear import record_product
 from terrace.runtime.tensor.axis_comm import AxisComm, apply
 from terrace.runtime.tensor.regathered import RegatheredInput
-
-_BUFFERS = 2  # of a part that is multiplied while another is read
 
 
 def fused_operators(comm: Comm) -> symmetric.Operators | None:
@@ -48,8 +45,9 @@ def fused_operators(comm: Comm) -> symmetric.Operators | None:
     rows = comm.groups.of(INSIDE, program.tensor.rows, tier)
     hosts = comm.exchange(socket.gethostname())
     symmetric.check_one_host([hosts[rank] for rank in rows.ranks])
-    part = program.tensor.padded_tokens // rows.size * hidden_size(program.blocks) // program.tensor.columns.degree
-    found.share(rows.handle.group_name, _BUFFERS * part * FORMATS[program.plan.compute].element_bytes)
+    num_bytes = shared_bytes(program.tensor, program.blocks)
+    found.share(rows.handle.group_name, num_bytes)
+    comm.meter.add("buffers", num_bytes)
     return found
 
 
