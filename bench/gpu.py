@@ -9,6 +9,7 @@
     prediction  `terrace probe`, then `terrace train` on its cluster file: step and memory predicted beside measured
     attention   torch's kernels by head size and length, forward and backward
     products    bf16 products in a burst, for 30 s, and while copies run
+    fused       on two devices: tensor messages whole, in parts and fused with products; the same numbers, and steps
     fp8         scaled products beside bf16 ones; a step with fp8 products where plans have them
     generation  tokens a second of the rollout engine, its tokens against those of the CPU
     tests       the tests marked `gpu`
@@ -48,6 +49,7 @@ PARTS = (
     Part("training:fsdp2 compiled", 75),
     Part("products", 60),
     Part("fp8", 40),
+    Part("fused", 90),
     Part("attention", 40),
     Part("generation", 60),
     Part("training:8B engine compiled", 75),

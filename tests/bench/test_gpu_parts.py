@@ -22,6 +22,7 @@ HERE = (
     "bandwidth",
     "products",
     "fp8",
+    pytest.param("fused", marks=pytest.mark.nightly),  # starts ranks for every way
     "attention",
     "generation",
     "training:engine",

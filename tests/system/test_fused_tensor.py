@@ -4,7 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from bench.common import decoder
+from bench.gpu_parts.fused import steps
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
@@ -95,3 +98,16 @@ def test_memory_that_ranks_share_is_counted(pool: LocalPool) -> None:
         for measured, predicted, found in pool.run(2, buffers, cluster, case, timeout_s=60.0):
             assert measured == predicted
             assert found == ([2 * 3 * 16 * 8] if each.fuses_tensor else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_symmetric_memory_gives_the_numbers_of_whole_messages(pool: LocalPool) -> None:
+    """In fp64, with an uneven number of tokens, on two devices."""
+    cluster, config = on_cuda(cluster_of(2)), decoder(64, 2)
+    found = []
+    for plan in (fused(cluster, "ddp", {"rows": 2}), exact("ddp", cluster, mapping={"package": {"tensor": 2}})):
+        arguments = (True, config, cluster, replace(plan, micro_batch=3), (3, 33), 3)
+        losses, norms, _ = pool.call(2, steps, arguments, 120.0, "nccl")[0]
+        found.append([*losses, *norms])
+    assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
