@@ -21,7 +21,7 @@ from terrace.runtime.objective import Objective
 from terrace.runtime.replay import install
 from terrace.runtime.tensor.apply import make_axis, parallelise
 from terrace.runtime.tensor.axis_comm import AxisComm
-from terrace.runtime.tensor.fused import fused_operators
+from terrace.runtime.tensor.sharing import fused_operators
 
 Blocks = Sequence[nn.Module]
 Applied = tuple[InBlockAxis | None, Blocks, Objective]

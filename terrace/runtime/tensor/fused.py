@@ -14,7 +14,6 @@ would want the matrices put together first, and share their time with the second
 Shape legend: m tokens of a rank, T = n m tokens, H hidden, N inner features of a rank.
 """
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,33 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from terrace.comm import symmetric
-from terrace.plan.layout import INSIDE
-from terrace.plan.tensor_traffic import shared_bytes
 from terrace.program.block_program.steps import ComputeKind
-from terrace.runtime.comm import Comm
 from terrace.runtime.linear import record_product
 from terrace.runtime.tensor.axis_comm import AxisComm, apply
 from terrace.runtime.tensor.regathered import RegatheredInput
-
-
-def fused_operators(comm: Comm) -> symmetric.Operators | None:
-    """The operators of a plan with fused tensor messages, on memory that is shared now; None of another plan.
-
-    Every rank calls this. Raises `PlanError` where the ranks of a line share no memory.
-    """
-    program = comm.program
-    if not program.plan.fuses_tensor:
-        return None
-    found = symmetric.operators(comm.device)
-    (tier,) = program.mesh.tiers("rows")
-    rows = comm.groups.of(INSIDE, program.tensor.rows, tier)
-    hosts = comm.exchange(socket.gethostname())
-    symmetric.check_one_host([hosts[rank] for rank in rows.ranks])
-    num_bytes = shared_bytes(program.tensor, program.blocks)
-    found.share(rows.handle.group_name, num_bytes)
-    comm.meter.add("buffers", num_bytes)
-    return found
 
 
 def gather_products(
