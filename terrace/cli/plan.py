@@ -34,7 +34,7 @@ from terrace.planner.narrow_states import parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import parse_axes, parse_pins
-from terrace.planner.products import take_products
+from terrace.planner.products import ProductsFound, find_with, take_products
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.space import Space
@@ -135,12 +135,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         task, pins = island_task(whole, bounds, rows), island_pins(whole, pins)
     space = Space(task=task, axes=axes, pins=pins)
     check_schedule(space)
-    cut = find_cut(chunks, products, space, allowed, ways, options.best, options.limit)
+
+    def search(space: Space) -> ProductsFound:
+        return find_with(products, space, allowed, ways, options.best, options.limit)
+
+    cut = find_cut(chunks, space, search)
     found = cut.products
     waiting = None if bounds is None or found.searched.found.best else bounds.waiting()
     if waiting is not None:  # memory was counted with the largest loop
         bounds, space = waiting, replace(space, task=island_task(whole, waiting, rows))
-        cut = find_cut(chunks, products, space, allowed, ways, options.best, options.limit)
+        cut = find_cut(chunks, space, search)
         found = cut.products
     searched = found.searched
     if not searched.found.best:

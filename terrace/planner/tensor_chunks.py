@@ -6,20 +6,20 @@ it, and takes the value with the shortest step if that is shorter by more than a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from terrace.base.errors import PlanError
 from terrace.plan.chunk_rules import why_not_fused
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import FUSED, Plan
-from terrace.planner.formats import Allowed
-from terrace.planner.narrow_states import Way
-from terrace.planner.products import ProductsFound, find_with
 from terrace.planner.ranking import TIE
 from terrace.planner.space import Space
 from terrace.planner.task import Task
+
+if TYPE_CHECKING:
+    from terrace.planner.products import ProductsFound
 
 Chunks = int | Literal["fused"]
 _OPTION = "tensor_chunks"
@@ -30,7 +30,7 @@ _MOST = 64  # parts: beyond them, each is shorter than the start of its message
 class ChunksFound:
     """A search with the values that were allowed, and the best step of each; None where no plan was found."""
 
-    products: ProductsFound
+    products: "ProductsFound"
     step_s: dict[Chunks, float | None]  # in the order asked for, whole messages (1) first
 
     @property
@@ -73,22 +73,14 @@ def _parsed(text: str, task: Task) -> Chunks:
     return int(text)
 
 
-def find_cut(
-    values: Sequence[Chunks],
-    products: str | None,
-    space: Space,
-    allowed: Allowed,
-    ways: Sequence[Way],
-    count: int,
-    limit: int,
-) -> ChunksFound:
-    """As `find_with`, with tensor messages cut as one of `values` says where that makes the step shorter."""
-    found: dict[Chunks, ProductsFound] = {1: find_with(products, space, allowed, ways, count, limit)}
+def find_cut(values: Sequence[Chunks], space: Space, search: Callable[[Space], "ProductsFound"]) -> ChunksFound:
+    """A search of `space`, with tensor messages cut as one of `values` says where that makes the step shorter."""
+    found: dict[Chunks, ProductsFound] = {1: search(space)}
     best: Chunks = 1
     step_s: dict[Chunks, float | None] = {1: _step_s(found[1])}
     for value in values:
         cut_space = replace(space, task=replace(space.task, tensor_chunks=value))
-        found[value] = find_with(products, cut_space, allowed, ways, count, limit)
+        found[value] = search(cut_space)
         step_s[value] = _step_s(found[value])
         # A shorter step counts from a tie on: of two that tie, the one before is the simpler or was asked for first.
         if (step_s[value] or math.inf) < (1 - TIE) * (step_s[best] or math.inf):
@@ -96,6 +88,6 @@ def find_cut(
     return ChunksFound(found[best], step_s)
 
 
-def _step_s(found: ProductsFound) -> float | None:
+def _step_s(found: "ProductsFound") -> float | None:
     best = found.searched.found.best
     return best[0].step_s if best else None

@@ -32,7 +32,7 @@ __all__ = ["here"]
 def test_a_schedule_that_no_plan_has_is_named_before_the_search(
     here: Planning, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    monkeypatch.setattr(plan, "find_cut", None)  # a search would raise
+    monkeypatch.setattr(plan, "find_with", None)  # a search would raise
     options = [part for word in words.split() for part in ([word] if word.startswith("--") else ["--pin", word])]
     # Little memory, which is not to be blamed.
     assert said in here.refused("plan", "--nodes", "1", "--cluster.device.memory_bytes", "1e9", *options)

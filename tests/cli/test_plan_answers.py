@@ -96,7 +96,7 @@ def test_a_plan_says_what_tokens_take(here: Planning) -> None:
 def test_bad_questions_are_one_line_before_the_search(
     here: Planning, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(plan, "find_cut", None)  # a search would raise
+    monkeypatch.setattr(plan, "find_with", None)  # a search would raise
     assert said in here.refused("plan", *SMALL, *words)
 
 

@@ -10,6 +10,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
 from terrace.planner.pins import parse_pins
+from terrace.planner.products import ProductsFound, find_with
 from terrace.planner.space import Space
 from terrace.planner.task import Task
 from terrace.planner.tensor_chunks import find_cut, take_chunks
@@ -26,10 +27,14 @@ def space_of(*pins: str, task: Task = TASK) -> Space:
     return Space(task=task, pins=parse_pins(pins, task.cluster, []))
 
 
+def search(space: Space) -> ProductsFound:
+    return find_with(None, space, {}, [], 3, 100)
+
+
 def test_the_shortest_of_all_that_are_allowed() -> None:
     """Of eight rows a fused message leaves an eighth, of two a half, and then parts are shorter."""
     for rows, best in ((8, "fused"), (2, 4)):
-        found = find_cut([2, "fused", 4], None, space_of(f"tensor={rows}"), {}, [], 3, 100)
+        found = find_cut([2, "fused", 4], space_of(f"tensor={rows}"), search)
         steps = {value: step for value, step in found.step_s.items() if step is not None}
         assert list(steps) == [1, 2, "fused", 4]
         assert found.value == best == min(steps, key=steps.__getitem__)
@@ -42,15 +47,15 @@ def test_the_shortest_of_all_that_are_allowed() -> None:
 
 
 def test_never_unasked_and_only_where_a_plan_can_have_it() -> None:
-    plain = find_cut([], None, space_of("tensor=8"), {}, [], 1, 100)
+    plain = find_cut([], space_of("tensor=8"), search)
     assert (plain.value, list(plain.step_s)) == (1, [1])
     # Without rows there is nothing to cut, so the steps tie.
-    data = find_cut(["fused", 4], None, space_of("tensor=1"), {}, [], 1, 100)
+    data = find_cut(["fused", 4], space_of("tensor=1"), search)
     assert data.value == 1
     assert len(set(data.step_s.values())) == 1
     # Rows over two tiers share no memory: they send whole messages.
     task = replace(TASK, cluster=load_cluster("gb200-nvl72").resized(1), batch=72)
-    spread = find_cut(["fused"], None, space_of("tensor=8", task=task), {}, [], 1, 50)
+    spread = find_cut(["fused"], space_of("tensor=8", task=task), search)
     assert spread.value == 1
     assert len(spread.products.searched.found.best[0].candidate.mesh.tiers("rows")) == 2
     assert spread.step_s["fused"] == spread.step_s[1]
