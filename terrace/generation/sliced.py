@@ -25,7 +25,7 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.model.config import ModelConfig, block_specs
-from terrace.model.decoder import Embedding, Head, build_blocks
+from terrace.model.decoder import Embedding, Head, build_blocks, scaled
 from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices, slice_blocks
@@ -37,9 +37,14 @@ def sliced_config(config: ModelConfig, rows: int) -> ModelConfig:
     """The model as one of `rows` tensor ranks attends: a cache made from it has keys and values of the rank's heads.
 
     Raises `PlanError` for rows that do not divide the heads, or neither divide the key-value heads nor are a multiple
-    of them.
+    of them, and for several rows of a model that normalises all its heads together.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
+    if config.whole_qk_norm and rows > 1:
+        raise PlanError(
+            f"rows = {rows} of a replica would each have a part of the heads, and {config.family} normalises all of "
+            "them together: use 1"
+        )
 
     def cut(rows: int) -> bool:
         return heads % rows == 0 and (kv_heads % rows == 0 or rows % kv_heads == 0)
@@ -157,7 +162,7 @@ class _SlicedEmbedding(Embedding):
             found = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         else:
             found = self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
-        hidden = _summed(found, self._ranks)
+        hidden = scaled(_summed(found, self._ranks), self.scale)
         return hidden if self.positions is None else self.placed(hidden, tokens, positions)
 
 

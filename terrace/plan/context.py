@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.cluster.cluster import Cluster
+from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -146,6 +147,22 @@ class Heads:
         If the heads do not divide evenly (`can_split`), the largest rank's share.
         """
         return Heads(-(-self.queries // ulysses), -(-self.keys // ulysses), self.size)
+
+
+def why_whole(blocks: Sequence[BlockSpec], sequence: int = 0) -> str:
+    """Why rows of `sequence` tokens (0: of any number) cannot be attended to by several ranks; empty where they can."""
+    layers = [block.config for block in blocks if isinstance(block, DecoderBlock) and block.attends]
+    windows = sorted({layer.sliding_window for layer in layers})
+    if len(windows) > 1:
+        listed = " and ".join("no window" if not window else f"a window of {window}" for window in windows)
+        return f"its layers differ in their windows ({listed}), and ranks attend together by one layout of tokens"
+    for layer in layers:
+        if layer.scales.attention_cap:
+            return "it caps the scores of attention, which the kernels of ranks that attend together cannot"
+        if 0 < layer.rope_limit < sequence and layer.rope_scaling is not None:
+            kind = layer.rope_scaling.rope_type
+            return f"its {kind} RoPE changes with the length of rows beyond {layer.rope_limit} tokens"
+    return ""
 
 
 def attention_heads(block: BlockSpec, rows: int) -> Heads | None:

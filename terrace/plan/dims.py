@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import ALL_HEADS, BlockSpec, ParamSpec
 
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),
     "kv_heads": ("rows",),
+    ALL_HEADS: ("rows",),
     "intermediate": ("rows",),
     "hidden": ("columns",),
     "vocab": ("columns", "rows"),

@@ -30,7 +30,7 @@ from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.recompute import WHOLE
 from terrace.simulate.block_tape import Backend
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, work_in
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, piece_tokens, work_in
 from terrace.simulate.mlp_tape import MlpTape
 from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation, split_backward
 from terrace.simulate.work import Work
@@ -182,6 +182,10 @@ class _Tape(MlpTape):
         whole = work.tokens * hidden * self.item if work.stream_cut > 1 else 0
         stream = self.residual * self.item
         self.sizes |= {INPUT: 0, "rows": stream, OUTPUT: stream}
+        if model.scales.embedding != 1.0:
+            self._add("look up", (INPUT,), "rows", (), whole, matrix + whole)
+            self._add("scale rows", ("rows",), OUTPUT)
+            return
         if not model.learned_positions:
             self._add("look up", (INPUT,), OUTPUT, (), whole, matrix + whole)
             return
@@ -218,13 +222,30 @@ class _Tape(MlpTape):
         model, stream = self.work.model, self.residual * self.item
         parallel = model.parallel_residual
         self.sizes |= dict.fromkeys((INPUT, "attended", "middle", "mlp output", OUTPUT), stream)
-        self._norm("attention norm", INPUT, "attention input")
-        self._attention(self._entered("attention input"), "attended")
-        self._residual("attention residual", INPUT, "attended", "middle")
-        self._norm("mlp norm", INPUT if parallel else "middle", "mlp input")
+        source = self._before("attention", INPUT)
+        self._attention(self._entered(source), "attended")
+        self._residual("attention residual", INPUT, self._after("attention", "attended"), "middle")
+        source = self._before("mlp", INPUT if parallel else "middle")
         feed = self._mlp if model.experts is None else self._mixture
-        feed(self._entered("mlp input"), "mlp output")
-        self._residual("mlp residual", "middle", "mlp output", OUTPUT)
+        feed(self._entered(source), "mlp output")
+        self._residual("mlp residual", "middle", self._after("mlp", "mlp output"), OUTPUT)
+
+    def _before(self, sublayer: str, source: str) -> str:
+        if self.work.model.norms == "after":
+            return source
+        self._norm(f"{sublayer} norm", source, f"{sublayer} input")
+        return f"{sublayer} input"
+
+    def _after(self, sublayer: str, source: str) -> str:
+        if self.work.model.norms != "before":
+            self._norm(f"{sublayer} output norm", source, f"{sublayer} output normalised")
+            source = f"{sublayer} output normalised"
+        if self.work.model.scales.residual != 1.0:
+            # Its gradient is a tensor of its own.
+            self.sizes[f"{sublayer} output scaled"] = self.sizes[source]
+            self._add(f"scale {sublayer} output", (source,), f"{sublayer} output scaled")
+            source = f"{sublayer} output scaled"
+        return source
 
     def logits(self) -> None:
         """Final norm, logits, and the cross-entropy, which computes in fp32 at least."""
@@ -234,13 +255,22 @@ class _Tape(MlpTape):
         vocab = -(-model.vocab_size // work.tensor)
         whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
         if work.tensor > 1:
-            self._norm("final norm", INPUT, "head input")
+            self._final_norm()
             self._exchanged_loss(self._gathered("head input", whole), vocab)
         else:
             self.runs_at_once = True
-            self._norm("final norm", INPUT, "head input", keeps_target=True)
-            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend)
+            self._final_norm(keeps_target=True)
+            capped = model.scales.logit_cap > 0
+            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend, capped)
             self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
+
+    def _final_norm(self, keeps_target: bool = False) -> None:
+        if self.work.model.scales.logit_divisor == 1.0:
+            self._norm("final norm", INPUT, "head input", keeps_target)
+            return
+        self._norm("final norm", INPUT, "normalised")
+        self.sizes["head input"] = self.sizes["normalised"]
+        self._add("divide logits", ("normalised",), "head input", ("head input",) if keeps_target else ())
 
     def values(self) -> None:
         """Final norm and a product with one output; a loss of it has a few numbers a token."""
@@ -256,7 +286,8 @@ class _Tape(MlpTape):
         # The label's place, whether it is here, whether it counts; the log-sum.
         self.sizes["statistics of tokens"] = tokens * (_TOKEN_BYTES + 2 + self.wide)
         keeps: tuple[str, ...] = (source, "statistics of tokens")
-        adds = chunk_bytes(tokens, vocab, self.work.model.hidden_size, self.item, self.wide, self.backend)
+        hidden, capped = self.work.model.hidden_size, self.work.model.scales.logit_cap > 0
+        adds = chunk_bytes(tokens, vocab, hidden, self.item, self.wide, self.backend, capped)
         # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are computed again.
         if tokens <= chunk_rows(vocab, self.backend):
             self.sizes["logits"] = self.logits_bytes = tokens * vocab * self.item
@@ -275,6 +306,8 @@ class _Tape(MlpTape):
         for name in ("query", "key"):
             if rotary:
                 stages[name].append(f"{name} before RoPE")
+            if name == "query" and model.query_factor != 1.0:
+                stages[name].append("query before scale")
             if model.qk_norm:
                 stages[name].append(f"{name} before norm")
         for name, heads in parts.items():
@@ -282,7 +315,10 @@ class _Tape(MlpTape):
             weight = heads * model.head_dim * self.hidden
             self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
             if model.qk_norm and name != "value":
-                self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads)
+                rows = tokens if model.whole_qk_norm else tokens * heads
+                self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], rows)
+            if "query before scale" in stages[name]:
+                self._add("scale query", ("query before scale",), stages[name][1 if rotary else 0])
         if rotary:
             for name in ("query", "key"):
                 whole = self.sizes[name]
@@ -323,20 +359,26 @@ class _Tape(MlpTape):
             # The gradient of the output, times the output, is summed per token and head.
             self._add("attention", reads, "mixed", (*reads, "mixed", "log-sums"), backward_adds=statistics)
             return
+        capped, own_form = model.scales.attention_cap > 0, self.backend == "cpu" or model.scales.attention_cap > 0
         # In fp32, with scaled queries; torch repeats keys for every query head, the form for a CPU does not.
-        inputs = ("scaled query", "scaled key", "wide value")
-        keyed = self.sizes["key"] // self.item if self.backend == "cpu" else self.query
+        inputs: tuple[str, ...] = ("scaled query", "scaled key", "wide value")
+        keyed = self.sizes["key"] // self.item if own_form else self.query
         sequence = self.work.sequence
         keys = min(sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else sequence
+        if capped and self.in_pieces:  # of any length
+            keys = min(sequence, 2 * piece_tokens(model.sliding_window, sequence))
         scores = self.work.tokens * self.heads * keys
         self.sizes |= dict.fromkeys(inputs[1:], keyed * self.wide)
         self.sizes |= {"scaled query": self.query * self.wide, "softmax": scores * self.wide}
         # Without grouped heads in fp32 or fp64, widening is a no-op, so the values are the layer's own tensor.
-        if self.item == self.wide and model.num_kv_heads == model.num_heads:
+        if self.item == self.wide and model.num_kv_heads == model.num_heads and not capped:
             inputs = ("scaled query", "scaled key", "value")
         adds = 2 * self.sizes["softmax"]
         # torch adds a mask to the scores; the form for a CPU has it in the product.
-        forward_adds = adds // 2 if self.backend == "cpu" else adds
+        forward_adds = adds // 2 if own_form else adds
+        if capped:
+            self.sizes["capped scores"] = self.sizes["softmax"]
+            inputs = (*inputs, "capped scores")
         self._add("attention", reads, "mixed", (*inputs, "softmax"), forward_adds=forward_adds, backward_adds=adds)
 
     def _spread_core(self) -> None:

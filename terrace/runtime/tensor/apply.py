@@ -17,7 +17,7 @@ from terrace.comm.ledger import Meter
 from terrace.model import decoder, layers
 from terrace.model.experts.mixture import Mixture
 from terrace.model.lora.modules import LoraLinear
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import ALL_HEADS, BlockSpec, ParamSpec
 from terrace.plan.dims import is_inner
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
@@ -83,7 +83,7 @@ def parallelise(
     part = cut.part(0 if last.weight is first.weight else len(blocks) - 1, "weight")[0]
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
-        return vocabulary_losses(hidden, head.weight, labels, part, axis.both)
+        return vocabulary_losses(hidden, head.weight, labels, part, axis.both, last.cap)
 
     def numbers(module: nn.Module, inputs: Tensor, labels: Tensor) -> TokenNumbers:
         return TokenNumbers(-losses(module(inputs), labels), None)
@@ -108,12 +108,13 @@ class _Cutter:
 
     def embedding(self, module: decoder.Embedding) -> VocabParallelEmbedding:
         positions = None if module.positions is None else self._parameter(0, "positions")
-        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, self.part(0, "weight")[0], self._axis)
+        part = self.part(0, "weight")[0]
+        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, part, self._axis, module.scale)
 
     def head(self, module: decoder.Head, tied: nn.Parameter | None) -> VocabParallelHead:
         block = len(self._blocks) - 1
         weight = self._parameter(block, "weight") if tied is None else tied
-        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis)
+        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis, module.divisor)
 
     def value_head(self, module: decoder.ValueHead) -> ValueParallelHead:
         block = len(self._blocks) - 1
@@ -137,7 +138,7 @@ class _Cutter:
             elif isinstance(child, Mixture):
                 self._experts(block, name, child)
             elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
-                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] == "head_dim"
+                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] in ("head_dim", ALL_HEADS)
                 norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
                 setattr(parent, name.rpartition(".")[2], norm)
         for region in regions:
@@ -177,11 +178,12 @@ class _Cutter:
     def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
         assert isinstance(module.eps, float), "every norm here has an epsilon"
         bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
-        return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis)
+        offset = module.offset if isinstance(module, layers.RMSNorm) else 0.0
+        return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis, offset)
 
     def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
         assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
-        return HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis)
+        return HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis, module.offset)
 
     def _parameter(self, block: int, name: str) -> nn.Parameter:
         spec = self._specs[block][name]

@@ -1,0 +1,59 @@
+"""How layers attend where they do not all attend alike, and constants that multiply or cap. Pure: needs no torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrace.base.errors import ModelError
+from terrace.model.rope import RopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """How one layer attends, in a model whose layers differ in it; the fields are as in `ModelConfig`."""
+
+    sliding_window: int = 0
+    rope_theta: float = 0.0  # 0: queries and keys are not turned
+    rope_scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Constants that multiply or cap what a model computes. Raises `ModelError` for numbers that cannot be.
+
+    A cap c turns x into c tanh(x / c): of the scores of attention before the mask, of logits before the loss.
+    """
+
+    embedding: float = 1.0  # of the rows looked up; rounded to the dtype of the embedding
+    residual: float = 1.0  # of what attention and MLP add to the residual stream
+    attention: float = 0.0  # of a product of query and key; 0: 1 / sqrt(head_dim)
+    logit_divisor: float = 1.0
+    attention_cap: float = 0.0  # 0: none
+    logit_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("embedding", "residual", "logit_divisor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ModelError(f"scales.{name} = {getattr(self, name)} must be positive and finite")
+        for name in ("attention", "attention_cap", "logit_cap"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ModelError(f"scales.{name} = {getattr(self, name)} must be at least 0 and finite")
+
+
+def widest_window(windows: Sequence[int]) -> int:
+    """The widest of some windows, of which 0 is none at all."""
+    return 0 if 0 in windows else max(windows, default=0)
+
+
+def check_kinds(kinds: Sequence[LayerKind], num_layers: int, window: int) -> None:
+    """Raise `ModelError` for kinds of another number of layers, all alike, or with another widest window."""
+    if not kinds:
+        return
+    if len(kinds) != num_layers:
+        raise ModelError(f"kinds are given of {len(kinds)} layers, and the model has {num_layers}: name each one's")
+    # Two ways to say one thing would make equal models compare unequal.
+    if len(set(kinds)) == 1:
+        raise ModelError("kinds are all alike: leave them out, and give their window and RoPE to the model")
+    widest = widest_window([kind.sliding_window for kind in kinds])
+    if window != widest:
+        raise ModelError(f"sliding_window = {window} must be the widest of the layers' windows, {widest}")

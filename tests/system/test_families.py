@@ -1,0 +1,66 @@
+"""Families with norms of outputs, multipliers, caps and windows by layer under plans: the numbers of one process."""
+
+from typing import Any
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.launch.start import LocalPool
+from terrace.plan.mesh import Mesh
+from terrace.plan.slices import slice_blocks
+from terrace.plan.validate import validate
+from tests.support.parity import Case, check, exact
+from tests.support.toys import MODELS, cluster_of
+
+pytestmark = pytest.mark.timeout(360)
+
+ROWS = ("wide smollm3", "wide granite", "wide phi3", "wide gemma2", "wide gemma3")  # whose heads rows can cut
+
+
+def case(model: str, mapping: dict[str, Any], degree: int, splits: bool, name: str = "ddp", **changes: object) -> Case:
+    plan = exact(name, cluster_of(degree), mapping={"package": mapping}, sequence_parallel=splits, **changes)
+    return Case(plan, num_micros=2, model=model)
+
+
+def test_tensor_rows_and_columns_equal_one_process(pool: LocalPool) -> None:
+    rows = [case(model, {"tensor": 2}, 2, index % 2 == 0) for index, model in enumerate(ROWS)]
+    check(pool, cluster_of(2), rows)
+    columns = [case(model, {"tensor": {"columns": 2}}, 2, True) for model in ("wide olmo2", "wide gemma3")]
+    check(pool, cluster_of(2), columns)
+
+
+def test_stages_and_shards_equal_one_process(pool: LocalPool) -> None:
+    """A tied embedding that is scaled and a head that caps, on stages of their own."""
+    models = ("wide gemma2", "wide granite", "wide olmo2")
+    check(pool, cluster_of(2), [case(model, {"pipeline": 2}, 2, True) for model in models])
+    again = ("layers.*: attention, mlp",)
+    shards = [Case(exact("zero3", cluster_of(2), recompute=again), num_micros=2, model=model) for model in models]
+    check(pool, cluster_of(2), shards)
+
+
+def test_a_context_axis_takes_layers_that_are_alike(pool: LocalPool) -> None:
+    models = ("wide granite", "wide olmo2", "wide phi3")
+    check(pool, cluster_of(2), [case(model, {"context": 2}, 2, True) for model in models])
+
+
+CONTEXT = {"mapping": {"package": {"context": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        ("wide gemma3", CONTEXT, r"differ in their windows \(no window and a window of 3\)"),
+        ("wide gemma2", CONTEXT, "cannot be spread over context ranks"),
+        ("wide olmo2", {"recompute": ("layers.*: norms",)}, "has none before attention and MLP"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(model: str, plan: dict[str, Any], message: str) -> None:
+    cluster = cluster_of(2)
+    with pytest.raises(PlanError, match=message) as found:
+        validate(cluster, exact("ddp", cluster, **plan), MODELS[model].declared)
+    assert "\n" not in str(found.value)
+
+
+def test_rows_cannot_cut_heads_that_are_normalised_together() -> None:
+    with pytest.raises(PlanError, match=r"norm over all heads together, .* use tensor columns"):
+        slice_blocks(MODELS["wide olmo2"].declared, Mesh.build(1, rows=(2,)))
