@@ -174,7 +174,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
         )
     if not is_context_parallel(mesh, plan):
         return
-    if why := why_whole(blocks):
+    if why := why_whole(blocks, balance=plan.balance):
         raise PlanError(f"this model cannot be spread over context ranks: {why}; give the tier to another axis")
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     found = {block.name: attention_heads(block, rows) for block in blocks}

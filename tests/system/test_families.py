@@ -1,5 +1,6 @@
 """Families with norms of outputs, multipliers, caps and windows by layer under plans: the numbers of one process."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.plan.validate import validate
 from tests.support.parity import Case, check, exact
-from tests.support.toys import MODELS, cluster_of
+from tests.support.toys import MODELS, Rows, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -33,14 +34,22 @@ def test_stages_and_shards_equal_one_process(pool: LocalPool) -> None:
     """A tied embedding that is scaled and a head that caps, on stages of their own."""
     models = ("wide gemma2", "wide granite", "wide olmo2")
     check(pool, cluster_of(2), [case(model, {"pipeline": 2}, 2, True) for model in models])
-    again = ("layers.*: attention, mlp",)
+    again = ("block.*: attention, mlp",)
     shards = [Case(exact("zero3", cluster_of(2), recompute=again), num_micros=2, model=model) for model in models]
     check(pool, cluster_of(2), shards)
 
 
-def test_a_context_axis_takes_layers_that_are_alike(pool: LocalPool) -> None:
-    models = ("wide granite", "wide olmo2", "wide phi3")
-    check(pool, cluster_of(2), [case(model, {"context": 2}, 2, True) for model in models])
+def test_ranks_attend_together_by_the_window_of_each_layer(pool: LocalPool) -> None:
+    """A ring and Ulysses; rows with several documents too."""
+    axes: tuple[dict[str, Any], ...] = ({"context": 2}, {"context": {"ulysses": 2}}, {"context": {"ring": 2}})
+    models = ("wide gemma3", "wide smollm3", "wide gemma3")
+    check(pool, cluster_of(2), [case(model, axis, 2, True) for model, axis in zip(models, axes, strict=True)])
+    packed = [
+        replace(case(model, {"context": {"ring": 2}}, 2, True), rows=Rows(12, ((5, 1, 6), (12,), (7, 5), (4, 8))))
+        for model in models[:2]
+    ]
+    check(pool, cluster_of(2), packed)
+    check(pool, cluster_of(2), [case(model, {"context": 2}, 2, True) for model in ("wide granite", "wide olmo2")])
 
 
 CONTEXT = {"mapping": {"package": {"context": 2}}}
@@ -49,7 +58,7 @@ CONTEXT = {"mapping": {"package": {"context": 2}}}
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
-        ("wide gemma3", CONTEXT, r"differ in their windows \(no window and a window of 3\)"),
+        ("wide gemma3", CONTEXT | {"balance": "cost"}, r"differ in their windows \(no window and a window of 3\)"),
         ("wide gemma2", CONTEXT, "cannot be spread over context ranks"),
         ("wide olmo2", {"recompute": ("layers.*: norms",)}, "has none before attention and MLP"),
     ],
