@@ -21,7 +21,7 @@ from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS
-from terrace.model.kinds import LayerKind, Scales, check_kinds
+from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.param_lists import head_norm_params, linear_params, norm_params
 from terrace.model.rope import RopeScaling
 from terrace.model.sizes import LARGEST_SIZE, check_sizes
@@ -205,7 +205,9 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     """
     fields = read_fields(table)
     experts, scales = fields.pop("experts", None), Scales(**fields.pop("scales"))
-    return ModelConfig(**fields, scales=scales, experts=None if experts is None else ExpertsConfig(**experts))
+    kinds = tuple(LayerKind(**with_scaling(kind)) for kind in fields.pop("kinds", ()))
+    experts = None if experts is None else ExpertsConfig(**experts)
+    return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, experts=experts)
 
 
 def load_model(path: str, *, training: bool = True) -> ModelConfig:

@@ -1,11 +1,13 @@
 """How layers attend where they do not all attend alike, and constants that multiply or cap. Pure: needs no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from terrace.base.errors import ModelError
 from terrace.model.rope import RopeScaling
+from terrace.model.windows import widest_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +42,10 @@ class Scales:
                 raise ModelError(f"scales.{name} = {getattr(self, name)} must be at least 0 and finite")
 
 
-def widest_window(windows: Sequence[int]) -> int:
-    """The widest of some windows, of which 0 is none at all."""
-    return 0 if 0 in windows else max(windows, default=0)
+def with_scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a model or a kind with the RoPE scaling that its own fields make."""
+    scaling = fields.get("rope_scaling")
+    return {**fields, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
 
 
 def check_kinds(kinds: Sequence[LayerKind], num_layers: int, window: int) -> None:

@@ -2,24 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from terrace.base.errors import ModelError, did_you_mean
 
 RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
-# Keys of a config.json that a kind must have, and keys that it may have.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-}
-_FREE: dict[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
-    "longrope": ("attention_factor",),
-}
 _OF_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
@@ -94,21 +82,3 @@ class RopeScaling:
         if self.rope_type == "dynamic":
             return max_positions
         return self.original_max_position_embeddings if self.rope_type == "longrope" else 0
-
-    def table(self) -> dict[str, Any]:
-        """Keys and values as in a `config.json`, `rope_type` included."""
-        keys = (*needed_keys(self.rope_type), *free_keys(self.rope_type))
-        values = {key: getattr(self, key) for key in keys}
-        return {"rope_type": self.rope_type} | {
-            key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
-        }
-
-
-def needed_keys(rope_type: str) -> tuple[str, ...]:
-    """Further keys that a `rope_type` needs."""
-    return _NEEDED.get(rope_type, ())
-
-
-def free_keys(rope_type: str) -> tuple[str, ...]:
-    """Further keys that a `rope_type` may have; what they mean where they are left out is resolved at reading."""
-    return _FREE.get(rope_type, ())

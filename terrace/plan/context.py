@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import DecoderBlock, ModelConfig
-from terrace.model.kinds import widest_window
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -148,34 +146,6 @@ class Heads:
         If the heads do not divide evenly (`can_split`), the largest rank's share.
         """
         return Heads(-(-self.queries // ulysses), -(-self.keys // ulysses), self.size)
-
-
-def windows_of(blocks: Sequence[BlockSpec]) -> tuple[int, ...]:
-    """The windows of a decoder's layers, each once, the widest first; 0: none. Empty for blocks of another kind."""
-    found = {layer.sliding_window for layer in _layers(blocks)}
-    if not found:
-        return ()
-    widest = widest_window(sorted(found))
-    return (widest, *sorted(found - {widest}))
-
-
-def _layers(blocks: Sequence[BlockSpec]) -> list[ModelConfig]:
-    return [block.config for block in blocks if isinstance(block, DecoderBlock) and block.attends]
-
-
-def why_whole(blocks: Sequence[BlockSpec], sequence: int = 0, balance: str = "tokens") -> str:
-    """Why rows of `sequence` tokens (0: of any number) cannot be attended to by several ranks; empty where they can."""
-    windows = windows_of(blocks)
-    if len(windows) > 1 and balance == "cost":
-        listed = " and ".join("no window" if not window else f"a window of {window}" for window in windows)
-        return f'its layers differ in their windows ({listed}), and balance = "cost" prices documents by one'
-    for layer in _layers(blocks):
-        if layer.scales.attention_cap:
-            return "it caps the scores of attention, which the kernels of ranks that attend together cannot"
-        if 0 < layer.rope_limit < sequence and layer.rope_scaling is not None:
-            kind = layer.rope_scaling.rope_type
-            return f"its {kind} RoPE changes with the length of rows beyond {layer.rope_limit} tokens"
-    return ""
 
 
 def attention_heads(block: BlockSpec, rows: int) -> Heads | None:

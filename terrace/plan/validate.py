@@ -7,7 +7,8 @@ from typing import Any
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks, why_whole
+from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
+from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import is_layer
 from terrace.plan.fp16_rules import check_fp16
 from terrace.plan.gaps import num_gaps

@@ -23,7 +23,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads, why_whole
+from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
+from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import cut_sizes
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import STAGE, Mesh

@@ -168,7 +168,7 @@ def test_a_configuration_outside_its_family_is_not_written() -> None:
         ),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0.0 of linear RoPE scaling"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor = '2' must be of type float"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor = '2' must be a number"),
         (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "disagree: keep one"),
         (
             LLAMA,

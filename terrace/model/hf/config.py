@@ -13,9 +13,20 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
 from terrace.model.hf.families import FAMILIES, Family
 from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
-from terrace.model.hf.kinds import FULL, SLIDING, read_kinds, write_kinds
+from terrace.model.hf.kinds import kinds_of, read_kinds, write_kinds
 from terrace.model.hf.mixtures import OWN_KEYS, read_experts, write_experts
-from terrace.model.hf.rope import ENDLESS, fraction_of, published_scaling, read_rope, rope_keys
+from terrace.model.hf.rope import (
+    ENDLESS,
+    FULL,
+    ORIGINAL,
+    SLIDING,
+    fraction_of,
+    published_scaling,
+    read_rope,
+    read_turns,
+    rope_keys,
+    write_turns,
+)
 from terrace.model.hf.scales import read_scales, write_scales
 
 
@@ -45,7 +56,8 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(str(error)) from error
     fields = {own: getattr(loaded, key) for own, key in family.names.items() if "." not in own}
     fields |= {own: value for own, value in family.constants.items() if "." not in own}
-    fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, table, family)}
+    turns = read_turns(loaded, table, family)
+    fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, family, turns)}
     if family.is_mixture:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
     fields |= {"family": name, "scalar_head": _read_head(table, family)}
@@ -67,6 +79,12 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     if family.is_mixture:
         table |= write_experts(fields["experts"], family.names)
     table |= write_kinds(fields, family)
+    if family.theta_key:
+        theta, scaling = fields["rope_theta"], fields["rope_scaling"]
+        table["rope_parameters"] = write_turns(kinds_of(fields), scaling, theta, family)
+        # Where a family has the key at the top, transformers reads it there.
+        if scaling and ORIGINAL in family.table.__dataclass_fields__:
+            table[ORIGINAL] = scaling[ORIGINAL]
     table |= write_scales(fields["scales"], fields["head_dim"], family.table)
     if family.factor_is_free:
         table["rope_parameters"]["partial_rotary_factor"] = fraction_of(fields["rotary_dim"], fields["head_dim"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from terrace.model.hf.key_tables import (
+    ROOT_OF_HIDDEN,
     Gemma2Table,
     Gemma3Table,
     Glm4MoeTable,
@@ -29,7 +30,6 @@ from terrace.model.hf.key_tables import (
     Qwen3Table,
     SmolLM3Table,
 )
-from terrace.model.hf.scales import ROOT_OF_HIDDEN
 
 # Layers with the window where layer_types are absent: none, as the family has no window; all; those behind the first
 # max_window_layers; every other one; those that RoPE does not turn; all but each sliding_window_pattern-th.

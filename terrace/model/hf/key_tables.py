@@ -7,6 +7,8 @@ billion parameters.
 
 from dataclasses import dataclass
 
+ROOT_OF_HIDDEN = "root of hidden"  # as a family's constant: the embedding times sqrt(H)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _RotaryTable:

@@ -5,54 +5,56 @@ rule of its own. `no_rope_layers` has a 1 for every layer whose queries and keys
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ModelError
-from terrace.model.hf.families import Family
-from terrace.model.hf.rope import ORIGINAL, read_rope, read_scaling, write_rope
-from terrace.model.kinds import LayerKind, widest_window
-from terrace.model.rope import RopeScaling
+from terrace.model.windows import widest_window
+
+if TYPE_CHECKING:
+    from terrace.model.hf.families import Family
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10**5  # absurd numbers are refused where all sizes are; until then they must not fill memory
 
-_Turn = tuple[float, RopeScaling | None]
 
+def read_kinds(
+    loaded: Any, family: "Family", turns: Mapping[str, tuple[float, Mapping[str, Any] | None]]
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say how layers attend: windows, RoPE, and fields of kinds where layers differ.
 
-def read_kinds(loaded: Any, table: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of `ModelConfig` that say how layers attend: RoPE, windows, and kinds where layers differ.
-
-    `table` is the whole config.json, `loaded` its keys that the family names. Raises `ModelError` for layers that are
-    not implemented.
+    `turns` are base and scaling for each kind of layer. Raises `ModelError` for layers that are not implemented.
     """
-    turns = _turns(loaded, table, family)
     num_layers = max(0, min(loaded.num_hidden_layers, _MOST_LAYERS)) if hasattr(loaded, "num_hidden_layers") else 0
     turned = _turned(loaded, num_layers)
     window, kinds = _window(loaded, family), _named(loaded, family, turned)
     if kinds is None:
         kinds = [SLIDING if window else FULL] * num_layers
-    found = [
-        LayerKind(
-            sliding_window=window if kind == SLIDING else 0,
-            rope_theta=turns[kind][0] if is_turned else 0.0,
-            rope_scaling=turns[kind][1] if is_turned else None,
-        )
+    found: list[dict[str, Any]] = [
+        {
+            "sliding_window": window if kind == SLIDING else 0,
+            "rope_theta": turns[kind][0] if is_turned else 0.0,
+            "rope_scaling": turns[kind][1] if is_turned else None,
+        }
         for kind, is_turned in zip(kinds, turned, strict=True)
     ]
     if not found:  # a family without kinds, or no layers
         return {"rope_theta": turns[FULL][0], "rope_scaling": turns[FULL][1], "sliding_window": window}
-    widest = widest_window([kind.sliding_window for kind in found])
+    widest = widest_window([window if kind == SLIDING else 0 for kind in kinds])
     # The widest layer that is turned speaks for all.
-    main = max(found, key=lambda kind: (kind.rope_theta > 0, kind.sliding_window == widest))
-    fields = {"rope_theta": main.rope_theta, "rope_scaling": main.rope_scaling, "sliding_window": widest}
-    return fields | ({"kinds": tuple(found)} if len(set(found)) > 1 else {})
+    main = max(found, key=lambda kind: (kind["rope_theta"] > 0, kind["sliding_window"] == widest))
+    alike = all(kind == found[0] for kind in found)
+    return main | {"sliding_window": widest} | ({} if alike else {"kinds": tuple(found)})
 
 
-def write_kinds(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The keys that `read_kinds` reads as these fields of a `ModelConfig`."""
-    num_layers, table = fields["num_layers"], dict[str, Any]()
+def kinds_of(fields: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The fields of the kind of every layer."""
     alike = {key: fields[key] for key in ("sliding_window", "rope_theta", "rope_scaling")}
-    kinds: Sequence[Mapping[str, Any]] = fields["kinds"] or [alike] * num_layers
+    return fields["kinds"] or [alike] * fields["num_layers"]
+
+
+def write_kinds(fields: Mapping[str, Any], family: "Family") -> dict[str, Any]:
+    """The keys that `read_kinds` reads as these fields of a `ModelConfig`, but for RoPE."""
+    num_layers, table, kinds = fields["num_layers"], dict[str, Any](), kinds_of(fields)
     windows = [kind["sliding_window"] for kind in kinds]
     if family.windows:
         has_window = max(windows) > 0
@@ -65,41 +67,7 @@ def write_kinds(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             table["layer_types"] = [SLIDING if window else FULL for window in windows]
     if family.no_rope_key:
         table[family.no_rope_key] = [int(kind["rope_theta"] > 0) for kind in kinds]
-    if family.theta_key:
-        table["rope_parameters"] = _written_rope(kinds, fields, family)
-        # Where a family has the key at the top, transformers reads it there.
-        if fields["rope_scaling"] and ORIGINAL in family.table.__dataclass_fields__:
-            table[ORIGINAL] = fields["rope_scaling"][ORIGINAL]
     return table
-
-
-def _written_rope(kinds: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    if not family.local_theta_key:
-        return write_rope(fields["rope_scaling"], fields["rope_theta"] or family.default_theta)
-    found = {FULL: write_rope(None, family.default_theta), SLIDING: write_rope(None, family.default_local_theta)}
-    for kind in kinds:
-        name = SLIDING if kind["sliding_window"] else FULL
-        found[name] = write_rope(kind["rope_scaling"], kind["rope_theta"])
-    return found
-
-
-def _turns(loaded: Any, table: Mapping[str, Any], family: Family) -> dict[str, _Turn]:
-    def turn(keys: Mapping[str, Any], default_theta: float) -> _Turn:
-        scaling = read_scaling(keys, family, loaded.max_position_embeddings)
-        return read_rope(keys, family, default_theta)[0], scaling
-
-    if not family.theta_key:
-        return dict.fromkeys((SLIDING, FULL), (0.0, None))
-    if not family.local_theta_key:
-        return dict.fromkeys((SLIDING, FULL), turn(table, family.default_theta))
-    # A table for each kind of layer, or older keys at the top.
-    nested = table.get("rope_parameters")
-    if not isinstance(nested, Mapping | None) or set(nested or ()) - {SLIDING, FULL}:
-        raise ModelError(f"rope_parameters = {nested!r} must have a table {FULL!r} and a table {SLIDING!r}, or neither")
-    inner = {kind: (nested or {}).get(kind) for kind in (FULL, SLIDING)}
-    whole = {key: value for key, value in table.items() if key != "rope_parameters"} | {"rope_parameters": inner[FULL]}
-    local = {"rope_parameters": inner[SLIDING], "rope_theta": table.get(family.local_theta_key)}
-    return {FULL: turn(whole, family.default_theta), SLIDING: turn(local, family.default_local_theta)}
 
 
 def _turned(loaded: Any, num_layers: int) -> list[bool]:
@@ -117,7 +85,7 @@ def _turned(loaded: Any, num_layers: int) -> list[bool]:
     return [bool(each) for each in named[:num_layers]]
 
 
-def _window(loaded: Any, family: Family) -> int:
+def _window(loaded: Any, family: "Family") -> int:
     window = getattr(loaded, "sliding_window", None)
     switched = getattr(loaded, "use_sliding_window", True)
     if window is None or not family.windows or not switched:
@@ -125,7 +93,7 @@ def _window(loaded: Any, family: Family) -> int:
     return int(window)
 
 
-def _named(loaded: Any, family: Family, turned: Sequence[bool]) -> list[str] | None:
+def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] | None:
     # The kind of each layer; None: all have the window, if there is one.
     kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(turned)
     if kinds is None:
@@ -148,7 +116,7 @@ def _named(loaded: Any, family: Family, turned: Sequence[bool]) -> list[str] | N
     return list(kinds)
 
 
-def _sliding(loaded: Any, family: Family, turned: Sequence[bool]) -> list[bool] | None:
+def _sliding(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[bool] | None:
     layers = range(len(turned))
     match family.windows:
         case "after":  # the first layers have none

@@ -6,13 +6,29 @@ written as a number.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from terrace.base.errors import ConfigError, ModelError, did_you_mean
-from terrace.base.schema import load
-from terrace.model.hf.families import Family
-from terrace.model.rope import RopeScaling, free_keys, needed_keys
+from terrace.base.errors import ModelError, did_you_mean
+
+if TYPE_CHECKING:
+    from terrace.model.hf.families import Family
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+
+# Keys of a config.json that a kind must have, and keys that it may have.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+_FREE: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "longrope": ("attention_factor",),
+}
+Turn = tuple[float, Mapping[str, Any] | None]  # base and fields of a scaling
 
 ENDLESS = 1e30  # beyond, it is no number that anyone means
 ORIGINAL = "original_max_position_embeddings"
@@ -21,7 +37,7 @@ _READ = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # keys 
 _ALIASES = {"su": "longrope"}  # older names
 
 
-def rope_keys(family: Family) -> set[str]:
+def rope_keys(family: "Family") -> set[str]:
     """Keys of a config.json that describe rotary positions."""
     if not family.theta_key:
         return set()
@@ -29,7 +45,7 @@ def rope_keys(family: Family) -> set[str]:
     return keys | {family.theta_key, family.factor_key, family.local_theta_key} - {""}
 
 
-def read_rope(table: Mapping[str, Any], family: Family, default_theta: float) -> tuple[float, float]:
+def read_rope(table: Mapping[str, Any], family: "Family", default_theta: float) -> tuple[float, float]:
     """The base and the rotated fraction of a head."""
     found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
     # Newer files keep RoPE in a table, older ones at the top level; both may be present.
@@ -50,27 +66,66 @@ def read_rope(table: Mapping[str, Any], family: Family, default_theta: float) ->
     return theta, factor
 
 
-def read_scaling(table: Mapping[str, Any], family: Family, max_positions: int) -> RopeScaling | None:
-    """The scaling of a model with `max_positions`; None for the default."""
-    found: dict[str, RopeScaling | None] = {}
+def read_turns(loaded: Any, table: Mapping[str, Any], family: "Family") -> dict[str, Turn]:
+    """Base and scaling for each kind of layer; (0, None) in a family without rotary positions.
+
+    `table` is the whole config.json, `loaded` its keys that the family names.
+    """
+
+    def turn(keys: Mapping[str, Any], default_theta: float) -> Turn:
+        scaling = read_scaling(keys, family, loaded.max_position_embeddings)
+        return read_rope(keys, family, default_theta)[0], scaling
+
+    if not family.theta_key:
+        return dict.fromkeys((SLIDING, FULL), (0.0, None))
+    if not family.local_theta_key:
+        return dict.fromkeys((SLIDING, FULL), turn(table, family.default_theta))
+    # A table for each kind of layer, or older keys at the top.
+    nested = table.get("rope_parameters")
+    if not isinstance(nested, Mapping | None) or set(nested or ()) - {SLIDING, FULL}:
+        raise ModelError(f"rope_parameters = {nested!r} must have a table {FULL!r} and a table {SLIDING!r}, or neither")
+    inner = {kind: (nested or {}).get(kind) for kind in (FULL, SLIDING)}
+    whole = {**table, "rope_parameters": inner[FULL]}
+    local = {"rope_parameters": inner[SLIDING], "rope_theta": table.get(family.local_theta_key)}
+    return {FULL: turn(whole, family.default_theta), SLIDING: turn(local, family.default_local_theta)}
+
+
+def read_scaling(table: Mapping[str, Any], family: "Family", max_positions: int) -> Mapping[str, Any] | None:
+    """The fields of the scaling of a model with `max_positions`; None for the default."""
+    found: list[dict[str, Any] | None] = []
     for where, inner in _tables(table).items():
         kind = _kind(inner, where, family)
-        known = (*needed_keys(kind), *free_keys(kind))
+        known = (*_NEEDED.get(kind, ()), *_FREE.get(kind, ()))
         for key in inner:
             if key not in _OTHERS | {*known, *_READ.get(kind, ())}:
                 raise ModelError(
                     f"unknown key {where}.{key} for rope_type {kind}{did_you_mean(key, {*known, *_OTHERS})}"
                 )
-        found[where] = None if kind == "default" else _scaling(kind, inner, where, table, max_positions)
-    if len(set(found.values())) > 1:
+        found.append(None if kind == "default" else _scaling(kind, inner, where, table, max_positions))
+    if any(each != found[0] for each in found):
         raise ModelError("rope_parameters and rope_scaling disagree: keep one of them")
-    return next(iter(found.values()), None)
+    return found[0] if found else None
 
 
-def write_rope(scaling: Mapping[str, Any] | None, theta: float) -> dict[str, Any]:
-    """The table of `rope_parameters` of the fields of a scaling."""
-    made = {"rope_type": "default"} if scaling is None else RopeScaling(**scaling).table()
-    return {**made, "rope_theta": theta}
+def write_turns(
+    kinds: Sequence[Mapping[str, Any]], scaling: Mapping[str, Any] | None, theta: float, family: "Family"
+) -> dict[str, Any]:
+    """The table of `rope_parameters` of the kinds of all layers, and of the model's own base and scaling."""
+    if not family.local_theta_key:
+        return _written(scaling, theta or family.default_theta)
+    found = {FULL: _written(None, family.default_theta), SLIDING: _written(None, family.default_local_theta)}
+    for kind in kinds:
+        found[SLIDING if kind["sliding_window"] else FULL] = _written(kind["rope_scaling"], kind["rope_theta"])
+    return found
+
+
+def _written(scaling: Mapping[str, Any] | None, theta: float) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    kind = scaling["rope_type"]
+    values = {key: scaling[key] for key in (*_NEEDED[kind], *_FREE.get(kind, ()))}
+    made = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {"rope_type": kind, **made, "rope_theta": theta}
 
 
 def published_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -87,7 +142,7 @@ def fraction_of(rotary_dim: int, head_dim: int) -> float:
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
 
 
-def _kind(inner: Mapping[str, Any], where: str, family: Family) -> str:
+def _kind(inner: Mapping[str, Any], where: str, family: "Family") -> str:
     kind = inner.get("rope_type", inner.get("type", "default"))
     # Older files say `type`, newer ones `rope_type`.
     if inner.get("type", kind) != kind:
@@ -101,24 +156,40 @@ def _kind(inner: Mapping[str, Any], where: str, family: Family) -> str:
 
 def _scaling(
     kind: str, inner: Mapping[str, Any], where: str, table: Mapping[str, Any], max_positions: int
-) -> RopeScaling:
-    fields = {key: inner[key] for key in (*needed_keys(kind), *free_keys(kind)) if inner.get(key) is not None}
-    if ORIGINAL in needed_keys(kind) and kind != "llama3":
-        fields[ORIGINAL] = int(
-            _agreed({f"{where}.{ORIGINAL}": inner.get(ORIGINAL), ORIGINAL: table.get(ORIGINAL)}, max_positions)
-        )
-    for key in needed_keys(kind):
-        if key not in fields:
+) -> dict[str, Any]:
+    found = {key: inner[key] for key in (*_NEEDED[kind], *_FREE.get(kind, ())) if inner.get(key) is not None}
+    if ORIGINAL in _NEEDED[kind] and kind != "llama3":
+        stated = {f"{where}.{ORIGINAL}": inner.get(ORIGINAL), ORIGINAL: table.get(ORIGINAL)}
+        found[ORIGINAL] = int(_agreed(stated, max_positions))
+    for key in _NEEDED[kind]:
+        if key not in found:
             raise ModelError(f"{where}.{key} is missing: rope_type {kind} needs it")
+    fields: dict[str, Any] = {"rope_type": kind}
+    for key, value in found.items():
+        fields[key] = _checked(f"{where}.{key}", key, value)
     for key in ("beta_fast", "beta_slow"):  # 0 means the default
         if key in fields and not fields[key]:
             del fields[key]
     if kind in ("yarn", "longrope") and "attention_factor" not in fields:
         fields["attention_factor"] = _attention_factor(kind, inner, where, fields, max_positions)
-    try:
-        return load(RopeScaling, {"rope_type": kind} | fields, where)
-    except ConfigError as error:
-        raise ModelError(str(error)) from error
+    return fields
+
+
+def _checked(name: str, key: str, value: object) -> object:
+    if key == "truncate":
+        if not isinstance(value, bool):
+            raise ModelError(f"{name} = {value!r} must be true or false")
+        return value
+    if key in ("short_factor", "long_factor"):
+        if not isinstance(value, list | tuple):
+            raise ModelError(f"{name} = {value!r} must be a list of numbers")
+        return tuple(_agreed({f"{name}[{index}]": each}, 0.0) for index, each in enumerate(value))
+    number = _agreed({name: value}, 0.0)
+    if key != ORIGINAL:
+        return number
+    if number != int(number):
+        raise ModelError(f"{name} = {value!r} must be an integer")
+    return int(number)
 
 
 def _attention_factor(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrace.base.errors import ModelError
+from terrace.model.hf.key_tables import ROOT_OF_HIDDEN
 
 # Field of Scales -> key, where both have the same number; null is no cap.
 _PLAIN = {
@@ -16,7 +17,6 @@ _PLAIN = {
     "logit_cap": "final_logit_softcapping",
 }
 _INVERSE_SQUARE = "query_pre_attn_scalar"  # the attention scale is 1 / its root
-ROOT_OF_HIDDEN = "root of hidden"  # as a family's constant: the embedding times sqrt(H)
 
 
 def read_scales(loaded: Any, constants: Mapping[str, object]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from terrace.model import decoder
 from terrace.model.attention import Plans
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.layers import Attention
-from terrace.plan.context import attention_heads, local_tokens, windows_of
+from terrace.plan.context import attention_heads, local_tokens
+from terrace.plan.context_rules import windows_of
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
 from terrace.program.program import Program
