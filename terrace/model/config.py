@@ -24,7 +24,7 @@ from terrace.model.hf.keys import ACTIVATIONS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.param_lists import head_norm_params, linear_params, norm_params
 from terrace.model.rope import RopeScaling
-from terrace.model.sizes import LARGEST_SIZE, check_sizes
+from terrace.model.sizes import check_sizes
 from terrace.model.spec import STACKED, BlockSpec, Computes, ParamSpec
 
 SCORE = "score.weight"  # of a scalar head, here and in weight files
@@ -105,15 +105,7 @@ class ModelConfig:
     def _check_attention(self) -> None:
         if self.rope_scaling is not None and not self.rotary_dim:
             raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
-        for window in (self.sliding_window, *(kind.sliding_window for kind in self.kinds)):
-            if not 0 <= window <= LARGEST_SIZE:
-                raise ModelError(
-                    f"sliding_window = {window} must be at least 1 and at most {LARGEST_SIZE}: "
-                    "set it to null for no window"
-                )
-        if self.rope_scaling is not None:
-            self.rope_scaling.check_size(self.rotary_dim)
-        check_kinds(self.kinds, self.num_layers, self.sliding_window)
+        check_kinds(self)
         # Two ways to say one thing would make equal models compare unequal.
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")

@@ -7,6 +7,7 @@ from typing import Any
 
 from terrace.base.errors import ModelError
 from terrace.model.rope import RopeScaling
+from terrace.model.sizes import LARGEST_SIZE
 from terrace.model.windows import widest_window
 
 
@@ -48,15 +49,33 @@ def with_scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
 
 
-def check_kinds(kinds: Sequence[LayerKind], num_layers: int, window: int) -> None:
-    """Raise `ModelError` for kinds of another number of layers, all alike, or with another widest window."""
+def check_kinds(config: Any) -> None:
+    """Raise `ModelError` where the layers of a `ModelConfig` cannot attend as it says, or says twice."""
+    kinds: Sequence[LayerKind] = config.kinds
+    model = LayerKind(
+        sliding_window=config.sliding_window, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
+    )
+    for kind in (model, *kinds):
+        if not 0 <= kind.sliding_window <= LARGEST_SIZE:
+            raise ModelError(
+                f"sliding_window = {kind.sliding_window} must be at least 1 and at most {LARGEST_SIZE}: "
+                "set it to null for no window"
+            )
+        if not 0 <= kind.rope_theta < math.inf:
+            raise ModelError(f"rope_theta = {kind.rope_theta} must be positive and finite")
+        if kind.rope_scaling is not None:
+            kind.rope_scaling.check(config.rotary_dim, kind.rope_theta)
     if not kinds:
         return
-    if len(kinds) != num_layers:
-        raise ModelError(f"kinds are given of {len(kinds)} layers, and the model has {num_layers}: name each one's")
+    if len(kinds) != config.num_layers:
+        raise ModelError(
+            f"kinds are given of {len(kinds)} layers, and the model has {config.num_layers}: name each one's"
+        )
     # Two ways to say one thing would make equal models compare unequal.
     if len(set(kinds)) == 1:
         raise ModelError("kinds are all alike: leave them out, and give their window and RoPE to the model")
     widest = widest_window([kind.sliding_window for kind in kinds])
-    if window != widest:
-        raise ModelError(f"sliding_window = {window} must be the widest of the layers' windows, {widest}")
+    if config.sliding_window != widest:
+        raise ModelError(
+            f"sliding_window = {config.sliding_window} must be the widest of the layers' windows, {widest}"
+        )

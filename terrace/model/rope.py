@@ -64,8 +64,10 @@ class RopeScaling:
                 if not 0 < each < math.inf:
                     raise ModelError(f"{name} of longrope RoPE scaling has {each}: all must be positive and finite")
 
-    def check_size(self, rotary_dim: int) -> None:
-        """Raise `ModelError` where it cannot scale the frequencies of `rotary_dim` turned elements of a head."""
+    def check(self, rotary_dim: int, theta: float) -> None:
+        """Raise `ModelError` where it cannot scale the frequencies of `rotary_dim` turned elements and a base."""
+        if self.rope_type == "yarn" and theta <= 1:
+            raise ModelError(f"rope_theta = {theta} must be above 1 for yarn RoPE scaling, which divides by its log")
         if self.rope_type == "dynamic" and rotary_dim <= 2:
             raise ModelError(f"dynamic RoPE needs more than 2 turned elements of a head, not {rotary_dim}")
         if self.rope_type != "longrope":

@@ -96,6 +96,9 @@ def test_rope_that_follows_the_longest_row() -> None:
         rotary(x, positions + 1)
 
 
+YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=9)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -103,8 +106,9 @@ def test_rope_that_follows_the_longest_row() -> None:
         ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0), "rotary_dim": 2}, "more than 2 turned"),
         ({"kinds": (LayerKind(rope_theta=9.0),) * 3}, "kinds are given of 3 layers, and the model has 2"),
         ({"kinds": (LayerKind(rope_theta=9.0),) * 2}, "kinds are all alike: leave them out"),
-        ({"kinds": (LayerKind(sliding_window=3), LayerKind(sliding_window=4))}, "must be the widest .* windows, 4"),
+        ({"kinds": (LayerKind(sliding_window=3), LayerKind(sliding_window=4))}, "must be the widest .* own, 4"),
         ({"norms": "both", "parallel_residual": True}, "norms = 'both' is implemented of rms norms and serial"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0 must be above 1 for yarn"),
         ({"whole_qk_norm": True}, "whole_qk_norm says how qk_norm is"),
     ],
 )
@@ -132,6 +136,10 @@ def test_numbers_that_cannot_be_are_refused(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
+BAD = {"rope_type": "yarn", "factor": 2.0}
+LISTS = {"rope_type": "longrope", "short_factor": [1, 1, 1], "long_factor": [1, 1, 1]}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -153,6 +161,18 @@ def test_numbers_that_cannot_be_are_refused(make: object, message: str) -> None:
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
             "use default or longrope",
         ),
+        ("llama, yarn", {"rope_parameters": BAD | {"original_max_position_embeddings": 1.5}}, "1.5 must be an integer"),
+        ("llama, yarn", {"rope_parameters": BAD | {"truncate": 1}}, "truncate = 1 must be true or false"),
+        ("llama, yarn", {"rope_parameters": BAD | {"mscale": "x"}}, "mscale = 'x' must be a number"),
+        (
+            "llama, longrope",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": 3}},
+            "long_factor is missing",
+        ),
+        ("llama, longrope", {"rope_parameters": LISTS | {"short_factor": 3}}, "short_factor = 3 must be a list"),
+        ("llama, longrope", {"rope_parameters": LISTS | {"short_factor": [1, "a", 2]}}, r"factor\[1\] = 'a' must be a"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window = None needs layer_types, which name no window"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "rope_parameters = 3 must be a table or null"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0.0 must be positive"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not implemented"),
         (

@@ -96,6 +96,9 @@ def _window(loaded: Any, family: "Family") -> int:
 def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] | None:
     # The kind of each layer; None: all have the window, if there is one.
     kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(turned)
+    if kinds is None and family.windows == "pattern" and not window:
+        # Their layers are of two kinds all the same, with a RoPE each.
+        raise ModelError("sliding_window = None needs layer_types, which name no window: give one of them")
     if kinds is None:
         sliding = _sliding(loaded, family, turned)
         return None if sliding is None or not window else [SLIDING if each else FULL for each in sliding]

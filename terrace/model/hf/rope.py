@@ -160,7 +160,7 @@ def _scaling(
     found = {key: inner[key] for key in (*_NEEDED[kind], *_FREE.get(kind, ())) if inner.get(key) is not None}
     if ORIGINAL in _NEEDED[kind] and kind != "llama3":
         stated = {f"{where}.{ORIGINAL}": inner.get(ORIGINAL), ORIGINAL: table.get(ORIGINAL)}
-        found[ORIGINAL] = int(_agreed(stated, max_positions))
+        found[ORIGINAL] = _agreed(stated, max_positions)
     for key in _NEEDED[kind]:
         if key not in found:
             raise ModelError(f"{where}.{key} is missing: rope_type {kind} needs it")
@@ -188,7 +188,7 @@ def _checked(name: str, key: str, value: object) -> object:
     if key != ORIGINAL:
         return number
     if number != int(number):
-        raise ModelError(f"{name} = {value!r} must be an integer")
+        raise ModelError(f"{name} = {number} must be an integer")
     return int(number)
 
 
