@@ -106,7 +106,7 @@ YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embedding
         ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0), "rotary_dim": 2}, "more than 2 turned"),
         ({"kinds": (LayerKind(rope_theta=9.0),) * 3}, "kinds are given of 3 layers, and the model has 2"),
         ({"kinds": (LayerKind(rope_theta=9.0),) * 2}, "kinds are all alike: leave them out"),
-        ({"kinds": (LayerKind(sliding_window=3), LayerKind(sliding_window=4))}, "must be the widest .* own, 4"),
+        ({"kinds": (LayerKind(sliding_window=3), LayerKind(sliding_window=4))}, "must be the widest .* windows, 4"),
         ({"norms": "both", "parallel_residual": True}, "norms = 'both' is implemented of rms norms and serial"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0 must be above 1 for yarn"),
         ({"whole_qk_norm": True}, "whole_qk_norm says how qk_norm is"),
