@@ -24,10 +24,19 @@ def case(model: str, mapping: dict[str, Any], degree: int, splits: bool, name: s
 
 
 def test_tensor_rows_and_columns_equal_one_process(pool: LocalPool) -> None:
-    rows = [case(model, {"tensor": 2}, 2, index % 2 == 0) for index, model in enumerate(ROWS)]
-    check(pool, cluster_of(2), rows)
-    columns = [case(model, {"tensor": {"columns": 2}}, 2, True) for model in ("wide olmo2", "wide gemma3")]
-    check(pool, cluster_of(2), columns)
+    cases = [case("wide gemma2", {"tensor": 2}, 2, True), case("wide granite", {"tensor": 2}, 2, False)]
+    cases.append(case("wide olmo2", {"tensor": {"columns": 2}}, 2, True))
+    check(pool, cluster_of(2), cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("splits", [True, False])
+def test_every_family_is_cut_by_rows_and_by_columns(pool: LocalPool, splits: bool) -> None:
+    check(pool, cluster_of(2), [case(model, {"tensor": 2}, 2, splits) for model in ROWS])
+    every = (*ROWS, "wide olmo2")
+    check(pool, cluster_of(2), [case(model, {"tensor": {"columns": 2}}, 2, splits) for model in every])
+    both = {"tensor": {"rows": 2, "columns": 2}}
+    check(pool, cluster_of(4), [case(model, both, 4, splits) for model in ROWS])
 
 
 def test_stages_and_shards_equal_one_process(pool: LocalPool) -> None:

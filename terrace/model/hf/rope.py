@@ -145,7 +145,7 @@ def fraction_of(rotary_dim: int, head_dim: int) -> float:
 def _kind(inner: Mapping[str, Any], where: str, family: "Family") -> str:
     kind = inner.get("rope_type", inner.get("type", "default"))
     # Older files say `type`, newer ones `rope_type`.
-    if inner.get("type", kind) != kind:
+    if "type" in inner and inner["type"] != kind:
         raise ModelError(f"{where}.rope_type = {kind!r} and {where}.type = {inner['type']!r} disagree: keep one")
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in family.rope_types:
