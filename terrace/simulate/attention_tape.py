@@ -82,8 +82,9 @@ class AttentionTape(MlpTape):
         keyed = self.sizes["key"] // self.item if own_form else self.query
         sequence = self.work.sequence
         keys = min(sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else sequence
-        if capped and self.in_pieces:  # of any length
-            keys = min(sequence, 2 * piece_tokens(model.sliding_window, sequence))
+        if capped and self.in_pieces:  # of any length; under a window each also sees the piece before
+            length = piece_tokens(model.sliding_window, sequence)
+            keys, keyed = min(sequence, 2 * length), keyed * (2 if length < sequence else 1)
         scores = self.work.tokens * self.heads * keys
         self.sizes |= dict.fromkeys(inputs[1:], keyed * self.wide)
         self.sizes |= {"scaled query": self.query * self.wide, "softmax": scores * self.wide}

@@ -1,5 +1,7 @@
 """Activations of families with norms of outputs, multipliers and caps, as torch saves and allocates them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -23,10 +25,21 @@ def layer_of(config: ModelConfig, index: int, dtype: torch.dtype) -> nn.Module:
     return blocks[index]
 
 
-def predicted(config: ModelConfig, index: int, compute: str) -> BlockActivations:
-    flash = has_flash_attention(config, SEQUENCE, compute, "cpu")
-    work = Work(model=config, sequence=SEQUENCE, micro_batch=BATCH, flash=flash, compute=compute)  # type: ignore[arg-type]
+def predicted(config: ModelConfig, index: int, compute: str, sequence: int = SEQUENCE) -> BlockActivations:
+    flash = has_flash_attention(config, sequence, compute, "cpu")
+    work = Work(model=config, sequence=sequence, micro_batch=BATCH, flash=flash, compute=compute)  # type: ignore[arg-type]
     return activations_of(work, block_specs(config)[index], "cpu")
+
+
+@pytest.mark.parametrize(("sequence", "window"), [(256, 64), (256, 100), (512, 64)])
+def test_capped_pieces_under_a_window_keep_no_more_than_is_predicted(sequence: int, window: int) -> None:
+    config = replace(FAMILIES["gemma2"], sliding_window=window)
+    layer, _ = as_in_a_run(layer_of(config, 1, torch.float32))
+    inputs = torch.randn(BATCH, sequence, HIDDEN, generator=seeded(0)).requires_grad_()
+    layer(inputs)  # fills RoPE's tables
+    _, left, output = allocated(lambda: layer(inputs))
+    found = sum(predicted(config, 1, "fp32", sequence).saved.values())
+    assert left - output.nbytes < found < 1.2 * (left - output.nbytes)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
