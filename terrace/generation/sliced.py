@@ -4,6 +4,7 @@
     matrices back into it                  a rank has columns, and so a part of a sum: one all-reduce
     embedding                              a rank looks up its part of the vocabulary: one all-reduce
     head                                   a rank has logits of its part of the vocabulary: one all-gather
+    norm of all heads together             one number a token of each rank: one all-reduce
     all else, experts included             whole on every rank, which compute the same
 
 (Megatron-LM, 1909.08053, section 3.) A pass is 2 L + 1 all-reduces of (B, S, H) for L layers, and one all-gather of
@@ -26,7 +27,9 @@ from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import Embedding, Head, build_blocks, scaled
+from terrace.model.layers import RMSNorm
 from terrace.model.spec import BlockSpec
+from terrace.plan.dims import is_norm_of_heads
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices, slice_blocks
 
@@ -37,14 +40,9 @@ def sliced_config(config: ModelConfig, rows: int) -> ModelConfig:
     """The model as one of `rows` tensor ranks attends: a cache made from it has keys and values of the rank's heads.
 
     Raises `PlanError` for rows that do not divide the heads, or neither divide the key-value heads nor are a multiple
-    of them, and for several rows of a model that normalises all its heads together.
+    of them.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    if config.whole_qk_norm and rows > 1:
-        raise PlanError(
-            f"rows = {rows} of a replica would each have a part of the heads, and {config.family} normalises all of "
-            "them together: use 1"
-        )
 
     def cut(rows: int) -> bool:
         return heads % rows == 0 and (kv_heads % rows == 0 or rows % kv_heads == 0)
@@ -128,6 +126,11 @@ def _joined(
                 linear = block.get_submodule(path)
                 assert isinstance(linear, nn.Linear), "a matrix that is no expert's belongs to a Linear"
                 setattr(block.get_submodule(parent), leaf, _RowLinear(linear, ranks))
+            elif is_norm_of_heads(param):
+                path = param.name.rpartition(".")[0]
+                norm = block.get_submodule(path)
+                assert isinstance(norm, RMSNorm), "queries and keys have an rms norm"
+                setattr(block.get_submodule("attention"), path.rpartition(".")[2], _HeadsNorm(norm, ranks))
     first, last = blocks[0], blocks[-1]
     assert isinstance(first, Embedding), "a decoder begins with its embedding"
     assert isinstance(last, Head), "a decoder ends with its head"
@@ -147,6 +150,20 @@ class _RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = _summed(self.part(x), self._ranks)
         return y if self.bias is None else y + self.bias
+
+
+class _HeadsNorm(nn.Module):
+    """RMS norm over all heads together, (..., n); rows that share a head count it once each, as any other."""
+
+    def __init__(self, norm: RMSNorm, ranks: TierGroup) -> None:
+        super().__init__()
+        self.norm, self._ranks = norm, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, wide = self.norm, x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = _summed(wide.square().sum(-1, keepdim=True), self._ranks) / (x.shape[-1] * self._ranks.size)
+        weight = norm.weight + norm.offset if norm.offset else norm.weight
+        return (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype) * weight
 
 
 class _SlicedEmbedding(Embedding):

@@ -1,6 +1,6 @@
 """Lists of the parameters of linear layers and norms, with the dims that they declare. Pure: needs no torch."""
 
-from terrace.model.spec import ALL_HEADS, ParamSpec
+from terrace.model.spec import ParamSpec
 
 Dim = tuple[str, int]  # the quantity that a dim counts, and the number of its units
 
@@ -31,9 +31,8 @@ def norm_params(name: str, hidden_size: int, has_bias: bool) -> list[ParamSpec]:
 def head_norm_params(num_heads: int, num_kv_heads: int, head_dim: int, is_whole: bool) -> list[ParamSpec]:
     """Of the norms of queries and keys: of one head, shared by all, so that no axis cuts it; or of all heads as one."""
     params = []
-    for name, num in (("query_norm", num_heads), ("key_norm", num_kv_heads)):
-        size = num * head_dim if is_whole else head_dim
-        # One unit: a part of the heads does not have their joint mean square.
-        dim = (ALL_HEADS, 1) if is_whole else ("head_dim", head_dim)
+    for name, heads in (("query_norm", ("heads", num_heads)), ("key_norm", ("kv_heads", num_kv_heads))):
+        size = heads[1] * head_dim if is_whole else head_dim
+        dim = heads if is_whole else ("head_dim", head_dim)
         params.append(ParamSpec(name=f"attention.{name}.weight", shape=(size,), dims=(dim,)))
     return params

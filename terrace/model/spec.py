@@ -14,7 +14,6 @@ from functools import cached_property
 from terrace.base.errors import ModelError, did_you_mean
 
 STACKED = "experts"  # the quantity whose dim counts parts of one shape
-ALL_HEADS = "all_heads"  # the quantity of a norm over all heads together, of which no rank may have a part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import ALL_HEADS, BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec, ParamSpec
 
 CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),
     "kv_heads": ("rows",),
-    ALL_HEADS: ("rows",),
     "intermediate": ("rows",),
     "hidden": ("columns",),
     "vocab": ("columns", "rows"),
@@ -42,6 +41,11 @@ def has_routers(blocks: Sequence[BlockSpec]) -> bool:
 def is_norm(param: ParamSpec) -> bool:
     """Whether it is a parameter of a norm over the residual stream, not of a norm of heads, which a rank has whole."""
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
+
+
+def is_norm_of_heads(param: ParamSpec) -> bool:
+    """Whether it is a parameter of a norm over all heads together, of which rows have parts."""
+    return len(param.dims) == 1 and param.dims[0][0] in ("heads", "kv_heads") and "norm" in param.name.split(".")[-2]
 
 
 def declared_hidden_size(blocks: Sequence[BlockSpec]) -> int | None:

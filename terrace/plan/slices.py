@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
-from terrace.model.spec import ALL_HEADS, BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import CUT_BY
 from terrace.plan.mesh import EXPERT, STAGE, TENSOR, Mesh
 
@@ -92,11 +92,6 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
         # Fewer key-value heads than rows: replicate them instead of cutting a head.
         if name == "kv_heads" and degree > units and degree % units == 0:
             cut, degree = (), 1  # every rank holds all of them
-        if name == ALL_HEADS and degree > 1:
-            raise PlanError(
-                f"{block}.{param.name} is of a norm over all heads together, of which each of tensor rows = {degree} "
-                "would have a part: use tensor columns, or give the tier to the data axis"
-            )
         if units % degree and name not in _PADDED:
             fix = max(d for d in range(1, degree) if units % d == 0)
             if param.is_stack:

@@ -29,7 +29,7 @@ REQUESTS = [
     for row, prompt in enumerate(PROMPTS)
 ]
 TOLERANCE = 1e-10
-CONFIGS = {name: config for name, config in MODELS.items() if not config.whole_qk_norm} | {
+CONFIGS = MODELS | {
     "biased heads": replace(MODELS["llama"], num_kv_heads=4, qkv_bias=True, family="qwen2"),
     "tied": replace(MODELS["llama"], tied_embeddings=True, num_kv_heads=4),
     "small inner size": replace(MODELS["gpt2"], intermediate_size=5),
@@ -77,13 +77,6 @@ def test_rows_have_the_logits_and_greedy_tokens_of_whole_blocks(pool: LocalPool,
             assert deviation < TOLERANCE, (name, deviation)
             assert same, name
             assert logits == outcomes[0][2], "ranks that draw alike need the same bits"
-
-
-def test_rows_cannot_cut_heads_that_are_normalised_together() -> None:
-    config = MODELS["norms after, scaled"]
-    assert sliced_config(config, 1) == config
-    with pytest.raises(PlanError, match="olmo2 normalises all of them together: use 1"):
-        sliced_config(config, 2)
 
 
 def test_one_row_has_plain_blocks() -> None:

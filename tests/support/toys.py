@@ -210,6 +210,7 @@ MODELS = {
     "wide smollm3": _decoder_model(_SMOLLM3 | _WIDE),
     "wide granite": _decoder_model(_GRANITE | _WIDE),
     "wide olmo2": _decoder_model(_LLAMA | _WIDE | {"model_type": "olmo2"}),
+    "wide olmo2, 1 kv head": _decoder_model(_LLAMA | _WIDE | {"model_type": "olmo2", "num_key_value_heads": 1}),
     "wide phi3": _decoder_model(_LLAMA | _WIDE | {"model_type": "phi3", "sliding_window": 4}),
     "wide gemma2": _decoder_model(_GEMMA2 | _WIDE),
     "wide gemma3": _decoder_model(_GEMMA3 | _WIDE),

@@ -7,15 +7,14 @@ import pytest
 
 from terrace.base.errors import PlanError
 from terrace.launch.start import LocalPool
-from terrace.plan.mesh import Mesh
-from terrace.plan.slices import slice_blocks
 from terrace.plan.validate import validate
 from tests.support.parity import Case, check, exact
 from tests.support.toys import MODELS, Rows, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
 
-ROWS = ("wide smollm3", "wide granite", "wide phi3", "wide gemma2", "wide gemma3")  # whose heads rows can cut
+SHARED = "wide olmo2, 1 kv head"
+ROWS = ("wide smollm3", "wide granite", "wide olmo2", "wide phi3", "wide gemma2", "wide gemma3", SHARED)
 
 
 def case(model: str, mapping: dict[str, Any], degree: int, splits: bool, name: str = "ddp", **changes: object) -> Case:
@@ -25,6 +24,7 @@ def case(model: str, mapping: dict[str, Any], degree: int, splits: bool, name: s
 
 def test_tensor_rows_and_columns_equal_one_process(pool: LocalPool) -> None:
     cases = [case("wide gemma2", {"tensor": 2}, 2, True), case("wide granite", {"tensor": 2}, 2, False)]
+    cases += [case(name, {"tensor": 2}, 2, splits) for name, splits in (("wide olmo2", False), (SHARED, True))]
     cases.append(case("wide olmo2", {"tensor": {"columns": 2}}, 2, True))
     check(pool, cluster_of(2), cases)
 
@@ -33,8 +33,7 @@ def test_tensor_rows_and_columns_equal_one_process(pool: LocalPool) -> None:
 @pytest.mark.parametrize("splits", [True, False])
 def test_every_family_is_cut_by_rows_and_by_columns(pool: LocalPool, splits: bool) -> None:
     check(pool, cluster_of(2), [case(model, {"tensor": 2}, 2, splits) for model in ROWS])
-    every = (*ROWS, "wide olmo2")
-    check(pool, cluster_of(2), [case(model, {"tensor": {"columns": 2}}, 2, splits) for model in every])
+    check(pool, cluster_of(2), [case(model, {"tensor": {"columns": 2}}, 2, splits) for model in ROWS])
     both = {"tensor": {"rows": 2, "columns": 2}}
     check(pool, cluster_of(4), [case(model, both, 4, splits) for model in ROWS])
 
@@ -77,8 +76,3 @@ def test_what_cannot_be_is_refused_in_a_line(model: str, plan: dict[str, Any], m
     with pytest.raises(PlanError, match=message) as found:
         validate(cluster, exact("ddp", cluster, **plan), MODELS[model].declared)
     assert "\n" not in str(found.value)
-
-
-def test_rows_cannot_cut_heads_that_are_normalised_together() -> None:
-    with pytest.raises(PlanError, match=r"norm over all heads together, .* use tensor columns"):
-        slice_blocks(MODELS["wide olmo2"].declared, Mesh.build(1, rows=(2,)))

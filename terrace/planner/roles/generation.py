@@ -72,7 +72,7 @@ def rows_of(cluster: Cluster, model: ModelConfig) -> list[int]:
     for index, tier in enumerate(cluster.tiers):
         inside = cluster.ranks_within(index - 1)
         found += [inside * part for part in range(2, tier.size + 1) if tier.size % part == 0]
-    return [rows for rows in found if model.num_kv_heads % rows == 0 and (rows == 1 or not model.whole_qk_norm)]
+    return [rows for rows in found if model.num_kv_heads % rows == 0]
 
 
 @dataclass(frozen=True)

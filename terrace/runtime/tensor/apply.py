@@ -17,8 +17,8 @@ from terrace.comm.ledger import Meter
 from terrace.model import decoder, layers
 from terrace.model.experts.mixture import Mixture
 from terrace.model.lora.modules import LoraLinear
-from terrace.model.spec import ALL_HEADS, BlockSpec, ParamSpec
-from terrace.plan.dims import is_inner
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.dims import is_inner, is_norm_of_heads
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
 from terrace.runtime.in_block_comm import InBlockComm
@@ -28,6 +28,7 @@ from terrace.runtime.tensor.loss import vocabulary_losses
 from terrace.runtime.tensor.modules import (
     ColumnLinear,
     HeadNorm,
+    HeadsNorm,
     Norm,
     RowLinear,
     TensorAxis,
@@ -138,7 +139,7 @@ class _Cutter:
             elif isinstance(child, Mixture):
                 self._experts(block, name, child)
             elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
-                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] in ("head_dim", ALL_HEADS)
+                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] != "hidden"
                 norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
                 setattr(parent, name.rpartition(".")[2], norm)
         for region in regions:
@@ -183,7 +184,10 @@ class _Cutter:
 
     def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
         assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
-        return HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis, module.offset)
+        weight, spec = self._parameter(block, f"{name}.weight"), self._specs[block][f"{name}.weight"]
+        if is_norm_of_heads(spec):
+            return HeadsNorm(weight, module.eps, self._axis, module.offset, self._used(spec))
+        return HeadNorm(weight, module.eps, self._axis, module.offset)
 
     def _parameter(self, block: int, name: str) -> nn.Parameter:
         spec = self._specs[block][name]

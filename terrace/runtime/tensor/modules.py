@@ -236,6 +236,28 @@ class HeadNorm(nn.Module):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
+class HeadsNorm(HeadNorm):
+    """RMS norm over all heads together, of which a rank has some, (..., n) to (..., n); the rows sum mean squares.
+
+    `used` is the part of the weight of the heads that this rank uses, where it holds all key-value heads. Rows that
+    share a head count it once each, as often as any other.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis, offset: float, used: slice | None) -> None:
+        super().__init__(weight, eps, axis, offset)
+        self._used = used or slice(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., n)."""
+        rows, weight = self._axis.rows, _moved(share(self.weight, self._axis.columns.degree), self.offset)[self._used]
+        if rows.degree == 1:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        # Statistics in fp32 at least.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = rows.sum_numbers(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * rows.degree)
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
+
+
 def _moved(weight: Tensor, offset: float) -> Tensor:
     return weight + offset if offset else weight
 
