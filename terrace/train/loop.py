@@ -234,9 +234,10 @@ class RankOfRun:
         self.dog.begin()
         if self.world.rank == 0:
             begin_steps(self.world)
-        for words in filter(None, (self.saves.words, self.validation.words)):
-            self.observer.note(words)
-        self.observer.note(attention_words(self.run, self.engine.device))
+        if self.validation.words:
+            self.observer.note(self.validation.words)
+        for words in filter(None, (self.saves.words, attention_words(self.run, self.engine.device))):
+            self.observer.detail(words)
         if self.job.resume is None:
             self.saves.save(0)  # a folder that cannot be written ends the run in its first minute
         # The time left is estimated without the first checkpoint.

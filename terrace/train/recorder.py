@@ -142,6 +142,10 @@ class _Recorder:
         self.event("note", step=self._step, text=text)
         self._observer.note(text)
 
+    def detail(self, text: str) -> None:
+        self.event("note", step=self._step, text=text)
+        self._observer.detail(text)
+
     def finished(self, outcome: Outcome) -> None:
         self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss)
         self._observer.finished(outcome)

@@ -28,9 +28,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = terrace("train", "--config", "run.toml", "--folder", "run", cwd=folder)
     assert first.returncode == 0, first.stderr
     words = ["--train.steps", str(NUM_STEPS), "--train.profile", "6-7", "--train.profile_torch", "true"]
-    done = terrace("train", "--resume", "run", *words, "--train.metrics", '["tensorboard"]', cwd=folder)
+    done = terrace("train", "--resume", "run", *words, "--train.metrics", '["tensorboard"]', "--verbose", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "MFU = " in done.stdout
+    assert "MFU = " not in first.stdout
     assert "HFU = " in done.stdout
     made = terrace("report", "run", cwd=folder)
     assert made.returncode == 0, made.stderr

@@ -17,7 +17,7 @@ def test_a_run_compares_every_stage(tmp_path: Path) -> None:
     table = tomllib.loads(config.read_text())
     table["plan"] |= {"preset": "ddp", "mapping": {"node": {"pipeline": 2}}, "schedule": "zb-h1"}
     config.write_text(tomli_w.dumps(table))
-    done = terrace("train", "--config", config, "--folder", tmp_path / "run", cwd=tmp_path)
+    done = terrace("train", "--config", config, "--folder", tmp_path / "run", "--verbose", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.split("predicted step:")
     assert "embedding, layers.0" in before
