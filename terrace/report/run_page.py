@@ -65,7 +65,8 @@ class RunView:
     sample: str = ""
 
 
-def run_page(view: RunView) -> str:
+def run_page(view: RunView, numbers: str = "") -> str:
+    """The page; `numbers` are links to its numbers (terrace.report.downloads)."""
     drawn = drawable(view.curves)
     timeline, charts = "", list[dict[str, object]]()
     if view.timeline is not None:
@@ -82,6 +83,7 @@ def run_page(view: RunView) -> str:
         figures_row(view.figures),
         missing_list(view.missing),
         section("Over the steps", curve_tiles(drawn, view.resumed)),
+        numbers,
         section("Load of experts", heat_maps(view.loads)),
         timeline,
         "" if view.cycle is None else view.cycle.markup,
