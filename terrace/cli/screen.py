@@ -3,8 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from terrace.report.stage_tables import stage_comparison_table
 from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
 from terrace.simulate.bands import band_of
 from terrace.train.job import RunJob, device_of
-from terrace.train.metrics import Outcome, StepRecord, eval_lines, read_metrics
+from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics
 from terrace.train.prediction import utilisation_of
 
 _WARM_STEPS = 10  # a run of fewer says little about a steady step
@@ -101,6 +102,8 @@ class Screen:
         miss = largest_miss(pairs)
         if miss:
             print(f"{miss}; {self._to_do(outcome.num_steps)}\n")
+        if outcome.slowest is not None:
+            print(f"{slowest_words(outcome.slowest, outcome.measured.time_s, len(outcome.stages))}\n")
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")
@@ -158,6 +161,18 @@ class Screen:
         return None
 
 
+def slowest_words(slowest: SlowestRank, of_rank_0: Mapping[str, float], num_stages: int) -> str:
+    """How far the rank with most own work is from rank 0, whose seconds are shown."""
+    own_s = own_seconds(slowest.measured_s)
+    if slowest.rank == 0:
+        return f"rank 0 has most work of its own, {seconds(own_s)} of a step; every other waits longer"
+    where = f" (stage {slowest.stage})" if num_stages else ""
+    return (
+        f"rank {slowest.rank}{where} has most work of its own, {seconds(own_s)} of a step; rank 0 has "
+        f"{seconds(own_seconds(of_rank_0))}, and waits longer"
+    )
+
+
 @contextmanager
 def _written_in(folder: Path) -> Iterator[None]:
     try:
@@ -180,6 +195,8 @@ def _report(outcome: Outcome) -> dict[str, Any]:
             {"folder": each.folder.name, **{name: getattr(each, name) for name in save_names}} for each in outcome.saves
         ],
     }
+    if outcome.slowest is not None:
+        table["slowest"] = asdict(outcome.slowest)
     if outcome.stages:
         table["stages"] = [
             {"predicted": plain(predicted), "measured": plain(measured)} for predicted, measured in outcome.stages

@@ -11,10 +11,17 @@ from terrace.report.tables import scaled
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
 _MOST_POINTS = 400  # per line: more than a picture of this width can show
+_DIGIT = 7.2  # width of a digit at font size 12 at most, in units: the font is the reader's
 FEWEST_TO_SMOOTH = 40  # points: with fewer a running mean adds nothing to the line
 COLOURS = ("--c-forward", "--c-gather", "--c-update", "--c-sync", "--c-reduce")
 # Of lines beyond the colours: (lengths of dashes and gaps, words).
 _DASHES = (("", ""), ("7 4", "dashed"), ("2 3", "dotted"), ("9 3 2 3", "dashed and dotted"))
+
+# The running mean gives a step a tenth of the weight, so it is about ten steps behind.
+_THIN_AND_THICK = (
+    '<ul class="legend quiet"><li><i class=thin></i>each step</li>'
+    "<li><i class=thick></i>running mean of about ten steps</li></ul>"
+)
 
 Point = tuple[int, float]
 
@@ -48,6 +55,8 @@ def curve_tiles(curves: Sequence[Curve], resumed: Sequence[int] = ()) -> str:
         entries = [(name, *_look(index)[::2]) for index, name in enumerate(curve.lines)]
         # A single line needs no legend: the title names it.
         key = legend(entries) if len(entries) > 1 else ""
+        if curve.smooth and any(len(finite(points)) >= FEWEST_TO_SMOOTH for points in curve.lines.values()):
+            key += _THIN_AND_THICK
         unit = f" <span class=quiet>{escape(curve.unit)}</span>" if curve.unit else ""
         tiles.append(f"<figure><h3>{escape(curve.title)}{unit}</h3>{curve_svg(curve, resumed)}{key}</figure>")
     return f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
@@ -92,7 +101,8 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
     # Steps are whole numbers: ticks between them would repeat after rounding.
     for tick in dict.fromkeys(round(tick) for tick in round_ticks(first, last)):
         if first <= tick <= last:
-            x = place(tick, low)[0]
+            # The last label ends with the picture, which would cut it.
+            x = min(place(tick, low)[0], WIDTH - _DIGIT * len(str(tick)) / 2)
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick}</text>')
     for step in marks:
         if first <= step <= last:
