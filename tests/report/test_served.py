@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +74,34 @@ def test_the_page_changes_with_its_files_and_only_then(tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text("one two three")
         assert ask(port, "/state")[1] == later
         assert "<main>one two</main>" in ask(port, "/")[1]
+
+
+# A page's surroundings: three answers of a server, of which the second is lost.
+BROWSER = """
+const states = ["STATE", null, "STATE", "another"], note = { hidden: true };
+const script = require("fs").readFileSync(0, "utf8");
+global.document = { getElementById: (id) => id === "stands" && note };
+global.location = { reload: () => { console.log(`reload after ${4 - states.length}`); process.exit(0); } };
+global.setTimeout = (again, wait) => setImmediate(again);
+global.fetch = async (path) => {
+  const state = states.shift();
+  if (states.length < 3) console.log(path, note.hidden ? "live" : "still");
+  if (state === null) throw new Error("nobody answers");
+  return { ok: true, text: async () => state };
+};
+eval(script);
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the script of the page")
+def test_an_open_page_loads_itself_again_and_says_when_nobody_answers(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("one")
+    state, page = LivePage([tmp_path], lambda: PAGE.format("page")).current()
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    surroundings = BROWSER.replace("STATE", state)
+    done = subprocess.run(["node", "-e", surroundings], input=script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["/state live", "/state still", "/state live", "reload after 4"]
 
 
 def test_others_get_nothing(tmp_path: Path) -> None:
