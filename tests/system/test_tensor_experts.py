@@ -61,7 +61,7 @@ FOUR: list[tuple[Table, Table]] = [
 ]
 
 
-@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("splits", [True, *nightly(False)])
 def test_four_ranks_in_two_factorings(pool: LocalPool, splits: bool) -> None:
     cases = [
         Case(plan((2, 2), ("three-level", "zero1")[index % 2], *tables, splits), num_micros=2, model="wide experts")
