@@ -29,12 +29,14 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
     """Print the model, the data, the plan and its predicted cost."""
     run, blocks = job.run, job.run.blocks()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
-    print(
+    lines = [
         f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {counted(len(blocks), 'block')}; "
-        f"{data_words(job, verbose)}\n{counted(run.train.steps, 'step')} of {views.step_words(run)}"
-    )
+        f"{data_words(job, verbose)}",
+        f"{counted(run.train.steps, 'step')} of {views.step_words(run)}",
+    ]
     if job.resume is None and start_words(run):
-        print("\n".join(filter(None, (start_words(run), rate_words(run)))))
+        lines += filter(None, (start_words(run), rate_words(run)))
+    print("\n".join(lines if verbose else (_folded(line) for each in lines for line in each.splitlines())))
     view = views.StepView(run, checked_programs(run))
     forget_programs()
     if verbose:
@@ -59,12 +61,13 @@ def _cost_words(view: views.StepView) -> str:
     sent = max(view.predicted.expected_bytes, key=lambda each: sum(each.values()))
     words = f"state {quantity(held, 'B')} of {quantity(device.usable_bytes, 'B')} a rank"
     words += f"; sends {quantity(sum(sent.values()), 'B')}"
+    by_tier = {tier: sum(size for (_, where), size in sent.items() if where == tier) for tier in layout.tiers}
+    crossed = [tier for tier, size in by_tier.items() if size]
     # The outermost tier that messages cross is the slowest.
-    for tier in reversed(layout.tiers):
-        outside = sum(size for (_, where), size in sent.items() if where == tier)
-        if outside:
-            words += f" ({quantity(outside, 'B')} on {tier})"
-            break
+    if len(crossed) == 1:
+        words += f" on {crossed[0]}"
+    elif crossed:
+        words += f" ({quantity(by_tier[crossed[-1]], 'B')} on {crossed[-1]})"
     return f"{words}; see --verbose"
 
 

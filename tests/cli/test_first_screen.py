@@ -84,6 +84,25 @@ def test_a_run_starts_in_ten_lines_of_80_columns(
     assert "attention: a kernel" in told
 
 
+def test_a_run_on_loaded_weights_starts_in_ten_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(tmp_path, monkeypatch)
+    run = job.run
+    usual = replace(run.optimizer, lr=2e-5)
+    loaded = replace(run, train=replace(run.train, weights="model"), optimizer=usual)
+    # The text's long name has a line of its own.
+    lines = [line for line in start(replace(job, run=loaded), capsys) if line.strip() != str(tmp_path / "text.txt")]
+    assert "starts from the weights in model" in lines
+    assert any(line.startswith("peak learning rate 2e-05, usual for loaded weights") for line in lines)
+    of_tokenizer = 1  # which says the tokens around a text while the data are prepared
+    assert len(lines) + OF_RANKS + of_tokenizer <= 10, lines
+    # A rate that is too high is said in full.
+    high = replace(loaded, optimizer=replace(usual, lr=2e-4))
+    told = " ".join(" ".join(start(replace(job, run=high), capsys)).split())
+    assert "10 times the usual 2e-05 for loaded weights under adamw, which may undo what they have learned" in told
+
+
 def test_a_warning_stays_beside_the_line_of_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +124,7 @@ def test_sources_are_listed_for_those_who_ask_and_losses_of_documents_for_all(
     assert any("of 2 sources" in line for line in said)
     assert not any("% of the sequences" in line for line in said)
     assert sum("% of the sequences" in line for line in told) == 2
-    assert any("1 longer than a sequence" in line for line in said)
+    assert "1 longer than a sequence" in " ".join(" ".join(said).split())
 
 
 class _Terminal(io.StringIO):
