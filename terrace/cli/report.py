@@ -126,7 +126,7 @@ def _page_of(folders: Sequence[Path]) -> _Page:
         view = run_view(folders[0])
         return _Page(run_page(view, downloads([side_of_run(view.title, view)])), [view.status], view.missing)
     sides = [
-        side_of_rl(name, rl_view(folder)) if of_rl else side_of_run(name, run_view(folder))
+        side_of_rl(name, rl_view(folder)) if of_rl else side_of_run(name, run_view(folder, draws=False))
         for name, folder in zip(names_of(folders), folders, strict=True)
     ]
     missing = [f"{side.name}: {words}" for side in sides for words in side.missing]

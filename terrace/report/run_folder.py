@@ -66,11 +66,12 @@ def is_run_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
-def run_view(folder: Path) -> RunView:
+def run_view(folder: Path, draws: bool = True) -> RunView:
+    """The view of a run; without `draws`, for pages without them, no timeline and no cycle, which take a simulation."""
     # Every reader below appends a sentence for each part it cannot read.
     missing: list[str] = []
     left = _read(folder, missing)
-    timeline, timeline_words = _timeline(left, missing)
+    timeline, timeline_words = _timeline(left, missing) if draws else (None, "")
     run, steady, last = left.run, left.steady, left.records[-1] if left.records else None
     sent_bytes: dict[str, float] = defaultdict(float)
     for name, size in left.predicted["sent_bytes"].items():
@@ -97,7 +98,7 @@ def run_view(folder: Path) -> RunView:
             # A step that also counts the refreshes of its neighbour is no typical one, so no means.
             _by_category([record.sent_bytes for record in steady], statistics.median_low),
         ),
-        cycle=_cycle(left, missing),
+        cycle=_cycle(left, missing) if draws else None,
         memory_bytes=ComparedAmounts(left.predicted["memory_bytes"], last.memory_bytes if last else {}),
         peak_memory=last.peak_memory_bytes if last else {},
         timeline=timeline,

@@ -13,6 +13,7 @@ from terrace.cli.screen import slowest_words
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport, plain
+from terrace.report import run_folder
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import run_page
 from terrace.train.compared import compare_ranks
@@ -127,6 +128,20 @@ def test_the_page_shows_the_slowest_rank_beside_rank_0(finished: Path) -> None:
     assert f"By the last look {rank} has most work of its own, 500.0 ms of a step; rank 0 has 300.0 ms in the" in page
     curves = {curve.title: curve.lines for curve in view.curves}
     assert curves["Seconds of a step"]["own work of the slowest rank"] == [(step, 0.5) for step in range(20, 31)]
+
+
+def test_a_comparison_of_runs_plays_no_step(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_view(finished)
+
+    def play(*_: object) -> None:
+        raise AssertionError("a step was played")
+
+    monkeypatch.setattr(run_folder, "play_whole", play)
+    with pytest.raises(AssertionError, match="a step was played"):
+        run_view(finished)
+    view = run_view(finished, draws=False)
+    assert (view.timeline, view.curves, view.figures) == (None, whole.curves, whole.figures)
+    assert whole.timeline is not None
 
 
 @pytest.mark.parametrize(
