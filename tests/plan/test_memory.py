@@ -66,6 +66,7 @@ def test_model_state_is_what_the_formula_says(pool: LocalPool, name: str) -> Non
     check(pool, SIZES, runs)
 
 
+@pytest.mark.nightly
 def test_three_level_on_three_tiers(pool: LocalPool) -> None:
     cluster = cluster_of(2, 2, 2)
     plan = preset("three-level", cluster)

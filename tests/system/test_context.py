@@ -94,6 +94,7 @@ MAPPINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.nightly
 def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
     """With data ranks, several micro-batches, recomputation and frozen layers."""
     cluster, cases = cluster_of(2, 2, 2), []
