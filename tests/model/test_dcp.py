@@ -1,6 +1,7 @@
 """Folders of `torch.distributed.checkpoint`: from FSDP2 and torchtitan, to both, and nothing that is unpickled."""
 
 import io
+import json
 import os
 import pickle
 import random
@@ -13,18 +14,20 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import ModelError, TerraceError
-from terrace.checkpoint.layout import complete
+from terrace.checkpoint.layout import complete, decode, encode
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.main import main
+from terrace.cli.overrides import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches
 from terrace.launch.start import LocalPool
-from terrace.model.config import block_specs, load_model, parse_model
-from terrace.model.dcp.metadata import METADATA, read_metadata
+from terrace.model.config import load_model, parse_model
+from terrace.model.dcp.metadata import read_metadata
+from terrace.model.hf.folder import METADATA
 from terrace.model.hf.names import sources
 from terrace.model.hf.pretrained import Pretrained
 from terrace.train.config import resolve
-from terrace.train.trained import load_blocks
+from terrace.train.trained import load_blocks, load_trained
 from tests.support.dcp_ranks import loads, saves
 from tests.support.families import TABLES, TOKENS, our_logits, randomise, their_logits, their_model, transformers
 from tests.support.tiny_runs import MODEL, one_line, terrace, write_run
@@ -307,6 +310,53 @@ def test_options_and_models_without_a_dcp_folder_are_refused(
         with pytest.raises(ModelError, match="dense models alone" if name == "mixtral" else "torchtitan's names"):
             read_as(TABLES[name], tmp_path / name).check()
     other = shutil.copytree(run, tmp_path / "run")
-    text = (other / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").read_text()
-    assert '"adamw"' in text
-    assert [spec.name for spec in block_specs(parse_model(MODEL))] == ["embedding", "layers.0", "layers.1", "head"]
+    path = other / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
+    manifest = decode(path.read_text())
+    adapted = manifest | {"facts": manifest["facts"] | {"lora": {"rank": 2}}}
+    lion = json.loads(json.dumps(manifest).replace('"adamw"', '"lion"'))
+    for changed, said in ((adapted, "has adapters, which are folded into the weights"), (lion, "has states of lion")):
+        path.write_text(encode(changed))
+        assert main(["export", str(other), str(tmp_path / "out"), "--format", "dcp"]) == 2
+        line = one_line(capsys.readouterr().err)
+        assert said in line
+        assert line.endswith("give --weights-only")
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_and_commands_take_a_dcp_folder(run: Path, tmp_path: Path) -> None:
+    folder = exported(run, tmp_path / "dcp", "--weights-only", "--dtype", "fp32")
+    words = parse_overrides(["--data.tokenizer", "bytes"])
+    given = resolve(str(run.parent / "run.toml"), {"model": str(folder)}, words)
+    assert given.train.weights == str(folder)
+    trained = load_trained(folder, dtype="fp64", tokenizer="bytes")
+    with torch.no_grad():
+        here = run_blocks(trained.blocks, TOKENS)
+    there = logits_on(Checkpoint(complete(run / "checkpoints")[-1]), TOKENS)
+    assert (here - there).abs().max() <= 1e-5 * there.abs().max()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "qwen3, biases"])
+def test_models_with_fused_and_transposed_matrices_go_out(name: str, tmp_path: Path) -> None:
+    config = write_run(tmp_path, 1, plan="ddp", steps=2)
+    (tmp_path / "config.json").write_text(json.dumps(TABLES[name] | {"vocab_size": 257}))
+    done = terrace("train", "--config", config, "--folder", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = exported(tmp_path / "run", tmp_path / "dcp")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    state: Any = {"model": model.state_dict(), "optimizer": {"state": {}}}
+    for parameter, value in model.named_parameters():
+        state["optimizer"]["state"][parameter] = {"exp_avg": torch.empty_like(value), "step": torch.zeros(())}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    there, checkpoint = model.eval()(TOKENS).logits.double(), Checkpoint(complete(tmp_path / "run" / "checkpoints")[-1])
+    here = logits_on(checkpoint, TOKENS)
+    assert (here - there).abs().max() <= 1e-4 * there.abs().max()
+    # States lie as the weights do: read as weights, they are the checkpoint's.
+    for parameter, kinds in state["optimizer"]["state"].items():
+        assert kinds["step"] == 2
+        state["model"][parameter] = kinds["exp_avg"]
+    dcp.save(state["model"], checkpoint_id=tmp_path / "states", no_dist=True)
+    read = read_as(TABLES[name] | {"vocab_size": 257}, tmp_path / "states")
+    for block in checkpoint.layout:
+        for parameter, kinds in checkpoint.read(block).items():
+            assert torch.equal(read.value(block, parameter), kinds["exp_avg"])

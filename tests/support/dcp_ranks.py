@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -15,7 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
 
 from terrace.launch.start import World
@@ -29,9 +31,8 @@ def group(world: World) -> Iterator[None]:
     """torch's default group, as such a program has it."""
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("dcp", world.store), rank=world.rank, world_size=world.world_size
-        )
+        store = PrefixStore("dcp", world.store)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
     try:
         yield
     finally:
@@ -65,7 +66,7 @@ def stepped(model: Any, optimizer: torch.optim.AdamW, inputs: Tensor, labels: Te
     rows = slice(world.rank, None, world.world_size)
     with Wide():
         logits = model(inputs[rows]).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[rows].flatten()).backward()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[rows].flatten()).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 
@@ -90,12 +91,12 @@ def saves(world: World, folder: str, table: dict[str, Any]) -> Tensor:
         model = sharded(table, world)
         optimizer = adamw(model)
         stepped(model, optimizer, TOKENS[:2, :-1], TOKENS[:2, 1:], world)
-        state = {
+        state: Any = {
             "model": get_model_state_dict(model),
             "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
             "steps": 1,
         }
-        dcp.save(state, checkpoint_id=folder)
+        save(state, checkpoint_id=folder)
         return logits_of(model, TOKENS)
 
 
@@ -107,11 +108,11 @@ def loads(
         model = sharded(table, world)
         optimizer = adamw(model)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # adds the key that schedules have
-        state = {
+        state: Any = {
             "model": get_model_state_dict(model),
             "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
         }
-        dcp.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
         states = whole(get_optimizer_state_dict(model, optimizer, options=FLAT))

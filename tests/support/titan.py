@@ -28,11 +28,14 @@ class _Attention(nn.Module):
         )
         query, key = (_turned(each, turns) for each in (query, key))
         key, value = (each.repeat_interleave(self.groups, 1) for each in (key, value))
-        return self.wo(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        found: Tensor = self.wo(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        )
+        return found
 
 
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * turns).flatten(-2)
 
 
 class _FeedForward(nn.Module):
@@ -43,7 +46,8 @@ class _FeedForward(nn.Module):
         self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        found: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return found
 
 
 class _Layer(nn.Module):
@@ -54,7 +58,8 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
-        return x + self.feed_forward(self.ffn_norm(x))
+        found: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return found
 
 
 class Titan(nn.Module):

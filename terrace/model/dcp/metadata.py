@@ -21,8 +21,7 @@ from typing import Any
 from terrace.base.errors import ModelError
 from terrace.base.files import read_bounded
 from terrace.base.printable import printable
-
-METADATA = ".metadata"
+from terrace.model.hf.folder import METADATA
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _CLASSES = {

@@ -19,8 +19,9 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.base.printable import printable
 from terrace.model.config import ModelConfig
-from terrace.model.dcp.metadata import METADATA, Chunk, Tensors, read_metadata
+from terrace.model.dcp.metadata import Chunk, Tensors, read_metadata
 from terrace.model.dcp.names import TORCHTITAN, check_dense, check_titan, from_titan, heads_of, model_names
+from terrace.model.hf.folder import METADATA
 
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # The errors of `torch.load` on bytes that are damaged or hold anything but a tensor.

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from terrace.base.files import respect_umask, write_atomic
-from terrace.model.dcp.metadata import METADATA
+from terrace.model.hf.folder import METADATA
 
 _VERSION = "1.0.0"  # of the format, as torch 2.6 to 2.13 write it; earlier ones ignore it
 

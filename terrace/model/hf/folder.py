@@ -13,8 +13,8 @@ from typing import Any
 
 from terrace.base.errors import ModelError
 from terrace.base.schema import read_table
-from terrace.model.dcp.metadata import METADATA
 
+METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"

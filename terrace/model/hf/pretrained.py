@@ -22,12 +22,11 @@ from torch import Tensor
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.model.config import SCORE, ModelConfig, load_model, to_table
-from terrace.model.dcp.metadata import METADATA
 from terrace.model.dcp.reading import DcpWeights
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
 from terrace.model.hf.families import FAMILIES
-from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, is_dcp, token_ids, weight_files
+from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_files, is_dcp, token_ids, weight_files
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
 SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
