@@ -16,6 +16,7 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.model import decoder, layers
 from terrace.model.experts.mixture import Mixture
+from terrace.model.lora.config import adapter_names
 from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import is_inner
@@ -26,6 +27,7 @@ from terrace.runtime.objective import Objective, TokenObjective
 from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.loss import vocabulary_losses
 from terrace.runtime.tensor.modules import (
+    Adapter,
     ColumnLinear,
     HeadNorm,
     Norm,
@@ -126,9 +128,7 @@ class _Cutter:
         # A list: replacing modules while walking them would skip some.
         for name, child in list(module.named_modules()):
             parent = module.get_submodule(name.rpartition(".")[0])
-            if isinstance(child, LoraLinear):
-                raise ModelError("adapters have no form under a tensor axis: give the tier to the data axis")
-            if isinstance(child, nn.Linear):
+            if isinstance(child, (nn.Linear, LoraLinear)):
                 stand_in = self._linear(block, name, child)
                 # The parent of a RowLinear is a region: its input comes from the residual stream.
                 if isinstance(stand_in, RowLinear):
@@ -153,16 +153,19 @@ class _Cutter:
                 setattr(child, parameter, self._parameter(block, f"{name}.{owner}.{parameter}"))
         mixture.routed = routed_in_parts(mixture.routed, self._axis)  # type: ignore[assignment, method-assign]
 
-    def _linear(self, block: int, name: str, module: nn.Linear) -> ColumnLinear | RowLinear | WholeLinear:
+    def _linear(self, block: int, name: str, module: nn.Linear | LoraLinear) -> ColumnLinear | RowLinear | WholeLinear:
         weight = self._parameter(block, f"{name}.weight")
         bias = None if module.bias is None else self._parameter(block, f"{name}.bias")
-        spec = self._specs[block][f"{name}.weight"]
+        spec, adapter = self._specs[block][f"{name}.weight"], None
+        if isinstance(module, LoraLinear):
+            down, up = (self._parameter(block, each) for each in adapter_names(f"{name}.weight"))
+            adapter = Adapter(down, up, module.scale)
         # The output dim tells the direction: back into the residual stream, or out of it.
         if spec.dims[0][0] == "hidden":
-            return RowLinear(weight, bias, self._axis)
+            return RowLinear(weight, bias, self._axis, adapter)
         if not is_inner(spec):
-            return WholeLinear(weight, bias, self._axis)
-        return ColumnLinear(weight, bias, self._used(spec), self._axis)
+            return WholeLinear(weight, bias, self._axis, adapter)
+        return ColumnLinear(weight, bias, self._used(spec), self._axis, adapter)
 
     def _used(self, spec: ParamSpec) -> slice | None:
         """Output features read by this rank's queries: None for all of a slice, one head of whole key-value heads."""
