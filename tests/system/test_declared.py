@@ -129,8 +129,9 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
     table = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 1, "n_head": 4, "n_positions": 40}
     gpt2 = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**table)).eval()
     dims = {"*.wte.weight": ("vocab", "hidden"), "*.wpe.weight": ("positions", "hidden"), "*ln_*": ("hidden",)}
-    dims |= {"*.bias": ("hidden",), "*.c_attn.weight": ("hidden", "heads"), "*.c_proj.weight": ("hidden", "hidden")}
-    dims |= {"*.c_fc.weight": ("hidden", "intermediate")}
+    dims |= {"*.c_attn.weight": ("hidden", "heads"), "*.c_attn.bias": ("heads",), "*.c_proj.bias": ("hidden",)}
+    dims |= {"*.attn.c_proj.weight": ("hidden", "hidden"), "*.mlp.c_proj.weight": ("intermediate", "hidden")}
+    dims |= {"*.c_fc.weight": ("hidden", "intermediate"), "*.c_fc.bias": ("intermediate",)}
     assert "is a Conv1D: a declared matrix belongs to an nn.Linear" in declared(gpt2, kv_heads=None, dims=dims)
 
 
