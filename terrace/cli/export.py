@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "--format",
         choices=FORMATS,
         default=HF,
-        help="hf: safetensors (the default); dcp: .distcp files and .metadata",
+        help="hf: safetensors; dcp: .distcp files and .metadata (default: hf)",
     )
     parser.add_argument(
         "--names",
