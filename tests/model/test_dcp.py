@@ -265,6 +265,7 @@ def test_damage_is_named_in_one_line(tmp_path: Path) -> None:
         ("relative_path", "../__0_0.distcp", "which is no file of the folder"),
         ("transform_descriptors", ["zstd"], "through a transform of DCP"),
         ("offset", -1, "has no place in"),
+        ("relative_path", "__0\n.distcp", "is no name"),
     ):
         before = {id(info): getattr(info, key) for info in found.storage_data.values()}
         for info in found.storage_data.values():

@@ -58,7 +58,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensors:
+class DcpTensor:
     """A tensor of a DCP folder; its chunks cover it once."""
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Tensors:
     chunks: tuple[Chunk, ...]
 
 
-def read_metadata(folder: Path) -> dict[str, Tensors]:
+def read_metadata(folder: Path) -> dict[str, DcpTensor]:
     """The tensors of a DCP folder by their whole names. Objects beside them are left out.
 
     Raises `ModelError` for a file that is missing, damaged, or names anything but DCP's own records.
@@ -81,9 +81,8 @@ def read_metadata(folder: Path) -> dict[str, Tensors]:
         raise ModelError(f"{path} is damaged ({error}): copy the folder again, or save it again") from error
     # A damaged pickle may raise nearly any of these, among them the errors of a stack that is too short.
     except (pickle.UnpicklingError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError) as error:
-        raise ModelError(
-            f"{path} is damaged ({printable(str(error))}): copy the folder again, or save it again"
-        ) from error
+        reason = printable(str(error).partition("\n")[0])
+        raise ModelError(f"{path} is damaged ({reason}): copy the folder again, or save it again") from error
     except (MemoryError, OverflowError, RecursionError, ImportError) as error:
         raise ModelError(f"{path} is damaged ({type(error).__name__}): copy the folder again") from error
 
@@ -115,7 +114,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, ()) and not (module == "torch" and _OF_TORCH.fullmatch(name)):
             raise ModelError(
-                f"{self._path} names {printable(f'{module}.{name}')}, which DCP does not write: a pickle can run "
+                f"{self._path} names {f'{module}.{name}'[:80]!r}, which DCP does not write: a pickle can run "
                 "anything, so the file is not read; save the model again from its own program"
             )
         if (module, name) not in self._made:
@@ -126,7 +125,7 @@ class _Reader(pickle.Unpickler):
         raise _DamagedError("it refers to objects elsewhere")
 
 
-def _tensors(root: object) -> dict[str, Tensors]:
+def _tensors(root: object) -> dict[str, DcpTensor]:
     table = _state(root, "Metadata")
     described, stored = table.get("state_dict_metadata"), table.get("storage_data")
     if type(described) is not dict or type(stored) is not dict:
@@ -136,19 +135,20 @@ def _tensors(root: object) -> dict[str, Tensors]:
         key = _state(index, "MetadataIndex")
         if key.get("offset") is not None:
             places[_text(key.get("fqn")), _sizes(key["offset"])] = _state(info, "_StorageInfo")
-    found: dict[str, Tensors] = {}
+    found: dict[str, DcpTensor] = {}
     for name, item in described.items():
         if isinstance(item, _Kept) and item.kind == "TensorStorageMetadata":
-            found[_text(name)] = _tensor(name, _state(item, item.kind), places)
+            text = _text(name)
+            found[text] = _tensor(text, _state(item, item.kind), places)
     return found
 
 
 def _tensor(
     name: str, item: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], Mapping[str, Any]]
-) -> Tensors:
+) -> DcpTensor:
     shape, chunks = _sizes(item.get("size")), item.get("chunks")
     if type(chunks) is not list:
-        raise _DamagedError(f"{printable(name)} has no list of chunks")
+        raise _DamagedError(f"{name} has no list of chunks")
     found = []
     for each in chunks:
         box = _state(each, "ChunkStorageMetadata")
@@ -156,30 +156,29 @@ def _tensor(
         if not len(offsets) == len(sizes) == len(shape) or any(
             offset + size > most for offset, size, most in zip(offsets, sizes, shape, strict=True)
         ):
-            raise _DamagedError(f"a chunk of {printable(name)} lies outside of it")
+            raise _DamagedError(f"a chunk of {name} lies outside of it")
         place = places.get((name, offsets))
         if place is None:
-            raise _DamagedError(f"a chunk of {printable(name)} is in no file")
+            raise _DamagedError(f"a chunk of {name} is in no file")
         found.append(_chunk(name, offsets, sizes, place))
     # Together with the mask of `terrace.model.dcp.reading`, this says that each element is there once.
     if sum(prod(chunk.shape) for chunk in found) != prod(shape):
-        raise _DamagedError(f"the chunks of {printable(name)} do not cover it once")
-    return Tensors(shape=shape, dtype=_dtype(item.get("properties")), chunks=tuple(found))
+        raise _DamagedError(f"the chunks of {name} do not cover it once")
+    return DcpTensor(shape=shape, dtype=_dtype(item.get("properties")), chunks=tuple(found))
 
 
 def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: Mapping[str, Any]) -> Chunk:
     if place.get("transform_descriptors"):
-        shown = printable(str(place["transform_descriptors"])[:40])
+        shown = repr(place["transform_descriptors"])[:40]
         raise ModelError(
-            f"{printable(name)} was written through a transform of DCP ({shown}), which is not read: save it without "
-            "extensions"
+            f"{name} was written through a transform of DCP ({shown}), which is not read: save it without extensions"
         )
     file, position, length = _text(place.get("relative_path")), place.get("offset"), place.get("length")
     # A name must not lead out of the folder.
     if os.path.basename(file) != file or file in ("", ".", ".."):
-        raise _DamagedError(f"{printable(name)} is in {printable(file)}, which is no file of the folder")
+        raise _DamagedError(f"{name} is in {file}, which is no file of the folder")
     if type(position) is not int or type(length) is not int or position < 0 or length < 0:
-        raise _DamagedError(f"{printable(name)} has no place in {printable(file)}")
+        raise _DamagedError(f"{name} has no place in {file}")
     return Chunk(offsets=offsets, shape=sizes, file=file, position=position, num_bytes=length)
 
 
@@ -205,11 +204,11 @@ def _sizes(value: object) -> tuple[int, ...]:
         raise _DamagedError("a size is missing")
     sizes = value.args[0] if value.args else ()
     if type(sizes) is not tuple or not all(type(each) is int and 0 <= each < 2**48 for each in sizes):
-        raise _DamagedError(f"{printable(str(sizes)[:40])} is no size")
+        raise _DamagedError(f"{repr(sizes)[:40]} is no size")
     return sizes
 
 
 def _text(value: object) -> str:
-    if type(value) is not str:
-        raise _DamagedError(f"{printable(str(value)[:40])} is no name")
+    if type(value) is not str or not value.isprintable():
+        raise _DamagedError(f"{str(value)[:40]!r} is no name")
     return value

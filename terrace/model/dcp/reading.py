@@ -19,7 +19,7 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.base.printable import printable
 from terrace.model.config import ModelConfig
-from terrace.model.dcp.metadata import Chunk, Tensors, read_metadata
+from terrace.model.dcp.metadata import Chunk, DcpTensor, read_metadata
 from terrace.model.dcp.names import TORCHTITAN, check_dense, check_titan, from_titan, heads_of, model_names
 from terrace.model.hf.folder import METADATA
 
@@ -53,13 +53,9 @@ class DcpWeights:
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise ModelError(
-                    f"cannot read {printable(str(path))}: {error.strerror}; copy the folder again"
-                ) from error
+                raise ModelError(f"cannot read {path}: {error.strerror}; copy the folder again") from error
             if size < end:
-                raise ModelError(
-                    f"{printable(str(path))} has {size} bytes, and {METADATA} needs {end}: copy the folder again"
-                )
+                raise ModelError(f"{path} has {size} bytes, and {METADATA} needs {end}: copy the folder again")
 
     def check(self, config: ModelConfig) -> None:
         """Raise `ModelError` for a model whose parameters have no known names in a DCP folder."""
@@ -88,7 +84,9 @@ class DcpWeights:
             self._last = name, value
         return self._last[1]
 
-    def _read(self, name: str, stored: Tensors) -> Tensor:
+    def _read(self, name: str, stored: DcpTensor) -> Tensor:
+        if stored.dtype not in _TORCH:
+            raise ModelError(f"{name} in {self.folder} is stored as {stored.dtype}, which is no plain float")
         dtype = _TORCH[stored.dtype]
         if len(stored.chunks) == 1:
             return self._chunk(name, stored.chunks[0], dtype)
@@ -99,7 +97,7 @@ class DcpWeights:
             seen[box] = True
         # The chunks have as many elements as the tensor, so an overlap leaves a gap.
         if not bool(seen.all()):
-            raise ModelError(f"the chunks of {printable(name)} in {self.folder} overlap: save the model again")
+            raise ModelError(f"the chunks of {name} in {self.folder} overlap: save the model again")
         return whole
 
     def _chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
@@ -115,11 +113,9 @@ class DcpWeights:
             raise ModelError(f"cannot read {path}: {error.strerror}") from error
         except _UNREADABLE as error:
             reason = printable(str(error).partition("\n")[0])[:80]
-            raise ModelError(f"{printable(name)} in {path} is damaged ({reason}): copy the folder again") from error
+            raise ModelError(f"{name} in {path} is damaged ({reason}): copy the folder again") from error
         if not isinstance(found, Tensor) or found.shape != chunk.shape or found.dtype != dtype or found.is_sparse:
-            raise ModelError(
-                f"{printable(name)} in {path} is not the tensor that {METADATA} says: copy the folder again"
-            )
+            raise ModelError(f"{name} in {path} is not the tensor that {METADATA} says: copy the folder again")
         return found.detach()
 
 
@@ -127,7 +123,7 @@ class DcpWeights:
 class _Slice:
     folder: DcpWeights
     name: str
-    stored: Tensors
+    stored: DcpTensor
 
     def get_shape(self) -> tuple[int, ...]:
         return self.stored.shape
