@@ -14,6 +14,7 @@ from terrace.base.errors import ModelError, TerraceError
 from terrace.launch.start import LocalPool, World
 from tests.support.declared_models import DIMS, Declared, alone, declaration_of, model_of, train_on_ranks, trained
 from tests.support.families import TOKENS, transformers
+from tests.support.nightly import nightly
 from tests.support.toys import cluster_of
 
 TOLERANCE = 1e-10
@@ -41,7 +42,8 @@ CASES: dict[tuple[int, ...], list[Declared]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", CASES, ids=str)
+# Four processes that import transformers take longer than the cases.
+@pytest.mark.parametrize("sizes", [(2,), *nightly(((2, 2),))], ids=str)
 def test_declared_models_equal_one_process(pool: LocalPool, sizes: tuple[int, ...]) -> None:
     cases = CASES[sizes]
     world = cluster_of(*sizes).world_size
