@@ -1,14 +1,19 @@
 """Rules of `plan.tensor_chunks`: a number of parts, or "fused" with the products beside the messages."""
 
+from collections.abc import Sequence
+
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import FUSED, Plan
 from terrace.plan.wire import MessageClass
 
+_INSTEAD = "write a number of parts, tensor_chunks = 4"
 
-def check_tensor_chunks(cluster: Cluster, plan: Plan) -> None:
-    """Raise `PlanError` for a value without effect, and for fused messages on ranks that share no memory."""
+
+def check_tensor_chunks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` for a value without effect, and for messages that cannot be fused with products."""
     value = plan.tensor_chunks
     if plan.num_tensor_parts < 1:
         raise PlanError(f"tensor_chunks = {value}: a message travels in at least 1 part")
@@ -21,26 +26,34 @@ def check_tensor_chunks(cluster: Cluster, plan: Plan) -> None:
         )
     if plan.fuses_tensor and (why := why_not_fused(cluster, mesh, plan)):
         raise PlanError(f"tensor_chunks = {FUSED!r}: {why}")
+    if plan.fuses_tensor and any(_is_of_adapter(param) for block in blocks for param in block.params):
+        raise PlanError(
+            f"tensor_chunks = {FUSED!r} with adapters: an adapter's product is a part of the sum that is fused with "
+            f"another; {_INSTEAD}"
+        )
+
+
+def _is_of_adapter(param: ParamSpec) -> bool:
+    return any(name == "rank" for name, _ in param.dims)
 
 
 def why_not_fused(cluster: Cluster, mesh: Mesh, plan: Plan) -> str:
     """Why the messages of a mesh with tensor rows cannot be fused with products, and the fix; "" where they can."""
     device, tiers = cluster.device, cluster.tiers
-    instead = "write a number of parts, tensor_chunks = 4"
     if device.backend != "cuda":
-        return f"only CUDA devices have symmetric memory, and device.backend is {device.backend!r}; {instead}"
+        return f"only CUDA devices have symmetric memory, and device.backend is {device.backend!r}; {_INSTEAD}"
     # Ranks read each other's memory: on one node, or on one fabric of NVLink.
     innermost = next((index for index, tier in enumerate(tiers) if tier.size > 1), 0)
     if mesh.tiers("rows") != (innermost,):
         there = " and ".join(repr(tiers[tier].name) for tier in mesh.tiers("rows"))
         return (
             f"rows share memory on the innermost tier of several devices, {tiers[innermost].name!r}, and these are on "
-            f"{there}; map all rows to it, or {instead}"
+            f"{there}; map all rows to it, or {_INSTEAD}"
         )
     wire = plan.wire_format(MessageClass.TENSOR, tiers[innermost].name)
     if wire.name != plan.compute:
         return (
             f"values are read in {plan.compute}, as they are computed, and wire.tensor.{tiers[innermost].name} = "
-            f"{wire.name!r} rounds them; leave the format out, or {instead}"
+            f"{wire.name!r} rounds them; leave the format out, or {_INSTEAD}"
         )
     return ""

@@ -9,6 +9,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
+from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import is_layer
 from terrace.plan.fp16_rules import check_fp16
 from terrace.plan.gaps import num_gaps
@@ -175,6 +176,8 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
         )
     if not is_context_parallel(mesh, plan):
         return
+    if why := why_whole(blocks, balance=plan.balance):
+        raise PlanError(f"this model cannot be spread over context ranks: {why}; give the tier to another axis")
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     found = {block.name: attention_heads(block, rows) for block in blocks}
     # Without declared heads nothing says how attention may be split.
@@ -298,7 +301,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
             f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}"
         )
-    check_tensor_chunks(cluster, plan)
+    check_tensor_chunks(cluster, plan, blocks)
     _check_chunks(plan)
     _check_gaps(cluster, plan)
     if plan.prefetch < 0:

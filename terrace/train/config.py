@@ -28,7 +28,7 @@ from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance import check_balance, telling_choices
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.routes import lossy_messages
@@ -40,7 +40,7 @@ from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import with_rate
-from terrace.train.rules import check_attention, check_moved
+from terrace.train.rules import check_attention, check_moved, check_positions
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
@@ -260,9 +260,8 @@ def _check(run: RunConfig) -> None:
     check_objective(run)
     check_evaluation(run)
     check_attention(run)
+    check_positions(run)
     run.num_micros()
-    if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
-        raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:
         raise ModelError(
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "

@@ -76,8 +76,10 @@ def evaluate(
             nats=nats, num_tokens=num_tokens, num_documents=counted.num_documents, num_bytes=counted.num_bytes
         )
 
+    # Where RoPE follows the length of a row, a window that is long enough for that has a row of its own.
+    alone = 0 < model.config.rope_limit < context
     # Texts are a stream: counts are running, and no window is kept.
-    for row in _rows(counted.windows(model, texts, context), max(context, _ROW_TOKENS)):
+    for row in _rows(counted.windows(model, texts, context), 1 if alone else max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
         num_tokens += sum(window.num_predicted for window in row)
         if progress is not None:
@@ -142,9 +144,9 @@ def _nats(model: Trained, row: list[_Window]) -> float:
         torch.tensor([[part for window in row for part in taken(window)]], device=device)
         for taken in (lambda w: w.tokens[:-1], lambda w: w.labels, lambda w: range(w.size))
     )
-    x = tokens
+    x, is_alone = tokens, len(row) == 1
     for block in model.blocks[:-1]:
-        x = block(x, positions)
+        x = block(x, None if is_alone else positions)
     total = 0.0
     # The head runs on a part of the row at a time: logits are the largest tensor.
     for start in range(0, labels.shape[1], _HEAD_TOKENS):

@@ -9,6 +9,7 @@ import pytest
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import load
 from terrace.cluster.cluster import Cluster
+from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
 from tests.support.fused import on_cuda
@@ -72,6 +73,13 @@ def test_products_of_8_bits_beside_it_are_refused() -> None:
     cluster = replace(cluster, device=replace(cluster.device, peak_flops_per_s=peaks))
     with pytest.raises(PlanError, match="products = 'fp8' with tensor_chunks = 'fused'"):
         validate(cluster, plan_of(TWO, "fused", products="fp8"), BLOCKS)
+
+
+def test_adapters_beside_it_are_refused() -> None:
+    blocks = with_adapters(BLOCKS, LoraConfig(rank=2, targets=("layers.*.mlp.*",)))
+    validate(on_cuda(cluster_of(2)), plan_of(TWO, 2), blocks)
+    with pytest.raises(PlanError, match=r"tensor_chunks = .fused. with adapters: .*; write a number of parts"):
+        validate(on_cuda(cluster_of(2)), plan_of(TWO, "fused"), blocks)
 
 
 def test_operations_recomputed_beside_it_are_refused() -> None:
