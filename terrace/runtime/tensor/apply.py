@@ -41,8 +41,8 @@ from terrace.runtime.tensor.modules import (
     VocabParallelEmbedding,
     VocabParallelHead,
     WholeLinear,
-    routed_in_parts,
 )
+from terrace.runtime.tensor.routed import routed_in_parts
 from terrace.runtime.token_numbers import TokenNumbers
 
 

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.decoder import check_positions, scaled
-from terrace.plan.tensor_traffic import row_tokens
 from terrace.runtime.batch import Batch
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
-from terrace.runtime.tensor.axis_comm import AxisComm, Map, mapped, share
+from terrace.runtime.tensor.axis_comm import AxisComm, share
 from terrace.runtime.tensor.fused import gather_products, scatter_product
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
 from terrace.runtime.tensor.regathered import RegatheredInput, await_input, gather_input, reduce_output
@@ -106,7 +105,7 @@ class TensorAxis(InBlockAxis):
     def pad(self, x: Tensor) -> Tensor:
         """From x (B, S, ...) to (T', ...)."""
         x = x.flatten(0, 1)
-        return _padded(x, x.shape[0] + -x.shape[0] % self.rows.degree)
+        return padded(x, x.shape[0] + -x.shape[0] % self.rows.degree)
 
     def unpad(self, x: Tensor) -> Tensor:
         """From x (T', ...) to (B, S, ...)."""
@@ -134,30 +133,8 @@ class TensorAxis(InBlockAxis):
         return self.collect(self.rows.copy(x).flatten(0, 1)).view(*self.shape, -1)
 
 
-def routed_in_parts(routed: Map, axis: TensorAxis) -> Map:
-    """`routed` of a mixture, (T, H) to (T, H), so that each row routes its own part of the tokens, without padding.
-
-    With sequence parallelism the tokens are a part already, padded at the end. Else all rows have the same: results
-    are gathered, and so are the gradients of the tokens.
-    """
-    rows = axis.rows
-
-    def of_part(tokens: Tensor) -> Tensor:
-        total = axis.shape[0] * axis.shape[1]
-        own, size = row_tokens(total, rows.degree, rows.place), -(-total // rows.degree)
-
-        def whole(part: Tensor) -> Tensor:
-            return rows.all_gather(_padded(part, size))[:total]
-
-        if axis.splits_tokens:
-            return _padded(routed(tokens[: own.stop - own.start]), size)
-        part = mapped(tokens, lambda x: x[own], whole)
-        return mapped(routed(part), whole, lambda gradient: gradient[own])
-
-    return of_part
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
+def padded(x: Tensor, size: int) -> Tensor:
+    """x with rows of zeros up to `size`."""
     return F.pad(x, (0, 0, 0, size - x.shape[0])) if x.shape[0] < size else x
 
 

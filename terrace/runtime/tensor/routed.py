@@ -1,0 +1,30 @@
+"""Tokens of a mixture under the tensor axis: each row routes a part of them."""
+
+from torch import Tensor
+
+from terrace.plan.tensor_traffic import row_tokens
+from terrace.runtime.tensor.axis_comm import Map, mapped
+from terrace.runtime.tensor.modules import TensorAxis, padded
+
+
+def routed_in_parts(routed: Map, axis: TensorAxis) -> Map:
+    """`routed` of a mixture, (T, H) to (T, H), so that each row routes its own part of the tokens, without padding.
+
+    With sequence parallelism the tokens are a part already, padded at the end. Else all rows have the same: results
+    are gathered, and so are the gradients of the tokens.
+    """
+    rows = axis.rows
+
+    def of_part(tokens: Tensor) -> Tensor:
+        total = axis.shape[0] * axis.shape[1]
+        own, size = row_tokens(total, rows.degree, rows.place), -(-total // rows.degree)
+
+        def whole(part: Tensor) -> Tensor:
+            return rows.all_gather(padded(part, size))[:total]
+
+        if axis.splits_tokens:
+            return padded(routed(tokens[: own.stop - own.start]), size)
+        part = mapped(tokens, lambda x: x[own], whole)
+        return mapped(routed(part), whole, lambda gradient: gradient[own])
+
+    return of_part
