@@ -76,7 +76,7 @@ def test_a_reward_function_teaches(how: str, tmp_path: Path) -> None:
         place = words.index("--folder")
         done = terrace(*words[:place], *words[place + 2 :], "--explain", cwd=EXAMPLES.parent)
         assert done.returncode == 0, done.stderr
-        assert "reward" in done.stdout
+        assert "8 prompts of 16 tokens x 8 responses of 12 tokens" in done.stdout
         return
     done = terrace(*words, "--run.steps", "7", cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
