@@ -9,8 +9,9 @@ from tests.support.hf_folder import write_folder
 from tests.support.tiny_runs import terrace
 
 _COMMANDS = (
-    "train --model base --data text.txt --data.cache cache --folder run --ranks 1 --plan ddp --lora.rank 2 --train.steps 2 "
-    "--train.batch 2 --train.sequence 16 --train.warmup_steps 1 --train.rank_logs true --train.profile 2-2",
+    "train --model base --data text.txt --data.cache cache --folder run --ranks 1 --plan ddp --lora.rank 2 "
+    "--train.steps 2 --train.batch 2 --train.sequence 16 --train.warmup_steps 1 --train.rank_logs true "
+    "--train.profile 2-2",
     "export run whole",
     "export run adapter --adapter",
     "report run",
