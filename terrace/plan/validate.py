@@ -295,8 +295,8 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.sums:
         raise PlanError(
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
-            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}, and no more than "
-            "the micro-batches of a rank"
+            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}, and "
+            "no more than a rank has micro-batches"
         )
     if plan.tensor_chunks < 1:
         raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: a message travels in at least 1 part")

@@ -127,7 +127,7 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
 def test_the_found_plan_is_as_long_as_itself(here: Planning) -> None:
     words = ("--nodes", "1", "--pin", "pipeline=2", "--best", "1")
     assert here.say("plan", *words)[0] == 0
-    code, out, _ = here.say("plan", *words, "--plan", "plan.toml", "--output", "other.toml")
+    code, out, _ = here.say("plan", *words, "--plan", "plan.toml", "--out", "other.toml")
     assert code == 0
     assert "0.0 % longer than the best" in joined(out)
     assert "is the file that is read" in here.refused("plan", *words, "--plan", "plan.toml", "--force")

@@ -16,8 +16,8 @@ _COMMANDS = (
     "export run adapter --adapter",
     "report run",
     "data prepare --data text.txt --data.tokenizer base/tokenizer.json --data.cache prepared",
-    "plan --model base --cluster dgx-a100 --nodes 1 --batch 8 --seq 32 --axes data",
-    "scale --plan plan.toml --output scale.svg",
+    "plan --model base --cluster dgx-a100 --nodes 1 --batch 8 --sequence 32 --axes data",
+    "scale --plan plan.toml --picture scale.svg",
     "simulate plan.toml --page step.html --trace trace.json",
 )
 
