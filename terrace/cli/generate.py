@@ -54,8 +54,8 @@ def add_parser(commands: Any) -> None:
         type=float,
         metavar="P",
         default=1.0,
-        help="of these, whose probabilities are scaled to 1, draw from the fewest likeliest that together reach probability P "
-        "(default: %(default)s, all)",
+        help="of these, whose probabilities are scaled to 1, draw from the fewest likeliest that together reach "
+        "probability P (default: %(default)s, all)",
     )
     parser.add_argument(
         "--min-p",

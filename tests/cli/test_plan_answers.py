@@ -90,7 +90,7 @@ def test_a_plan_says_what_tokens_take(here: Planning) -> None:
         (["--plan.micro_batch", "3"], "--plan three-level: batch = 16 is not a multiple"),
         (["--plan", "zero3", "--plan.mapping.node.tensor", "3"], "--plan zero3: "),
         (["--plan.micro_bath", "1"], "did you mean 'plan.micro_batch'"),
-        (["--train.batch", "1"], "--train: only figures of the cluster and keys of a plan"),
+        (["--train.steps", "1"], "--train: only figures of the cluster and keys of a plan"),
     ],
 )
 def test_bad_questions_are_one_line_before_the_search(
