@@ -1,7 +1,6 @@
 """Advice of a refusal is accepted: "use at most 5" is followed by a 5 that is not refused."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ CASES = (
 
 
 @pytest.fixture
-def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[CommandLine]:
+def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     """A folder with a tiny run; no rank is started."""
     write_run(tmp_path, 2, 2)
     (tmp_path / "gpt2.json").write_text(_GPT2)
