@@ -79,8 +79,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     path = options.data if path is None else path
     if (path is None) == (options.distribution is None):
         raise ConfigError("give either a PATH or --distribution NAME; see terrace data lengths --help")
-    if options.sequence < 1 or (options.batch is not None and options.batch < 1):
-        raise ConfigError("--sequence and --batch must be at least 1")
+    for option in ("sequence", "batch"):
+        if getattr(options, option) is not None and getattr(options, option) < 1:
+            raise ConfigError(f"--{option} {getattr(options, option)} must be at least 1")
     if options.picture is not None:
         check_writable("--picture", options.picture)
         if options.picture.suffix != ".svg":

@@ -250,7 +250,14 @@ def section(name: str, value: Any) -> Any:
         return {"preset": value}
     if Path(value).suffix not in (".toml", ".json") and not os.path.exists(value):
         raise PlanError(f"no plan preset or file {value!r}{did_you_mean(value, PRESETS)}")
-    return {key: given for key, given in read_table(Path(value)).items() if key != TASK}
+    if os.path.isdir(value):
+        raise PlanError(
+            f"{value} is a folder, not a plan: name a preset or a file; a run's own plan is in its config.toml"
+        )
+    table = read_table(Path(value))
+    if name == "plan" and isinstance(table.get("plan"), (str, dict)):
+        raise PlanError(f"{value} is the file of a run, of which a plan is a section: give it as --config {value}")
+    return {key: given for key, given in table.items() if key != TASK}
 
 
 def _check(run: RunConfig) -> None:

@@ -207,7 +207,8 @@ def test_a_run_whose_linker_fails_ends_in_a_line(tmp_path: Path) -> None:
     """Found by the trial before a rank is started, or, where torch has cached the trial, in the first step."""
     linker = tmp_path / "c++"
     linker.write_text(
-        '#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\necho "ld: cannot find -lgomp" >&2\nexit 1\n'
+        '#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; *-shared*) echo "ld: cannot find -lgomp" >&2; '
+        'exit 1;; esac\nexec g++ "$@"\n'
     )
     linker.chmod(0o755)
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
