@@ -173,7 +173,8 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
     known = [item.name for item in fields(RlConfig)]
     for name in table:
         if name not in known:
-            raise ConfigError(f"unknown section {name!r}{did_you_mean(name, known)}")
+            of_train = "; that is a section of terrace train" if name in ("data", "train") else ""
+            raise ConfigError(f"unknown section {name!r}{of_train or did_you_mean(name, known)}")
     if "run" not in table:
         raise ConfigError("section [run] is missing: give --task sort, or --config FILE with one")
     run = load(RunKeys, table["run"], "run")

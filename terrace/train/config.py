@@ -245,6 +245,8 @@ def section(name: str, value: Any) -> Any:
                 f"cannot read {value}: No such file or directory; --model takes a folder or a config.json, so download "
                 "a model of the Hub first (hf download NAME --local-dir FOLDER)"
             )
+        if Path(value).suffix in (".safetensors", ".bin", ".pt", ".gguf"):
+            raise ConfigError(f"{value} is a file of weights: give its folder, which also has the config.json")
         return read_table(Path(value, "config.json") if os.path.isdir(value) else Path(value))
     if value in PRESETS:
         return {"preset": value}

@@ -46,6 +46,12 @@ CASES = (
     ("trian", "there is no command 'trian'; did you mean 'train'?"),
     ("help train", "write terrace COMMAND --help"),
     ("--plan zero3", "--plan comes after a command, as in terrace train --plan"),
+    ("train --model hf/model-00001-of-00004.safetensors", "is a file of weights: give its folder, which also has the"),
+    (
+        "plan --model hf/model-00001-of-00004.safetensors --cluster lab --batch 8 --sequence 8",
+        "is not a model: give a config.json or a folder",
+    ),
+    ("rl --config run.toml", "unknown section 'data'; that is a section of terrace train"),
     ("rl --task sort --model hf", "task 'sort' has a tokenizer of its own, of 12 tokens, and the model would write 96"),
 )
 

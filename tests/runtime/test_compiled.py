@@ -202,28 +202,20 @@ def test_a_compiler_that_fails_in_the_first_step_is_named_in_a_line() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_a_run_whose_linker_fails_ends_in_a_line(tmp_path: Path) -> None:
-    """Found by the trial before a rank is started, or, where torch has cached the trial, in the first step."""
     linker = tmp_path / "c++"
     linker.write_text(
-        '#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; *-shared*) echo "ld: cannot find -lgomp" >&2; '
-        'exit 1;; esac\nexec g++ "$@"\n'
+        '#!/bin/sh\necho "ld: cannot find -lgomp" >&2\ncase "$*" in *--version*) exec g++ "$@";; esac\nexit 1\n'
     )
     linker.chmod(0o755)
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    check = "import torch; from terrace.runtime.compiled import check_compiler; check_compiler(torch.device('cpu'))"
-    config = write_run(tmp_path, 1, steps=2, timeout_s=500.0)
-    train = ["-m", "terrace", "train", "--config", str(config), "--train.compile", "true"]
-    for folder, cached in (("a", False), ("b", True)):
-        if cached:
-            subprocess.run([sys.executable, "-c", check], env=environment() | cache, check=True)
-        done = subprocess.run(
-            [sys.executable, *train, "--folder", str(tmp_path / folder)],
-            env=environment() | cache | {"CXX": str(linker)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == (1 if cached else 2), done.stderr
-        assert "c++ said: ld: cannot find -lgomp" in one_line(done.stderr)
+    config = write_run(tmp_path, 1, steps=2)
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(linker)}
+    words = ["train", "--config", str(config), "--train.compile", "true", "--folder", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "terrace", *words], env=environment() | own, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    said = one_line(done.stderr)
+    assert f"{linker} said: ld: cannot find -lgomp" in said
+    assert "or give --train.compile false" in said
+    assert not (tmp_path / "run").exists()
