@@ -80,7 +80,7 @@ def test_make_targets_exist() -> None:
 
 
 # Long pages whose commands have tests of their own.
-_NIGHTLY = ("context.md", "pipelines.md", "probing.md")
+_NIGHTLY = ("context.md", "experts.md", "generating.md", "pipelines.md", "probing.md", "rl.md")
 
 
 @pytest.mark.timeout(600)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 Work = Callable[[], object]
 SECONDS = "training.json"  # in a setting's folder: the steps of the contestants so far
 
@@ -52,6 +50,8 @@ class Setting:
     def finish(self) -> None:
         """Wait for the device."""
         if self.is_cuda:
+            import torch  # here: the process that starts the parts does without
+
             torch.cuda.synchronize()
 
     def median_s(self, work: Work, rounds: int = 20) -> float:
@@ -65,6 +65,8 @@ class Setting:
             begin_s = time.perf_counter()
             work()
             return time.perf_counter() - begin_s
+        import torch
+
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         work()

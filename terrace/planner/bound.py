@@ -141,12 +141,18 @@ class Bounds:
         return self.works.of(shape, *numbers), dearest
 
     def partly(self, core: PartialCandidate, first: int) -> PartialCandidate:
-        """A core without a pipeline, that recomputes something in its first layers alone, with their number."""
+        """A core without a pipeline, that recomputes something in its first layers alone, with their number.
+
+        The others keep more. One of them is left out of `stages`: at the peak its backward may have begun.
+        """
         numbers = core.micro_batch, core.recompute, core.num_micros > 1
         least, most = self.works.of(core.shape, *numbers).each, self.works.most(core.shape, *numbers)
-        kinds = [self.split.order[index] for index in self.task.inner[:first]]
-        more_s = core.num_micros * sum(most[kind][1] - least[kind][1] for kind in kinds)
-        return core._replace(first=first, span_s=core.span_s + more_s)
+        kinds = [self.split.order[index] for index in self.task.inner]
+        more_s = core.num_micros * sum(most[kind][1] - least[kind][1] for kind in kinds[:first])
+        others = self.works.sizes(core.shape, self.works.again.all_layers(core.recompute, least=True)).kept
+        more = core.micro_batch * sum(others[kind] - core.sizes.kept[kind] for kind in kinds[first + 1 :])
+        ((numel, kept, stack),) = core.stages
+        return core._replace(first=first, span_s=core.span_s + more_s, stages=((numel, kept + more, stack),))
 
     def tightened(self, core: PartialCandidate) -> PartialCandidate:
         """The core with its `exact` span, along a critical path of its orders; raises `PlanError` as the schedule does.

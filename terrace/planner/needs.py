@@ -5,6 +5,7 @@ nothing; the first corner of terrace.planner.operations in one layer, in two, ..
 One that fits is of interest if the one before it does not.
 """
 
+from bisect import bisect_left
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -55,19 +56,33 @@ class Needs:
             before = before._replace(first=self.num_layers - 1) if self.num_layers > 1 else self._others(before)
         return self._fits(before)
 
-    def first(self, core: PartialCandidate, placement: Placement, unit: int) -> list[int]:
-        """The least number of first layers, fewer than all, with which a candidate fits; none if it needs none or all.
+    def least_first(self, core: PartialCandidate, placement: Placement, unit: int) -> int | None:
+        """Lower bound on `first`, without building a plan; None if a candidate needs it in all layers."""
+        bounds = self.evaluator.bounds
 
-        Each further layer keeps less, so it is found by bisection.
+        def fits(first: int) -> bool:
+            return bounds.least_bytes(bounds.partly(core, first), placement, unit) <= self.capacity_bytes
+
+        numbers = range(1, self.num_layers)
+        at = bisect_left(numbers, True, key=fits)
+        return numbers[at] if at < len(numbers) else None
+
+    def first(self, core: PartialCandidate, placement: Placement, unit: int) -> int | None:
+        """The least number of first layers, fewer than all, with which a candidate fits; None if it needs none or all.
+
+        Each further layer keeps less: the number is the least possible or little more.
         """
-        candidate = core.candidate(placement, unit)
-        too_few, enough = 0, self.num_layers - 1
-        if not enough or self._fits(self._others(candidate)) or not self._fits(candidate._replace(first=enough)):
-            return []
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            too_few, enough = (too_few, middle) if self._fits(candidate._replace(first=middle)) else (middle, enough)
-        return [enough]
+        candidate, enough = core.candidate(placement, unit), self.num_layers - 1
+        least = self.least_first(core, placement, unit)
+        if least is None or (least == 1 and self._fits(self._others(candidate))):
+            return None
+        too_few, step = least - 1, 1
+        while not self._fits(candidate._replace(first=min(too_few + step, enough))):
+            too_few, step = too_few + step, 2 * step
+            if too_few >= enough:
+                return None
+        numbers = range(too_few + 1, min(too_few + step, enough) + 1)
+        return numbers[bisect_left(numbers, True, key=lambda first: self._fits(candidate._replace(first=first)))]
 
     def _others(self, candidate: Candidate) -> Candidate:
         value = self.space.task.recomputations.all_layers(candidate.recompute, least=True)

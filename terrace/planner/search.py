@@ -136,7 +136,7 @@ class Search:
             if self.needs.are_less(core, placement, unit):
                 continue
             if self.needs.are_open(core):
-                for first in self.needs.first(core, placement, unit):
+                if first := self.needs.first(core, placement, unit):
                     partly = self.bounds.partly(core, first)
                     bound_s = max(entry[0], self.bounds.placed_s(partly, placement, unit))
                     tie_break = (*partly.key, placement, unit)
@@ -271,6 +271,11 @@ class Search:
         for excess_s, placement, unit in self._placed(played):
             if self._fits(played, placement, unit):
                 placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
+                if self.needs.are_open(played):
+                    first = self.needs.least_first(played, placement, unit)
+                    if first is None:
+                        continue
+                    placed_s = max(placed_s, self.bounds.placed_s(self.bounds.partly(played, first), placement, unit))
                 yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit, _NONE
 
     def _closed(self, core: PartialCandidate) -> Iterator[PartialCandidate]:

@@ -34,6 +34,7 @@ def test_every_variant_is_a_plan_for_the_model(name: str) -> None:
     validate(variant.cluster, variant.plan(4), block_specs(decoder(160, 3)))
 
 
+@pytest.mark.nightly
 def test_all_begin_at_one_checkpoint(pool: LocalPool, job: Job, tmp_path: Path) -> None:
     """The synchronous run from its checkpoint is the run that never stopped; two stages are no other run."""
     found = {name: found_of(pool, replace(job, variant=name)) for name in ("synchronous", "every-20", "stages")}

@@ -135,6 +135,7 @@ def small() -> Task:
     return Task(model=gpt(4096, 8, 32, 1024), cluster=cluster, batch=64, sequence=1024)
 
 
+@pytest.mark.nightly
 def test_both_sides_keep_their_rules_and_their_seconds(small: Task) -> None:
     found = contest(small)
     assert found.megatron is not None

@@ -28,15 +28,16 @@ HERE = (
     "training:plain",
     "training:8B engine",
 )
-# A part of that name with other rows, in the process and by the entry point of all parts.
+# A part without torch, in a process and by the entry point of all parts.
 PART = """
-import bench.gpu_parts.bandwidth as part
+import sys, types
 from bench.gpu_parts.setting import Row
 from bench.gpu_parts.__main__ import main
 def rows(setting):
     yield Row("before", "1")
     {failure}
     yield Row("after", "2")
+part = sys.modules["bench.gpu_parts.made_up"] = types.ModuleType("made_up")
 part.rows = rows
 main()
 """
@@ -83,7 +84,7 @@ def test_every_part_has_a_module_and_they_are_worth_more_than_their_time() -> No
 
 def test_a_part_that_fails_in_any_way_costs_no_other(tmp_path: Path) -> None:
     def command(part: str, file: Path) -> Sequence[str]:
-        words = ["bandwidth", "--rows", str(file), "--folder", str(tmp_path), "--device", "cpu", "--peak-tflops", "1"]
+        words = ["made_up", "--rows", str(file), "--folder", str(tmp_path), "--device", "cpu", "--peak-tflops", "1"]
         return [sys.executable, "-c", PART.format(failure=FAILURES[part][0]), *words]
 
     parts = [Part(name, limit_s) for name, (_, limit_s, _) in FAILURES.items()]

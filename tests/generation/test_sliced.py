@@ -68,7 +68,7 @@ def compared(world: World, names: Sequence[str]) -> list[tuple[float, bool, list
     return found
 
 
-@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("rows", [2, *nightly(4)])
 def test_rows_have_the_logits_and_greedy_tokens_of_whole_blocks(pool: LocalPool, rows: int) -> None:
     names = list(CONFIGS)
     by_rank = pool.run(rows, compared, names, timeout_s=120.0)

@@ -24,6 +24,7 @@ from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from tests.support.memory_probe import Held, measure, measure_wide
+from tests.support.nightly import nightly
 from tests.support.toys import cluster_of, with_wires
 
 TOLERANCE = 0.05  # of live bytes: activations are counted, and the categories do not peak all at once
@@ -55,7 +56,7 @@ def check(pool: LocalPool, sizes: tuple[int, ...], runs: list[tuple[Plan, int, s
                 assert abs(ratio - 1) < TOLERANCE, (plan.name, num_micros, lane, ratio)
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "hsdp", "zero++", "three-level"])
+@pytest.mark.parametrize("name", ["zero2", "zero3", "three-level", *nightly("ddp", "zero1", "hsdp", "zero++")])
 def test_model_state_is_what_the_formula_says(pool: LocalPool, name: str) -> None:
     plan = preset(name, cluster_of(*SIZES))
     narrow = replace(plan, compute="bf16")
@@ -65,13 +66,14 @@ def test_model_state_is_what_the_formula_says(pool: LocalPool, name: str) -> Non
     check(pool, SIZES, runs)
 
 
+@pytest.mark.nightly
 def test_three_level_on_three_tiers(pool: LocalPool) -> None:
     cluster = cluster_of(2, 2, 2)
     plan = preset("three-level", cluster)
     check(pool, (2, 2, 2), [(plan, 2, "eager"), (with_wires(cluster, plan, "bf16"), 2, "lazy")])
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero++", "three-level-compressed"])
+@pytest.mark.parametrize("name", ["ddp", *nightly("zero++", "three-level-compressed")])
 def test_what_messages_in_block_formats_take(pool: LocalPool, name: str) -> None:
     """The arena of messages, and what error feedback keeps."""
     cluster = cluster_of(2, 2, 2)

@@ -17,6 +17,7 @@ from terrace.planner.search import Search, find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
 from tests.support.exhaustive import exhaustive
+from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, MIXED, evaluator_of, gpt, sized, small_task
 from tests.support.planning import Planning, here
 
@@ -29,7 +30,7 @@ DEEP = gpt(24, 2304, 24)
     ("task", "axes"),
     [
         (small_task(CLUSTERS["dgx 2x3"], batch=12), ("data", "tensor", "pipeline")),
-        (small_task(CLUSTERS["frontier 2x1x2"]), ("data", "context")),
+        *nightly((small_task(CLUSTERS["frontier 2x1x2"]), ("data", "context"))),
         (replace(small_task(CLUSTERS["dgx 2x3"], batch=6), model=MIXED), ("data",)),
     ],
 )
@@ -46,9 +47,9 @@ def test_whether_a_plan_fits_is_told_as_trying_everything_tells(task: Task, axes
     ("axes", "pins", "memory_bytes"),
     [
         (("data",), Pins(), 7e9),
-        (("data", "tensor", "pipeline"), Pins(), 4e9),
         (("data", "tensor", "pipeline"), Pins({"recompute": (0, 0)}), 4.5e9),
         (("data", "tensor", "pipeline"), Pins({"pipeline": (3, 3)}), 7e9),
+        *nightly((("data", "tensor", "pipeline"), Pins(), 4e9)),
     ],
 )
 def test_the_fewest_members_are_those_that_searching_every_size_finds(

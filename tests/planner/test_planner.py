@@ -37,6 +37,7 @@ from terrace.simulate.layers import seconds_of
 from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
 from tests.support.exhaustive import check_search
+from tests.support.nightly import nightly
 from tests.support.planner_cases import (
     CLUSTERS,
     MIXED,
@@ -54,10 +55,8 @@ from tests.support.planner_cases import (
     ("name", "axes", "batch"),
     [
         *((name, ("data",), 24) for name in CLUSTERS),
-        ("frontier 2x1x2", AXES, 4),
-        ("dgx 2x3", AXES, 6),
         ("ethernet 2x2", AXES, 4),
-        ("frontier 2x2x2", ("data", "pipeline"), 4),
+        *nightly(("frontier 2x1x2", AXES, 4), ("dgx 2x3", AXES, 6), ("frontier 2x2x2", ("data", "pipeline"), 4)),
     ],
 )
 def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:

@@ -37,6 +37,7 @@ def cluster() -> Iterator[None]:
         found.shutdown()
 
 
+@pytest.mark.nightly
 def test_roles_run_on_two_nodes_and_a_failure_ends_them() -> None:
     with RayRuntime(num_cpus=2.0, timeout_s=120.0) as runtime:
         roles = runtime.pool(2).host(actor=(Scaler, {}), reward=(Scaler, {"factor": 2.0}))

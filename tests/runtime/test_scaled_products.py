@@ -73,6 +73,7 @@ def test_a_product(by_row: bool, shape: tuple[int, int, int], of_left: torch.dty
     torch.testing.assert_close(on_device(*parts, torch.bfloat16), wanted.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.nightly  # compiles
 def test_the_compiled_quantisation_has_the_same_bits() -> None:
     x = normal(48, 32, dtype=torch.bfloat16)
     for each in (x, x.t()):

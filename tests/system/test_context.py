@@ -74,7 +74,7 @@ def case(plan: Plan, kind: tuple[str, Rows], **more: Any) -> Case:
     return Case(plan, model=kind[0], rows=kind[1], batches=dealt_out if plan.balance == "cost" else data_rows, **more)
 
 
-@pytest.mark.parametrize(("size", "kinds"), [(2, 2), (4, 2), (8, 1), *nightly((8, 2))])
+@pytest.mark.parametrize(("size", "kinds"), [(2, 2), (4, 2), *nightly((8, 1), (8, 2))])
 def test_every_form_equals_one_process(pool: LocalPool, size: int, kinds: int) -> None:
     """Every form with one or two kinds of rows, of one or two sequences a micro-batch; every kind comes up."""
     cluster, cases = cluster_of(size), []
@@ -94,6 +94,7 @@ MAPPINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.nightly
 def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
     """With data ranks, several micro-batches, recomputation and frozen layers."""
     cluster, cases = cluster_of(2, 2, 2), []

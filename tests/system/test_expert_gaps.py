@@ -57,9 +57,7 @@ def plan_of(name: str, cluster: Cluster) -> Plan:
     return exact(placement, cluster, **changes)
 
 
-@pytest.mark.parametrize(
-    "name", ["both", *nightly(*(name for name in PLANS if name not in ("both", "rows and stages")))]
-)
+@pytest.mark.parametrize("name", nightly(*(name for name in PLANS if name != "rows and stages")))
 def test_parts_have_the_bits_of_one_message(pool: LocalPool, name: str) -> None:
     cluster = cluster_of(2, 2)
     case = Case(plan_of(name, cluster), num_micros=4, model="deep experts")

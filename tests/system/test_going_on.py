@@ -26,6 +26,7 @@ from terrace.train.config import parse_run, resolve_table
 from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Silent, StepRecord
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import metrics, write_run
 
 STEPS, MIDDLE, EVERY, RANKS = 16, 8, 4, 4
@@ -116,11 +117,10 @@ def whole(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("how", "goes_on_from"),
     [
-        ("more steps are asked for", 8),
         ("signal", 8),
         ("killed", 4),
         ("all killed in a save", 4),
-        ("disk full in a save", 4),
+        *nightly(("more steps are asked for", 8), ("disk full in a save", 4)),
     ],
 )
 def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(

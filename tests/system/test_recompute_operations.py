@@ -17,6 +17,7 @@ from terrace.runtime import replay
 from terrace.runtime.engine import Engine
 from terrace.simulate.activations import activations_of, recomputing
 from terrace.simulate.footprint import work_of
+from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, exact, run_case
 from tests.support.tensor_memory import kept_by_a_layer
 from tests.support.toys import MODELS, Rows, cluster_of
@@ -104,7 +105,7 @@ def train_both(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[tu
     return found
 
 
-@pytest.mark.parametrize("compute", ["fp64", "fp32"])
+@pytest.mark.parametrize("compute", ["fp64", *nightly("fp32")])
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_the_bits_of_what_is_kept(pool: LocalPool, sizes: tuple[int, ...], compute: str) -> None:
     """Losses, norms and parameters after three steps; each operation once in a backward, and no message more."""

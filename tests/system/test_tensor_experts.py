@@ -28,6 +28,7 @@ def plan(sizes: tuple[int, ...], name: str, mapping: Table, experts: Table, spli
     return exact(name, cluster_of(*sizes), mapping=mapping, experts=experts, sequence_parallel=splits, **changes)
 
 
+@pytest.mark.nightly
 def test_two_rows_hold_all_experts(pool: LocalPool) -> None:
     """Every kind of mixture once; a shared expert and its gate are cut and held as an MLP and a norm are."""
     models = ("mixture tied", "mixture, grouped", "mixture, shared expert", "experts, noisy", "experts, cosine")
@@ -61,7 +62,7 @@ FOUR: list[tuple[Table, Table]] = [
 ]
 
 
-@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("splits", [True, *nightly(False)])
 def test_four_ranks_in_two_factorings(pool: LocalPool, splits: bool) -> None:
     cases = [
         Case(plan((2, 2), ("three-level", "zero1")[index % 2], *tables, splits), num_micros=2, model="wide experts")

@@ -32,6 +32,7 @@ DOCUMENTS = Rows(23, ((5, 1, 17), (23,), (4, 4, 4, 11)))
 HALVES = pytest.mark.parametrize("half", [0, *nightly(1)], ids=["in turns", "the rest"])
 
 
+@pytest.mark.nightly
 @HALVES
 def test_losses_of_routers(pool: LocalPool, half: int) -> None:
     cluster = cluster_of(2, 2)

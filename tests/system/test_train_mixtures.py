@@ -123,7 +123,7 @@ CONTEXT: dict[Sizes, list[Case]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), *nightly(((4,),), ((2, 2, 2),))], ids=text)
+@pytest.mark.parametrize("sizes", [*nightly(((2, 2),), ((4,),), ((2, 2, 2),))], ids=text)
 def test_contexts(pool: LocalPool, sizes: Sizes) -> None:
     """Documents packed in a row, rings and Ulysses, beside data and pipeline ranks."""
     check(pool, cluster_of(*sizes), CONTEXT[sizes])

@@ -201,7 +201,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(OTHERS)[:1], *nightly(*list(OTHERS)[1:])])
+@pytest.mark.parametrize("name", nightly(*OTHERS))
 def test_other_models_and_loops_find_what_terrace_eval_finds_and_go_on_as_without(
     pool: LocalPool, tmp_path: Path, name: str
 ) -> None:
