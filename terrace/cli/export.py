@@ -8,8 +8,7 @@ from typing import Any
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import BYTES, SOURCE, check_source
-from terrace.train.run_folder import no_run_words
+from terrace.train.folder import BYTES, SOURCE, check_source, no_run_words
 
 SHARD_BYTES = 5_000_000_000  # default file size in transformers
 DTYPES = ("fp32", "bf16", "fp16", "fp64")

@@ -5,7 +5,6 @@ Terrace's own drawing (colours, a line in place) goes to `raw_stream`.
 """
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -58,6 +57,8 @@ def on_a_terminal() -> Callable[[str], None]:
     """Shows words in one line of the standard error, which the next ones overwrite; nothing where it is no terminal."""
 
     def show(words: str) -> None:
+        import shutil  # here alone, since few commands show any
+
         width = shutil.get_terminal_size().columns - 1
         print(f"\r{printable(words)[:width]}", end="\033[K\r", file=raw_stream(sys.stderr), flush=True)
 

@@ -12,7 +12,7 @@ from terrace.base.schema import read_table
 from terrace.cli.output import sigterm_raises
 from terrace.cli.terminal import Terminal
 from terrace.train.config import parse_run
-from terrace.train.run_folder import no_run_words
+from terrace.train.folder import no_run_words
 
 
 def add_parser(commands: Any) -> None:

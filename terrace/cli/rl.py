@@ -14,7 +14,7 @@ from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
-from terrace.train.run_folder import no_run_words
+from terrace.train.folder import no_run_words
 
 
 def add_parser(commands: Any) -> None:

@@ -20,8 +20,8 @@ from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
+from terrace.train.folder import no_run_words
 from terrace.train.rates import check_rate
-from terrace.train.run_folder import no_run_words
 
 AUTO = "auto"
 

@@ -389,8 +389,7 @@ def find(
 ) -> tuple[Found, Evaluator]:
     """Search a space; also returns the evaluator, for further questions. The memory is that of its cluster's device.
 
-    `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again. Raises
-    `OutOfTimeError` where `patience` ends before.
+    `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
     """
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():

@@ -22,8 +22,7 @@ from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
 from terrace.train.adapted import merged_values
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import SOURCE, check_source
-from terrace.train.run_folder import no_run_words
+from terrace.train.folder import SOURCE, check_source, no_run_words
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
