@@ -27,7 +27,7 @@ HELP = {
     "explain": "the same as terrace simulate --view program",
     "train": "train a model",
     "rl": "train a model by feedback on what it writes",
-    "report": "write a run as one HTML page",
+    "report": "write runs as one HTML page, or serve it while they grow",
     "replay": "repeat a step of a run, block by block",
     "generate": "continue a text with a trained model",
     "eval": "measure how well a trained model predicts a text",

@@ -20,6 +20,7 @@ from terrace.base.sealed import sealed_toml
 from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete, latest, step_of
 from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.writing import clear_leftovers
+from terrace.cli.passing import passing_lines
 from terrace.cli.programs import check_passes, checked_programs
 from terrace.data.batches import Batches, Source
 from terrace.data.eval_batches import EvalSource
@@ -29,9 +30,8 @@ from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
 from terrace.model.hf.mixtures import OWN_KEYS
 from terrace.plan.layout import Layout
-from terrace.program.program import Program
 from terrace.report.tables import quantity
-from terrace.runtime.compiled import check_compiler, compiles_words
+from terrace.runtime.compiled import check_compiler
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.effects import why_no_sample
@@ -73,13 +73,13 @@ def prepare(
     # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)
     check_passes(config, "trained")
-    programs = checked_programs(config)
+    checked_programs(config)
     plan = resolved_run(config).plan
     # Kept, so that on other figures, too, a resumed run multiplies the same parts and rounds the same parts of
     # gradients. It may have other stages, so its file names none that nobody gave.
     kept = replace(config.plan, expert_chunks=plan.expert_chunks, expert_gaps=plan.expert_gaps)
     config = replace(config, plan=kept)
-    is_compiled = compiles(config, programs)
+    is_compiled = compiles(config)
     config = replace(config, data=config.data.absolute())  # so that config.toml works from any directory
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
     check_tokenizer(tokenizer, config)
@@ -128,9 +128,10 @@ def prepare(
     )
 
 
-def compiles(config: RunConfig, programs: Sequence[Program]) -> bool:
-    """Whether the run compiles its blocks, as a line says: where it is asked to, and on CUDA unless it is asked not to.
+def compiles(config: RunConfig) -> bool:
+    """Whether the run compiles its blocks: where it is asked to, and on CUDA unless it is asked not to.
 
+    A line says why it does not where it would.
     Raises `ConfigError` where it is asked to and this machine cannot.
     """
     asked, device = config.train.compile, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,16 +144,14 @@ def compiles(config: RunConfig, programs: Sequence[Program]) -> bool:
             raise
         print(f"not compiled: {error}", flush=True)
         return False
-    print(compiles_words(programs), flush=True)
     return True
 
 
 def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
     """The data that is trained on and the data that is only evaluated, tokenised and checked."""
-    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
-    evaluated = prepare_eval_sources(
-        config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)
-    )
+    with passing_lines() as progress:
+        sources = prepare_sources(config.data, tokenizer, config.train.sequence, progress)
+        evaluated = prepare_eval_sources(config.data, tokenizer, config.train.sequence, progress)
     for source in (*sources, *evaluated):
         source.tokens.check_vocab(config.model.vocab_size)
     # Raises where the data is too short for a batch, or has nothing to evaluate.

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from terrace.cli.output import raw_stream
+from terrace.cli.passing import ERASE
 from terrace.report.tables import quantity
 from terrace.train.metrics import StepRecord, eval_figures
 from terrace.train.utilisation import Utilisation
@@ -20,7 +21,6 @@ from terrace.train.utilisation import Utilisation
 _BAR = 24  # characters
 # Left out of a narrow line, in this order; metrics.jsonl has them all.
 _SPARE = (r"\S+ \S+ (resident|allocated)$", "lr ", "norm ", "balance ")
-_ERASE = "\r\x1b[K"  # the line that the terminal's cursor is in
 
 
 class ProgressLine:
@@ -43,7 +43,7 @@ class ProgressLine:
             # The figures come first. A line longer than the terminal would wrap, and could not be overwritten.
             width = self._console.width - 1
             bar = self._bar(record.step) if len(line) + _BAR + 1 <= width else ""
-            print(f"{_ERASE}{bar}", end="", file=self._raw, flush=True)
+            print(f"{ERASE}{bar}", end="", file=self._raw, flush=True)
             print(line[:width], end="", flush=True)
 
     def above(self, text: str) -> None:
@@ -51,7 +51,7 @@ class ProgressLine:
         self._permanent(text)
 
     def _permanent(self, text: str) -> None:
-        print(_ERASE if self._live else "", end="", file=self._raw)
+        print(ERASE if self._live else "", end="", file=self._raw)
         print(text, flush=True)
 
     def _bar(self, step: int) -> str:

@@ -1,54 +1,172 @@
-"""`terrace report`: a run folder as one HTML page, finished or not."""
+"""`terrace report`: one run or several as one HTML page, finished or not; with --watch served while they grow."""
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terrace.base.errors import ConfigError
 from terrace.cli.files import check_page, check_writable, write_file
 from terrace.report.tables import quantity
 
-_NAME = "report.html"
+if TYPE_CHECKING:
+    from terrace.report.sides import Side
+
+_NAME, _OF_SEVERAL = "report.html", "compared.html"
+_PORT = 7007
+_PORTS = 1 << 16
+
+
+class _Page(NamedTuple):
+    """The page, and the lines that say its main points; `sides` are the runs, where there are several."""
+
+    text: str
+    status: Sequence[str]
+    missing: Sequence[str]
+    sides: Sequence["Side"] = ()
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        description="Write a run folder as one self-contained HTML page. The run may be unfinished, or killed.",
+        description="Write a run folder as one self-contained HTML page, or several on one page: their curves in the "
+        "same charts, final figures side by side, and the settings that differ. A run may be unfinished, or killed.",
     )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of terrace train or terrace rl")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"page to write (default: {_NAME} in the run folder)")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="RUN", help="run folder of terrace train or terrace rl"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"page to write (default: {_NAME} in the run folder; of several runs {_OF_SEVERAL} in the first one)",
+    )
     parser.add_argument("--force", action="store_true", help="replace the --out file if it is there")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="write no file: serve the page to browsers of this machine, anew as the runs grow, until Ctrl-C",
+    )
+    parser.add_argument(
+        "--port", type=int, metavar="N", help=f"port of --watch; 0 takes any free one (default: {_PORT})"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write the page; returns 0."""
+    """Write or serve the page; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace report --help")
+    _check(options)
+    if options.watch:
+        return _watch(options)
+    # Before the runs are read: a page that cannot be written is refused at once.
+    path = _path(options)
+    page = _page_of(options.folders)
+    write_file("--out", path, page.text)
+    for line in page.status:
+        print(line)
+    if page.sides:
+        _show_tables(page.sides)
+    for words in page.missing:
+        print(f"missing: {words}")
+    print(f"wrote {path}: {quantity(len(page.text.encode()), 'B')}; any browser opens it")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
     # Imported here: every command's module is loaded for `--help`, which must be quick.
+    from terrace.report.overlay import MOST_RUNS
+    from terrace.report.rl_folder import is_rl_folder
+    from terrace.report.run_folder import is_run_folder
+
+    folders: list[Path] = options.folders
+    for folder in folders:
+        if not is_run_folder(folder):
+            raise ConfigError(f"{folder} is not a run folder: it has neither config.toml nor metrics.jsonl")
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"{len(folders)} runs: a page tells at most {MOST_RUNS} apart; name fewer")
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        other = seen.setdefault(folder.resolve(), folder)
+        if other is not folder:
+            raise ConfigError(f"{folder} and {other} are the same run: name each once")
+    kinds = {is_rl_folder(folder): folder for folder in folders}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{kinds[True]} is of terrace rl and {kinds[False]} of terrace train, which have no curve in common: "
+            "compare runs of one kind"
+        )
+    if options.watch:
+        for name, given in (("--out", options.out is not None), ("--force", options.force)):
+            if given:
+                raise ConfigError(f"{name} has no effect with --watch, which writes no file: leave one out")
+        if options.port is not None and not 0 <= options.port < _PORTS:
+            raise ConfigError(f"--port {options.port} must be from 1 to {_PORTS - 1}, or 0 for any free one")
+    elif options.port is not None:
+        raise ConfigError(f"--port {options.port} has no effect without --watch")
+
+
+def _page_of(folders: Sequence[Path]) -> _Page:
+    from terrace.report.downloads import downloads
+    from terrace.report.overlay import overlay_page
+    from terrace.report.overlay_text import legend_lines
     from terrace.report.rl_folder import is_rl_folder, rl_view
     from terrace.report.rl_page import rl_page
-    from terrace.report.run_folder import is_run_folder, run_view
+    from terrace.report.run_folder import run_view
     from terrace.report.run_page import run_page
+    from terrace.report.sides import names_of, side_of_rl, side_of_run
 
-    folder: Path = options.folder
-    if not is_run_folder(folder):
-        raise ConfigError(f"{folder} is not a run folder: it has neither config.toml nor metrics.jsonl")
-    # Before the run is read: a page that cannot be written is refused at once.
-    path = _path(options)
-    if is_rl_folder(folder):
-        of_rl = rl_view(folder)
-        page, status, missing = rl_page(of_rl), of_rl.status, of_rl.missing
-    else:
-        view = run_view(folder)
-        page, status, missing = run_page(view), view.status, view.missing
-    write_file("--out", path, page)
-    print(status)
-    for words in missing:
-        print(f"missing: {words}")
-    print(f"wrote {path}: {quantity(len(page.encode()), 'B')}; any browser opens it")
+    of_rl = is_rl_folder(folders[0])
+    if len(folders) == 1 and of_rl:
+        rl = rl_view(folders[0])
+        return _Page(rl_page(rl, downloads([side_of_rl(rl.title, rl)])), [rl.status], rl.missing)
+    if len(folders) == 1:
+        view = run_view(folders[0])
+        return _Page(run_page(view, downloads([side_of_run(view.title, view)])), [view.status], view.missing)
+    sides = [
+        side_of_rl(name, rl_view(folder)) if of_rl else side_of_run(name, run_view(folder, draws=False))
+        for name, folder in zip(names_of(folders), folders, strict=True)
+    ]
+    missing = [f"{side.name}: {words}" for side in sides for words in side.missing]
+    return _Page(overlay_page(sides), legend_lines(sides), missing, sides)
+
+
+def _show_tables(sides: Sequence["Side"]) -> None:
+    from terrace.cli.terminal import Terminal
+    from terrace.report.overlay_text import overlay_tables
+
+    console = Terminal()
+    print()
+    for table in overlay_tables(sides):
+        console.print(table)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from terrace.report.served import ADDRESS, LivePage, served
+
+    folders, port = options.folders, _PORT if options.port is None else options.port
+    page = LivePage(folders, lambda: _page_of(folders).text)
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(served(page, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port} cannot be had ({error.strerror}): name another with --port N, or 0 for any free one"
+            ) from error
+        try:
+            # Made once before the address is said: the first request finds it there.
+            page.current()
+            own = server.server_address[1]
+            print(
+                f"http://{ADDRESS}:{own}/ shows the page, anew as it grows; Ctrl-C ends this\n"
+                f"from another machine: ssh -L {own}:{ADDRESS}:{own} and the name of this one",
+                flush=True,
+            )
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")
     return 0
 
 
@@ -56,7 +174,7 @@ def _path(options: argparse.Namespace) -> Path:
     if options.out is None:
         if options.force:
             raise ConfigError("--force has no effect without --out FILE")
-        own: Path = options.folder / _NAME
+        own: Path = options.folders[0] / (_NAME if len(options.folders) == 1 else _OF_SEVERAL)
         check_writable("--out", own)
         return own
     out: Path = options.out

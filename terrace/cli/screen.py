@@ -3,25 +3,19 @@
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
-from terrace.base.words import counted
-from terrace.cli import views
 from terrace.cli.checks import slow_warning
-from terrace.cli.data_words import data_words
-from terrace.cli.programs import checked_programs, forget_programs
+from terrace.cli.next_commands import next_commands
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
-from terrace.launch.start import pace
-from terrace.probe.products import bf16_slowdown
 from terrace.program.report import StepReport, plain
 from terrace.report.inside import ASSIGNED
 from terrace.report.loads import load_words
@@ -30,110 +24,55 @@ from terrace.report.run_curves import finite
 from terrace.report.stage_tables import stage_comparison_table
 from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
 from terrace.simulate.bands import band_of
-from terrace.train.config import RunConfig
-from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
-from terrace.train.metrics import Outcome, StepRecord, eval_lines, read_metrics
+from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics
 from terrace.train.prediction import utilisation_of
-from terrace.train.rates import rate_words
 
 _WARM_STEPS = 10  # a run of fewer says little about a steady step
 
 
-def show_plan(job: RunJob) -> None:
-    """Print the plan and its predicted cost, before any process is started."""
-    run, blocks = job.run, job.run.blocks()
-    count = sum(block.num_trainable + block.num_frozen for block in blocks)
-    print(
-        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {counted(len(blocks), 'block')}; "
-        f"{data_words(job)}\n{counted(run.train.steps, 'step')} of {views.step_words(run)}\n"
-    )
-    if job.resume is None and start_words(run):
-        print("\n".join(filter(None, (start_words(run), rate_words(run)))) + "\n")
-    view = views.StepView(run, checked_programs(run))
-    forget_programs()
-    for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
-        section(view)
-    print(_dtype_words(run), end="")
-    # A paced run is slower on purpose: the screen must say so.
-    rate = pace()
-    if rate is not None:
-        print(f"paced: every link at {rate:g} times the rate of the cluster's file (TERRACE_PACE)\n")
-    sys.stdout.flush()
-
-
-def _dtype_words(run: RunConfig) -> str:
-    plan, device = run.plan, run.cluster.device
-    if plan.products is not None and device.backend == "cpu":
-        return (
-            f"warning: plan.products = {plan.products!r} is emulated on a CPU: operands are rounded to 8 bits and "
-            "multiplied in fp32, so a step learns as on a GPU and takes longer than without\n\n"
-        )
-    if plan.compute == "bf16" and device.backend == "cpu":
-        slowdown = bf16_slowdown()
-        if slowdown > 1:
-            return (
-                f'warning: plan.compute = "bf16": products take {slowdown:.1f} times as long as in fp32 on this CPU '
-                '(measured); plan.compute = "fp32" with plan.messages = "bf16" sends as few bytes\n\n'
-            )
-    if device.backend == "cuda":
-        return _peak_words(run)
-    sends = run.cluster.world_size > 1
-    if sends and plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:
-        return (
-            f"computes in fp32, sends parameters and gradients in bf16: by the cluster's file the CPU takes "
-            f"{device.bf16_slowdown:.1f} times as long for products in bf16\n\n"
-        )
-    return ""
-
-
-def _peak_words(run: RunConfig) -> str:
-    plan, peaks = run.plan, run.cluster.device.peak_flops_per_s
-    other = {"bf16": "fp32", "fp32": "bf16"}.get(plan.compute)
-    if other is None or not {plan.compute, other} <= peaks.keys():
-        return ""
-    own, times = quantity(peaks[plan.compute], "FLOP/s"), peaks[plan.compute] / peaks[other]
-    gain = f"{times:.1f} times as long" if times >= 1 else f"{1 / times:.1f} times as fast"
-    rounds = "rounds less, in twice the bytes of parameters and activations" if other == "fp32" else "halves the bytes"
-    return (
-        f"computes in {plan.compute}, at up to {own} by the cluster's file, with {plan.master} masters\n"
-        f"  --plan.compute {other} {rounds}: products at {quantity(peaks[other], 'FLOP/s')}, {gain}\n\n"
-    )
-
-
 class Screen:
-    """Observer on rank 0: a progress line, then the comparison, the run folder's files, the verdict."""
+    """Observer on rank 0: a progress line, then the comparison, the run folder's files, the verdict, the next commands.
 
-    def __init__(self, job: RunJob) -> None:
-        self._job = job
+    With `verbose` also the figures behind the prediction and the utilisation, and details of the start.
+    """
+
+    def __init__(self, job: RunJob, verbose: bool = False) -> None:
+        self._job, self._verbose, self._next = job, verbose, next_commands(job)
         self._console = Terminal()
         self._progress = ProgressLine(self._console, job.run.train.steps, job.run.train.log_every)
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
-        rate = cluster.device.peak_flops_per_s[self._job.run.plan.compute]
+        run, is_own = self._job.run, cluster is self._job.run.cluster
+        # Of the cluster's file: its peak, times the share that large products reach.
+        rate = cluster.device.peak_flops_per_s[run.plan.compute] * (cluster.device.kernels.gemm if is_own else 1.0)
+        step = f"predicted step: {seconds(predicted.step_s)} {band_of(cluster, run.plan)}"
+        resumed = f"; resuming after step {first_step}" * bool(first_step)
+        compiles = "; the first one compiles" * bool(run.train.compile)
+        if self._verbose:
+            self._say_figures(cluster, rate, is_own)
+            print(f"{step}{resumed}{compiles}")
+            if run.plan.balance == "cost":
+                print(ASSIGNED)
+            print(utilisation_words(utilisation_of(run, cluster, device_of().type)))
+        else:
+            origin = "by the cluster's file" if is_own else "as measured here"
+            print(f"{step}, at {quantity(rate, 'FLOP/s')} per rank {origin}{resumed}{compiles}")
+        # Last, since it may search for a plan for some tenths of a second.
+        warning = slow_warning(run, cluster)
+        print(f"warning: {warning}\n" if warning else "", end="", flush=True)
+
+    def _say_figures(self, cluster: Cluster, rate: float, is_own: bool) -> None:
         told = self._job.run.cluster.tiers
         links = ", ".join(
             f"{tier.name} {quantity(tier.bandwidth_bytes_per_s, 'B/s')} after {seconds(tier.latency_s)}"
-            + " (by its file)" * (tier in told and cluster is not self._job.run.cluster)  # no message crosses it
+            + " (by its file)" * (tier in told and not is_own)  # no message crosses it
             for tier in cluster.tiers
         )
         origin, where = "measured on this machine", "a layer"
-        # Not measured: the file's peak, times the share that large products reach.
-        if cluster is self._job.run.cluster:
+        if is_own:
             origin, where = f"as the cluster's file says, by {cluster.device.source}", "large products"
-            rate *= cluster.device.kernels.gemm
-        print(
-            f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n"
-            f"  {links}\n"
-            f"predicted step: {seconds(predicted.step_s)} {band_of(cluster, self._job.run.plan)}"
-            + (f"; resuming after step {first_step}" * bool(first_step))
-        )
-        if self._job.run.plan.balance == "cost":
-            print(ASSIGNED)
-        print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)))
-        # Last, since it may search for a plan for some tenths of a second.
-        warning = slow_warning(self._job.run, cluster)
-        print(f"warning: {warning}\n" if warning else "", end="", flush=True)
+        print(f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n  {links}")
 
     def stepped(self, record: StepRecord, seconds_left: float) -> None:
         self._progress.show(record, seconds_left)
@@ -143,6 +82,10 @@ class Screen:
 
     def note(self, text: str) -> None:
         self._progress.above(text)
+
+    def detail(self, text: str) -> None:
+        if self._verbose:
+            self._progress.above(text)
 
     def finished(self, outcome: Outcome) -> None:
         folder = self._job.folder
@@ -159,6 +102,8 @@ class Screen:
         miss = largest_miss(pairs)
         if miss:
             print(f"{miss}; {self._to_do(outcome.num_steps)}\n")
+        if outcome.slowest is not None:
+            print(f"{slowest_words(outcome.slowest, outcome.measured.time_s, len(outcome.stages))}\n")
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")
@@ -168,27 +113,23 @@ class Screen:
         # After the tables: a full disk must not hide the results.
         with _written_in(folder):
             self._write_files(outcome)
-        if self._job.run.model.scalar_head:
-            print(f"terrace export {quote(str(folder))} FOLDER writes the model with its score\n")
-        elif outcome.sample is None:
-            print(f"the model is large: terrace generate {quote(str(folder))} --prompt TEXT samples from it\n")
-        else:
+        if outcome.sample is not None:
             self._console.print("the model continues the prompt", style="bold underline")
             print(f"{outcome.sample}\n")
+        problem = self._judge(outcome)
         # The path is shown below the run folder, which the line already names.
         checkpoint = os.path.relpath(outcome.checkpoint, folder)
         print(
             f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {checkpoint}\n"
-            f"as a page: {self._page()}"
+            f"next: {self._next[0]}\n      {self._next[1]}",
+            flush=True,
         )
-        self._judge(outcome)
-
-    def _page(self) -> str:
-        return f"terrace report {quote(str(self._job.folder))}"
+        if problem is not None:
+            raise problem
 
     def _to_do(self, num_steps: int) -> str:
         # Constants are measured at the start of a run, in a moment, or by the probe that wrote the cluster's file.
-        page = f"{self._page()} draws a step of both"
+        page = f"{self._next[0]} draws a step of both"
         if num_steps < _WARM_STEPS:
             return f"the first steps take longer: judge by at least {_WARM_STEPS}; {page}"
         if self._job.run.cluster.is_measured:
@@ -212,14 +153,24 @@ class Screen:
         if outcome.sample is not None:
             write_atomic(folder / "sample.txt", outcome.sample + "\n")
 
-    def _judge(self, outcome: Outcome) -> None:
-        target = self._job.run.train.target_loss
-        if target is None:
-            print(f"final loss {outcome.final_loss:.3f}", flush=True)
-        elif outcome.final_loss < target:
-            print(f"final loss {outcome.final_loss:.3f}, below the target {target:g}", flush=True)
-        else:
-            raise TrainingError(f"the final loss {outcome.final_loss:.3f} is not below the target {target:g}")
+    def _judge(self, outcome: Outcome) -> TrainingError | None:
+        target, words = self._job.run.train.target_loss, f"final loss {outcome.final_loss:.3f}"
+        if target is not None and not outcome.final_loss < target:
+            return TrainingError(f"the {words} is not below the target {target:g}")
+        print(words if target is None else f"{words}, below the target {target:g}")
+        return None
+
+
+def slowest_words(slowest: SlowestRank, of_rank_0: Mapping[str, float], num_stages: int) -> str:
+    """How far the rank with most own work is from rank 0, whose seconds are shown."""
+    own_s = own_seconds(slowest.measured_s)
+    if slowest.rank == 0:
+        return f"rank 0 has most work of its own, {seconds(own_s)} of a step; every other waits longer"
+    where = f" (stage {slowest.stage})" if num_stages else ""
+    return (
+        f"rank {slowest.rank}{where} has most work of its own, {seconds(own_s)} of a step; rank 0 has "
+        f"{seconds(own_seconds(of_rank_0))}, and waits longer"
+    )
 
 
 @contextmanager
@@ -244,6 +195,8 @@ def _report(outcome: Outcome) -> dict[str, Any]:
             {"folder": each.folder.name, **{name: getattr(each, name) for name in save_names}} for each in outcome.saves
         ],
     }
+    if outcome.slowest is not None:
+        table["slowest"] = asdict(outcome.slowest)
     if outcome.stages:
         table["stages"] = [
             {"predicted": plain(predicted), "measured": plain(measured)} for predicted, measured in outcome.stages

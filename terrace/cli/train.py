@@ -41,6 +41,12 @@ def add_parser(commands: Any) -> None:
         "auto: resume --folder if it has a checkpoint, else start there (default: auto with --folder when torchrun or "
         "Slurm restarts the command, else a new run)",
     )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="begin with the tables of the plan, its memory and its messages, and with the figures behind the "
+        "predicted step and MFU",
+    )
     parser.set_defaults(run=run)
 
 
@@ -66,6 +72,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             folder=options.folder,
             resume=None if going_on or options.resume is None else Path(options.resume),
             going_on=going_on,
+            verbose=options.verbose,
             fit=lambda num_ranks: fitted_run(table, num_ranks),
         )
     return 0

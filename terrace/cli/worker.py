@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, TrainingError
 from terrace.cli.checks import check_devices_here, check_memory_here
+from terrace.cli.first_screen import show_plan
 from terrace.cli.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cli.output import Terminated, drop_stdout, printable_output, sigterm_raises
 from terrace.cli.prepare import CompleteError, prepare
-from terrace.cli.screen import Screen, show_plan
+from terrace.cli.screen import Screen
 from terrace.data.batches import Source
 from terrace.data.eval_batches import EvalSource
 from terrace.data.prepared import prepare_eval_sources, prepare_sources
@@ -35,11 +36,19 @@ from terrace.train.metrics import Silent
 Fit = Callable[[int], tuple[RunConfig, str]]  # number of ranks -> (run fitted to them, description of the changes)
 
 
-def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on: bool = False, fit: Fit) -> None:
+def run(
+    config: RunConfig,
+    *,
+    folder: Path | None,
+    resume: Path | None,
+    going_on: bool = False,
+    verbose: bool = False,
+    fit: Fit,
+) -> None:
     """Train with local processes, or as one rank of a launcher's world.
 
     With `going_on`, or if a launcher restarts its ranks, an existing run in `folder` is continued. Then, and with
-    `resume`, the run is fitted to the number of started ranks.
+    `resume`, the run is fitted to the number of started ranks. `verbose` shows the tables of its start.
     """
     pace()  # refuses a bad TERRACE_PACE before anything is made
     going_on = going_on or (folder is not None and resume is None and is_restarted())
@@ -53,7 +62,7 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
         with store_lost():
             joined = joined_job(world, config, folder, resume, going_on)
         if joined is not None:
-            _run_joined(world, joined, changes)
+            _run_joined(world, joined, changes, verbose)
         return
     if config.train.peer_copies:
         raise ConfigError(one_machine(()))
@@ -67,21 +76,21 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
     except CompleteError as complete:
         _say_complete(complete, going_on)
         return
-    show_plan(job)
+    show_plan(job, verbose)
     with sigterm_raises():
         # The parent only waits: a signal here is passed on to the ranks, which end after the same step, or at once
         # before the first one.
-        _end(launch_local(config.cluster.world_size, run_rank, (job,), stoppable=True), job)
+        _end(launch_local(config.cluster.world_size, run_rank, (job, verbose), stoppable=True), job)
 
 
-def run_rank(world: World, job: RunJob) -> str | None:
+def run_rank(world: World, job: RunJob, verbose: bool = False) -> str | None:
     """One rank; rank 0 prints. Returns the name of the signal that ended the run, or None.
 
     Top-level, so that a child process can import it.
     """
     try:
         with rank_log(_log_of(world.rank, job)), printable_output():
-            end = train(world, job, Screen(job) if world.rank == 0 else Silent())
+            end = train(world, job, Screen(job, verbose) if world.rank == 0 else Silent())
         return end.text if isinstance(end, Stop) else None
     except BrokenPipeError as error:
         drop_stdout()
@@ -127,17 +136,17 @@ def joined_job(
     return placed(read_job(text), here, world) if text else None
 
 
-def _run_joined(world: World, job: RunJob, changes: str) -> None:
+def _run_joined(world: World, job: RunJob, changes: str, verbose: bool) -> None:
     if world.rank == 0:
         print(changes, end="\n" * bool(changes))
-        show_plan(job)
+        show_plan(job, verbose)
     # Token caches may be local to a machine: its first rank opens or builds them.
     host = world.hosts[world.rank]
     first, num_others = world.hosts.index(host) == world.rank, world.hosts.count(host) - 1
     with store_lost():
         text = one_makes(world, f"tokens/{host}", num_others, first, lambda: sources_text(*_sources_here(job)))
     sources, eval_sources = read_sources(text)
-    signal_name = run_rank(world, replace(job, sources=sources, eval_sources=eval_sources))
+    signal_name = run_rank(world, replace(job, sources=sources, eval_sources=eval_sources), verbose)
     dist.destroy_process_group()
     if signal_name is not None and world.rank != 0:
         sys.exit(128 + signal.SIGINT if signal_name == "SIGINT" else 128 + signal.SIGTERM)  # rank 0 says why

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
+from terrace.base.passing import Passing
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.corpus import corpus_units, read_unit
 from terrace.data.files import find_documents
@@ -53,9 +54,9 @@ def prepare_tokens(
 ) -> TokenFile:
     """The token file of the corpus `path`, made in `cache_dir` if it is not there yet.
 
-    `progress` receives messages about once a second. If another process is making the file, waits for it; continues
-    where a killed process stopped. Raises `DataError` for a corpus that cannot be read (see `corpus`), one that changes
-    meanwhile, a damaged cache, and a folder that cannot be written; an error leaves no file behind.
+    `progress` receives messages, a `Passing` one about once a second. If another process is making the file, waits for
+    it; continues where a killed process stopped. An error leaves no file behind. Raises `DataError` for a corpus that
+    cannot be read (see `corpus`) or changes meanwhile, a damaged cache, and a folder that cannot be written.
     """
     # An indexed data set holds ids already, so no column is read.
     if is_indexed(path):
@@ -131,7 +132,7 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
             if now - told > _TELL_S:
                 told = now
                 rate = (noted.num_tokens - first) / (now - began)
-                progress(f"tokenising: {noted.num_tokens / 1e6:.1f} M tokens, {rate:,.0f} a second")
+                progress(Passing(f"tokenising: {noted.num_tokens / 1e6:.1f} M tokens, {rate:,.0f} a second"))
         if sum(unit.num_bytes for unit in group) >= _NOTE_BYTES:
             partial.note(num_done)
     if noted.num_empty:

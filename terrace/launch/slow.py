@@ -54,6 +54,14 @@ def in_lines(found: Sequence[SlowRank], num_steps: int) -> list[str]:
     return lines
 
 
+def slowest_of(beats: Sequence[Heartbeat]) -> tuple[int, float] | None:
+    """The rank with most own work, and its median seconds of it; None before all ranks have figures."""
+    if not all(beat.typical_s for beat in beats):
+        return None
+    slowest = max(beats, key=lambda beat: beat.typical_s)
+    return slowest.rank, slowest.typical_s
+
+
 class OwnTimes:
     """Own times of the last steps of this rank."""
 

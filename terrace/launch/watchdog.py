@@ -30,7 +30,7 @@ from terrace.launch.rank_log import write_loud
 from terrace.launch.seal import Seal
 from terrace.launch.signals import SIGNALS
 from terrace.launch.silence import Silence
-from terrace.launch.slow import Comparison, OwnTimes, SlowRank
+from terrace.launch.slow import Comparison, OwnTimes, SlowRank, slowest_of
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
@@ -97,7 +97,8 @@ class Watchdog:
         self._state: State | None = None  # set once the rank is leaving
         self._reason, self._island, self._figures, self._told_to_stop = "", "", (0.0, 0.0, 0.0), ""  # a signal's name
         self._closing, self._whereabouts = False, f"host {socket.gethostname()}, pid {os.getpid()}"
-        self.slow: tuple[SlowRank, ...] = ()  # by the last look; the thread alone sets it
+        self.slow: tuple[SlowRank, ...] = ()  # by the last look; the thread alone sets both
+        self.slowest: tuple[int, float] | None = None
         self._own_times: OwnTimes | None = None
         self._comparison: Comparison | None = None
         self._compared_s, self._compare_s = time.monotonic(), max(_COMPARE_S, world_size / _MAX_WRITES_PER_S)
@@ -112,9 +113,8 @@ class Watchdog:
         self._place = (step, counter, doing, ranks, extra_s)
 
     def look_for_slow(self, peers: Sequence[Sequence[int]], factor: float, num_steps: int) -> None:
-        """Publish figures of `num_steps` steps, and on rank 0 keep `slow` up to date (terrace.launch.slow)."""
-        self._own_times = OwnTimes(num_steps)
-        self._comparison = Comparison(peers, factor)
+        """Publish figures of `num_steps` steps, and on rank 0 keep `slow` and `slowest` (terrace.launch.slow)."""
+        self._own_times, self._comparison = OwnTimes(num_steps), Comparison(peers, factor)
 
     def stepped(self, own_s: float, step_s: float) -> None:
         """A step has ended; `own_s` are the seconds in which this rank read and computed, without waiting."""
@@ -224,7 +224,7 @@ class Watchdog:
             beats = self._heartbeats.read_all()
             self._is_silent = self._silence.look(beats, now_s)
             if self._comparison is not None and self._rank == 0:
-                self.slow = self._comparison.look(beats)
+                self.slow, self.slowest = self._comparison.look(beats), slowest_of(beats)
 
     def _sleep(self, duration_s: float) -> None:
         if select.select([self._wake_read], [], [], duration_s)[0]:

@@ -67,8 +67,8 @@ class RlView:
     settings: str = ""
 
 
-def rl_page(view: RlView) -> str:
-    """The page; parts without data leave no heading behind."""
+def rl_page(view: RlView, numbers: str = "") -> str:
+    """The page; parts without data leave no heading behind. `numbers` are links to its numbers."""
     curves = drawable(view.curves)
     timeline, charts = "", list[dict[str, object]]()
     if view.iteration is not None:
@@ -88,6 +88,7 @@ def rl_page(view: RlView) -> str:
         figures_row(view.figures),
         missing_list(view.missing),
         section("Over the steps", curve_tiles(curves)),
+        numbers,
         timeline,
         section("Samples", samples_html(view.samples)),
         section("Seconds of a step by phase", _phases(view)),

@@ -11,8 +11,17 @@ from terrace.report.tables import scaled
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
 _MOST_POINTS = 400  # per line: more than a picture of this width can show
-_FEWEST_TO_SMOOTH = 40  # points: with fewer a running mean adds nothing to the line
+_DIGIT = 7.2  # width of a digit at font size 12 at most, in units: the font is the reader's
+FEWEST_TO_SMOOTH = 40  # points: with fewer a running mean adds nothing to the line
 COLOURS = ("--c-forward", "--c-gather", "--c-update", "--c-sync", "--c-reduce")
+# Of lines beyond the colours: (lengths of dashes and gaps, words).
+_DASHES = (("", ""), ("7 4", "dashed"), ("2 3", "dotted"), ("9 3 2 3", "dashed and dotted"))
+
+# The running mean gives a step a tenth of the weight, so it is about ten steps behind.
+_THIN_AND_THICK = (
+    '<ul class="legend quiet"><li><i class=thin></i>each step</li>'
+    "<li><i class=thick></i>running mean of about ten steps</li></ul>"
+)
 
 Point = tuple[int, float]
 
@@ -43,9 +52,11 @@ def curve_tiles(curves: Sequence[Curve], resumed: Sequence[int] = ()) -> str:
     """Charts of drawable curves side by side; `resumed` are steps of resumes."""
     tiles = []
     for curve in curves:
-        entries = [(name, COLOURS[index % len(COLOURS)], "") for index, name in enumerate(curve.lines)]
+        entries = [(name, *_look(index)[::2]) for index, name in enumerate(curve.lines)]
         # A single line needs no legend: the title names it.
         key = legend(entries) if len(entries) > 1 else ""
+        if curve.smooth and any(len(finite(points)) >= FEWEST_TO_SMOOTH for points in curve.lines.values()):
+            key += _THIN_AND_THICK
         unit = f" <span class=quiet>{escape(curve.unit)}</span>" if curve.unit else ""
         tiles.append(f"<figure><h3>{escape(curve.title)}{unit}</h3>{curve_svg(curve, resumed)}{key}</figure>")
     return f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
@@ -90,7 +101,8 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
     # Steps are whole numbers: ticks between them would repeat after rounding.
     for tick in dict.fromkeys(round(tick) for tick in round_ticks(first, last)):
         if first <= tick <= last:
-            x = place(tick, low)[0]
+            # The last label ends with the picture, which would cut it.
+            x = min(place(tick, low)[0], WIDTH - _DIGIT * len(str(tick)) / 2)
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick}</text>')
     for step in marks:
         if first <= step <= last:
@@ -105,11 +117,11 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
         below = y + 15 if y < TOP + 20 else y - 5
         parts.append(f'<text x="{LEFT + 4}" y="{below:.1f}">{escape(name)}</text>')
     for index, line in enumerate(lines.values()):
-        colour = COLOURS[index % len(COLOURS)]
-        if curve.smooth and len(line) >= _FEWEST_TO_SMOOTH:
+        colour, dashes, _ = _look(index)
+        if curve.smooth and len(line) >= FEWEST_TO_SMOOTH:
             parts.append(_line([place(*point) for point in thinned(line)], colour, "faint"))
-            line = _running_mean(line)
-        parts.append(_line([place(*point) for point in thinned(line)], colour, "line"))
+            line = running_mean(line)
+        parts.append(_line([place(*point) for point in thinned(line)], colour, "line", dashes))
     return "".join([*parts, "</svg>"])
 
 
@@ -135,17 +147,24 @@ def _span(points: Sequence[Point]) -> tuple[int, int]:
     return (first, last) if last > first else (first - 1, last + 1)
 
 
-def _line(places: Sequence[tuple[float, float]], colour: str, kind: str) -> str:
+def _look(index: int) -> tuple[str, str, str]:
+    """(Colour property, dashes, words on the dashes) of a line by its place in a chart."""
+    dashes, words = _DASHES[index // len(COLOURS) % len(_DASHES)]
+    return COLOURS[index % len(COLOURS)], dashes, words
+
+
+def _line(places: Sequence[tuple[float, float]], colour: str, kind: str, dashes: str = "") -> str:
     # A line through one point would be invisible.
     if len(places) == 1:
         ((x, y),) = places
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var({colour})"/>'
     d = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    return f'<polyline class="{kind}" points="{d}" stroke="var({colour})"/>'
+    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return f'<polyline class="{kind}" points="{d}" stroke="var({colour})"{dashed}/>'
 
 
-def _running_mean(points: Sequence[Point], weight: float = 0.1) -> list[Point]:
-    # Exponential means, corrected for the start at zero.
+def running_mean(points: Sequence[Point], weight: float = 0.1) -> list[Point]:
+    """Exponential means, corrected for their start at zero."""
     means: list[Point] = []
     total = weights = 0.0
     for step, value in points:

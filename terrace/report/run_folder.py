@@ -28,6 +28,7 @@ from terrace.report.run_curves import Curve
 from terrace.report.run_cycle import run_cycle
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import read_trace, run_timeline
+from terrace.report.slowest import slowest_note, slowest_points, slowest_times
 from terrace.report.tables import model_size, plan_rows, plan_title, quantity, seconds, time_categories
 from terrace.report.timeline import TimelineChart
 from terrace.simulate.bands import band_of
@@ -65,11 +66,12 @@ def is_run_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
-def run_view(folder: Path) -> RunView:
+def run_view(folder: Path, draws: bool = True) -> RunView:
+    """The view of a run; without `draws`, for pages without them, no timeline and no cycle, which take a simulation."""
     # Every reader below appends a sentence for each part it cannot read.
     missing: list[str] = []
     left = _read(folder, missing)
-    timeline, timeline_words = _timeline(left, missing)
+    timeline, timeline_words = _timeline(left, missing) if draws else (None, "")
     run, steady, last = left.run, left.steady, left.records[-1] if left.records else None
     sent_bytes: dict[str, float] = defaultdict(float)
     for name, size in left.predicted["sent_bytes"].items():
@@ -90,12 +92,13 @@ def run_view(folder: Path) -> RunView:
         time_s=ComparedAmounts(
             left.predicted["time_s"], _by_category([record.time_s for record in steady], statistics.fmean)
         ),
+        slowest=slowest_times(left.events, run),
         sent_bytes=ComparedAmounts(
             sent_bytes,
             # A step that also counts the refreshes of its neighbour is no typical one, so no means.
             _by_category([record.sent_bytes for record in steady], statistics.median_low),
         ),
-        cycle=_cycle(left, missing),
+        cycle=_cycle(left, missing) if draws else None,
         memory_bytes=ComparedAmounts(left.predicted["memory_bytes"], last.memory_bytes if last else {}),
         peak_memory=last.peak_memory_bytes if last else {},
         timeline=timeline,
@@ -193,6 +196,7 @@ def _notes(left: _Left) -> list[str]:
             f"Rank {rank} was slow in {len(factors)} of {counted(len(left.steady), 'step')}: its own work took "
             f"{statistics.median(factors):.1f} times its peers'."
         )
+    notes += filter(None, [slowest_note(left.steady, left.run)])
     if left.run is not None and left.run.plan.balance == "cost":
         notes.append("Messages of attention depend on the documents of a batch, and no prediction has them.")
     return notes
@@ -233,7 +237,7 @@ def _curves(left: _Left) -> list[Curve]:
 
     target = None if left.run is None else left.run.train.target_loss
     aim = None if target is None else (f"target {target:g}", target)
-    predicted_s = sum(left.predicted["time_s"].values())
+    predicted_s, own = sum(left.predicted["time_s"].values()), slowest_points(left.records)
     rate = {"tokens/s": line(attrgetter("tokens_per_s"))}
     shares = {name.upper(): line(attrgetter(name), 100.0) for name in ("mfu", "hfu")}
     curves = [
@@ -246,7 +250,7 @@ def _curves(left: _Left) -> list[Curve]:
         Curve(title="Utilisation", unit="%", lines=shares, from_zero=True),
         Curve(
             title="Seconds of a step",
-            lines={"step": line(attrgetter("step_s"))},
+            lines={"step": line(attrgetter("step_s"))} | ({"own work of the slowest rank": own} if own else {}),
             from_zero=True,
             level=("predicted", predicted_s) if predicted_s else None,
         ),

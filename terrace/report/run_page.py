@@ -52,7 +52,8 @@ class RunView:
     resumed: Sequence[int] = ()
     loads: Sequence[LoadsOfSteps] = ()
     plan: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
-    time_s: ComparedAmounts = _UNKNOWN
+    time_s: ComparedAmounts = _UNKNOWN  # of rank 0
+    slowest: tuple[str, ComparedAmounts] | None = None  # another rank, in words, that has most work of its own
     sent_bytes: ComparedAmounts = _UNKNOWN  # by tier
     memory_bytes: ComparedAmounts = _UNKNOWN
     peak_memory: Amounts = field(default_factory=dict)
@@ -65,7 +66,8 @@ class RunView:
     sample: str = ""
 
 
-def run_page(view: RunView) -> str:
+def run_page(view: RunView, numbers: str = "") -> str:
+    """The page; `numbers` are links to its numbers (terrace.report.downloads)."""
     drawn = drawable(view.curves)
     timeline, charts = "", list[dict[str, object]]()
     if view.timeline is not None:
@@ -82,10 +84,12 @@ def run_page(view: RunView) -> str:
         figures_row(view.figures),
         missing_list(view.missing),
         section("Over the steps", curve_tiles(drawn, view.resumed)),
+        numbers,
         section("Load of experts", heat_maps(view.loads)),
         timeline,
         "" if view.cycle is None else view.cycle.markup,
-        section("Where the time of a step goes", time_table(view.time_s)),
+        section("Where the time of a step goes, on rank 0", time_table(view.time_s)),
+        "" if view.slowest is None else section(_slowest_title(view.slowest[0]), time_table(view.slowest[1])),
         "<div class=columns>",
         column("Bytes rank 0 sends in a step", bytes_table(view.sent_bytes, "tier")),
         column("Model state on rank 0, each category at its own peak", _memory(view)),
@@ -102,6 +106,10 @@ def run_page(view: RunView) -> str:
     page = document(view.title, sections, charts, curves=[curve_data(curve) for curve in drawn])
     # Escapes of JSON and names of folders can hold characters that UTF-8 cannot.
     return page.encode(errors="replace").decode()
+
+
+def _slowest_title(rank: str) -> str:
+    return f"Where it goes on {escape(rank)}, which has most work of its own"
 
 
 def _memory(view: RunView) -> str:

@@ -9,7 +9,6 @@ from terrace.base.printable import escape
 from terrace.plan.plan import AXES
 from terrace.report.markup import (
     ChartedSection,
-    Markup,
     changes_table,
     column,
     figure,
@@ -121,7 +120,7 @@ def stages_page(
             figure(memory_svg(fullest, end_s, capacity), memory_key(fullest)),
         ),
         "" if cycle is None else cycle.markup,
-        section("Where the time goes", _time_table(recorded)),
+        section("Where the time goes", _time_bars(recorded) + _time_table(recorded)),
         "<div class=columns>",
         column(
             "Messages that nothing hides, busiest stage",
@@ -143,18 +142,38 @@ def _entries(timeline: TimelineChart) -> list[tuple[str, str, str]]:
     return [(name, f"--c-{colour_key(name)}", said.get(name, "")) for name in names]
 
 
+def _used(recorded: RecordedStep) -> list[str]:
+    used = {name for report in recorded.prediction.reports for name, spent in report.time_s.items() if spent > 0}
+    return [name for name in time_categories(dict.fromkeys(used, 1.0)) if name in used]
+
+
+def _time_bars(recorded: RecordedStep) -> str:
+    # Above the table, as wide as the page: beside many columns they would be cut. One scale for all stages.
+    names, reports = _used(recorded), recorded.prediction.reports
+    longest = max(report.step_s for report in reports)
+    rows = (
+        f"<span>stage {stage}</span>"
+        f"{meter([(f'--c-{colour_key(name)}', report.time_s.get(name, 0.0)) for name in names], longest)}"
+        f"<span>{seconds(report.step_s)}</span>"
+        for stage, report in enumerate(reports)
+    )
+    # Waits share a colour.
+    named: dict[str, list[str]] = {}
+    for name in names:
+        named.setdefault(colour_key(name), []).append(name)
+    entries = [("waits" if key == "wait" else ", ".join(those), f"--c-{key}", "") for key, those in named.items()]
+    return f"<div class=stages>{''.join(rows)}</div>{legend(entries)}"
+
+
 def _time_table(recorded: RecordedStep) -> str:
-    reports, blocks = recorded.prediction.reports, recorded.step.blocks
-    used = {name for report in reports for name, spent in report.time_s.items() if spent > 0}
-    names = [name for name in time_categories(dict.fromkeys(used, 1.0)) if name in used]
+    reports, blocks, names = recorded.prediction.reports, recorded.step.blocks, _used(recorded)
     rows: list[list[str]] = []
     for program, report in zip(recorded.prediction.programs, reports, strict=True):
         held = " + ".join(block_words(blocks, chunk) for chunk in program.stage.chunks)
         cells = [seconds(report.time_s[name]) if report.time_s.get(name, 0.0) > 0 else "-" for name in names]
         idle = f"{100 * idle_s(report) / report.step_s:.1f} %"
-        parts = [(f"--c-{colour_key(name)}", report.time_s.get(name, 0.0)) for name in names]
-        rows.append([str(program.stage.index), held, *cells, idle, Markup(meter(parts, report.step_s))])
-    return html_table(["stage", "blocks", *names, "bubble", ""], rows, ("blocks", ""))
+        rows.append([str(program.stage.index), held, *cells, idle])
+    return html_table(["stage", "blocks", *names, "bubble"], rows, ("blocks",))
 
 
 def _exposed_rows(

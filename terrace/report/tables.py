@@ -68,6 +68,19 @@ def plan_title(cluster: Cluster, plan: Plan) -> str:
     return f"plan {plan.name} on cluster {cluster.name}: {counted(cluster.world_size, 'rank')}"
 
 
+def plan_words(cluster: Cluster, plan: Plan) -> str:
+    """The plan in a line: its axes, and how many ranks share each state."""
+    layout, mesh = Layout.of(cluster, plan), Mesh.of(cluster, plan)
+    axes = [f"{axis} {mesh.total(axis)}" for axis in AXES if axis != "data" and mesh.total(axis) > 1]
+    held: dict[str, list[str]] = {}
+    for state in ("params", "grads", "optimizer"):
+        where = getattr(layout, state)
+        held.setdefault("whole" if where < 0 else f"/{layout.span(where)}", []).append(state)
+    states = [f"{', '.join(names)} {share}" for share, names in held.items()]
+    outer = [] if plan.outer is None else [outer_words(plan.outer)]
+    return f"{', '.join([plan_title(cluster, plan), *axes])}; {', '.join(states + outer)}"
+
+
 def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]:
     """(headings, rows) of a plan's table."""
     layout = Layout.of(cluster, plan)

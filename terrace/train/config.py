@@ -28,7 +28,7 @@ from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance import check_balance, telling_choices
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.routes import lossy_messages
@@ -270,8 +270,6 @@ def _check(run: RunConfig) -> None:
     check_evaluation(run)
     check_attention(run)
     run.num_micros()
-    if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
-        raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:
         raise ModelError(
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "

@@ -36,7 +36,7 @@ class TrainConfig:
     keep_best: str = ""  # what is evaluated whose best checkpoint is kept: "holdout" or a name in data.eval
     peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
-    weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
+    weights: str = ""  # folder with the initial weights, of Hugging Face or DCP; empty: from scratch
     high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
     attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel

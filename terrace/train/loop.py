@@ -45,7 +45,7 @@ from terrace.train.adapted import run_blocks_of
 from terrace.train.attention_cost import kept_cost, work_cost
 from terrace.train.attention_words import attention_words
 from terrace.train.calibrate import calibrate, predict_once
-from terrace.train.compared import compare_stages
+from terrace.train.compared import compare_ranks
 from terrace.train.context_batches import ContextBatches
 from terrace.train.copies import Copies, take_up
 from terrace.train.effects import why_no_sample
@@ -185,8 +185,8 @@ class RankOfRun:
             self.engine.close()
             return stop
         measured = self.engine.report(summary.mean_time_s)
-        self.dog.idle("comparing the stages")  # before the sample: rank 0 makes it and all others would wait
-        stages = compare_stages(self.engine, of_stages, measured)
+        self.dog.idle("comparing the ranks")  # before the sample: rank 0 makes it and all others would wait
+        stages, slowest = compare_ranks(self.engine, of_stages, measured)
         folder = folder_of(self.job.folder, self.run.train.steps)  # by number: a newer folder may exist, damaged
         result = Outcome(
             final_loss=summary.final_loss,
@@ -197,6 +197,7 @@ class RankOfRun:
             sample=self._sample(folder),
             quantisation_error=summary.quantisation_error,
             stages=stages,
+            slowest=slowest,
             saves=self.saves.newest,
         )
         self.engine.close()
@@ -236,9 +237,10 @@ class RankOfRun:
         self.dog.begin()
         if self.world.rank == 0:
             begin_steps(self.world)
-        for words in filter(None, (self.saves.words, self.validation.words)):
-            self.observer.note(words)
-        self.observer.note(attention_words(self.run, self.engine.device))
+        if self.validation.words:
+            self.observer.note(self.validation.words)
+        for words in filter(None, (self.saves.words, attention_words(self.run, self.engine.device))):
+            self.observer.detail(words)
         if self.job.resume is None:
             self.saves.save(0)  # a folder that cannot be written ends the run in its first minute
         # The time left is estimated without the first checkpoint.
@@ -356,6 +358,7 @@ class RankOfRun:
             time_s=time_s,
             balance=batches.balance,
             slow_ranks=self.slow.factors,
+            slowest=self.slow.slowest,
             **self.gauges.read(self.step + 1, result, num_tokens, step_s),
         )
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -64,6 +64,7 @@ class StepRecord:
     loss_scale: float | None = None  # in fp16
     skipped: bool = False  # nothing was updated, since gradients were not finite in fp16
     slow_ranks: dict[str, float] = field(default_factory=dict)  # rank -> its own time over its peers'
+    slowest: dict[str, float] = field(default_factory=dict)  # rank with most own work, its median seconds of it
     eval: dict[str, dict[str, MaybeNaN]] = field(default_factory=dict)  # by source: loss, tokens; after the step
     time: float = 0.0  # when the step ended, in seconds since 1970
 
@@ -86,12 +87,27 @@ def eval_lines(records: Iterable[StepRecord]) -> dict[str, list[tuple[int, float
     return found
 
 
+def own_seconds(time_s: Mapping[str, float]) -> float:
+    """Seconds of a step in which a rank does not wait for others."""
+    return sum(spent for name, spent in time_s.items() if not name.startswith("wait "))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowestRank:
+    """The rank with most own work in the mean step, its predicted and its measured seconds by category."""
+
+    rank: int
+    stage: int
+    predicted_s: Mapping[str, float]
+    measured_s: Mapping[str, float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Result of a run: final loss (mean of its last steps) and the two reports of this rank.
 
     `stages` has the two reports of the first data and tensor rank of each pipeline stage; empty without a pipeline.
-    `quantisation_error` is from the last step, by message class.
+    `quantisation_error` is from the last step, by message class. `slowest` is None with one rank.
     """
 
     final_loss: float
@@ -102,6 +118,7 @@ class Outcome:
     sample: str | None
     quantisation_error: dict[str, float] = field(default_factory=dict)
     stages: tuple[tuple[StepReport, StepReport], ...] = ()  # (predicted, measured)
+    slowest: SlowestRank | None = None
     saves: tuple[Saved, ...] = ()  # the newest `NUM_SAVES` checkpoints of this rank, in order
 
 
@@ -168,6 +185,9 @@ class Observer(Protocol):
 
     def note(self, text: str) -> None: ...
 
+    def detail(self, text: str) -> None:
+        """A note for those who ask for more than the news."""
+
     def finished(self, outcome: Outcome) -> None: ...
 
 
@@ -181,6 +201,8 @@ class Silent:
     def saved(self, folder: Path) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def detail(self, text: str) -> None: ...
 
     def finished(self, outcome: Outcome) -> None: ...
 

@@ -70,7 +70,7 @@ def rate_words(run: "RunConfig") -> str:
         return ""
     rate = f"peak learning rate {run.optimizer.lr:g}"
     if run.optimizer.lr == usual:
-        return f"{rate}, usual for loaded weights {_kind(run)} (--optimizer.lr sets another)"
+        return f"{rate}, usual for loaded weights {_kind(run)} (--optimizer.lr)"
     times = run.optimizer.lr / usual
     warning = ", which may undo what they have learned" if times > _HIGH else ""
     return f"{rate}: {times:.3g} times the usual {usual:g} for loaded weights {_kind(run)}{warning}"

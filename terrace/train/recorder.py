@@ -64,6 +64,8 @@ class RunEvent:
     why: str | None = None
     text: str | None = None
     final_loss: MaybeNaN = math.nan
+    slowest_rank: int | None = None  # of a finished run
+    slowest_s: dict[str, dict[str, float]] = field(default_factory=dict)  # its "predicted" and "measured" seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +144,16 @@ class _Recorder:
         self.event("note", step=self._step, text=text)
         self._observer.note(text)
 
+    def detail(self, text: str) -> None:
+        self.event("note", step=self._step, text=text)
+        self._observer.detail(text)
+
     def finished(self, outcome: Outcome) -> None:
-        self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss)
+        slowest: dict[str, Any] = {}
+        if outcome.slowest is not None:
+            sides = {"predicted": dict(outcome.slowest.predicted_s), "measured": dict(outcome.slowest.measured_s)}
+            slowest = {"slowest_rank": outcome.slowest.rank, "slowest_s": sides}
+        self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss, **slowest)
         self._observer.finished(outcome)
 
     def event(self, name: str, **facts: Any) -> None:

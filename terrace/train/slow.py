@@ -6,7 +6,7 @@ from terrace.launch.watchdog import Watchdog
 from terrace.program.program import Program
 from terrace.runtime.step_sums import StepResult
 from terrace.train.keys import TrainConfig
-from terrace.train.metrics import Observer
+from terrace.train.metrics import Observer, own_seconds
 
 
 class SlowRanks:
@@ -26,9 +26,14 @@ class SlowRanks:
         """Slow rank -> its own time over that of its fast peers, or of the first steps; empty but on rank 0."""
         return {str(each.rank): round(each.factor, 2) for each in self._dog.slow}
 
+    @property
+    def slowest(self) -> dict[str, float]:
+        """The rank with most own work by the last look, and its seconds of it; empty but on rank 0."""
+        found = self._dog.slowest
+        return {} if found is None else {"rank": found[0], "own_s": found[1]}
+
     def stepped(self, result: StepResult, data_s: float, step_s: float) -> None:
-        own_s = data_s + sum(spent for name, spent in result.time_s.items() if not name.startswith("wait "))
-        self._dog.stepped(own_s, step_s)
+        self._dog.stepped(data_s + own_seconds(result.time_s), step_s)
         slow = self._dog.slow
         for line in in_lines([each for each in slow if each.rank not in self._known], self._train.slow_steps):
             self._observer.note(line)

@@ -9,9 +9,9 @@ import pytest
 
 from terrace.base.errors import ClusterError
 from terrace.cli import here
+from terrace.cli.first_screen import dtype_words
 from terrace.cli.main import main
 from terrace.cli.options import resolve_run
-from terrace.cli.screen import _dtype_words
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.probe.auto import auto_cluster
@@ -128,12 +128,16 @@ def test_a_gpu_makes_auto_the_default(run_on: Any, capsys: pytest.CaptureFixture
     run = run_on(machine(4))
     assert (run.cluster.name, run.cluster.world_size, run.plan.compute, run.plan.master) == ("auto", 4, "bf16", "fp32")
     assert "terrace: cluster auto: 4 GPUs by nvidia-smi, NVIDIA H100" in capsys.readouterr().err
-    assert "computes in bf16, at up to 989 TFLOP/s" in _dtype_words(run)
-    assert "--plan.compute fp32 rounds less" in _dtype_words(run)
-    assert "14.8 times as long" in _dtype_words(run)
+    assert dtype_words(run) == [
+        "computes in bf16 (989 TFLOP/s); --plan.compute fp32: 14.8 times as long, twice the bytes"
+    ]
+    told = "\n".join(dtype_words(run, verbose=True))
+    for words in ("computes in bf16, at up to 989 TFLOP/s", "--plan.compute fp32 rounds less", "14.8 times as long"):
+        assert words in told
     asked = run_on(machine(4), "--plan.compute", "fp32")
     assert asked.plan.compute == "fp32"
-    assert "--plan.compute bf16 halves the bytes: products at 989 TFLOP/s, 14.8 times as fast" in _dtype_words(asked)
+    told = dtype_words(asked, verbose=True)[1]
+    assert told == "  --plan.compute bf16 halves the bytes: products at 989 TFLOP/s, 14.8 times as fast"
     # The folder of a run keeps the cluster itself.
     assert parse_run(tomllib.loads(run_toml(run))).cluster == run.cluster
     capsys.readouterr()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from terrace.base.errors import ConfigError
-from terrace.cli import checks, screen
+from terrace.cli import checks, first_screen
 from terrace.cli.checks import check_run, slow_warning, task_of
 from terrace.cli.doctor import _plan_command
 from terrace.cli.main import main
@@ -213,14 +213,19 @@ def test_what_does_not_fit_blocks(slow_run: RunConfig) -> None:
 
 
 def test_the_start_of_a_run_says_what_bf16_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "bf16_slowdown", lambda: 9.6)
+    monkeypatch.setattr(first_screen, "bf16_slowdown", lambda: 9.6)
     asked, left_out, exact = (resolve(None, {}, {"plan": plan}) for plan in ({"compute": "bf16"}, {}, FP32))
-    assert 'warning: plan.compute = "bf16": products take 9.6 times as long as in fp32' in screen._dtype_words(asked)
-    assert "computes in fp32, sends parameters and gradients in bf16" in screen._dtype_words(left_out)
-    assert "2.0 times as long" in screen._dtype_words(left_out)
-    assert screen._dtype_words(exact) == ""
-    monkeypatch.setattr(screen, "bf16_slowdown", lambda: 0.5)
-    assert screen._dtype_words(asked) == ""
+    words = 'warning: plan.compute = "bf16": products take 9.6 times as long as in fp32'
+    assert first_screen.dtype_words(asked)[0].startswith(words)
+    told = "\n".join(first_screen.dtype_words(left_out, verbose=True))
+    assert "computes in fp32, sends parameters and gradients in bf16" in told
+    assert "2.0 times as long" in told
+    (line,) = first_screen.dtype_words(left_out)
+    assert "2.0 times as long" in line
+    assert len(line) <= 80
+    assert first_screen.dtype_words(exact) == []
+    monkeypatch.setattr(first_screen, "bf16_slowdown", lambda: 0.5)
+    assert first_screen.dtype_words(asked) == []
 
 
 def test_the_exit_code_is_that_of_what_blocks(tmp_path: Path) -> None:

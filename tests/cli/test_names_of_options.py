@@ -38,6 +38,7 @@ MEANINGS = {
     "--explain": r"start nothing",
     "--folder": r"run folder to make",
     "--force": r"^replace (the|files)",
+    "--format": r"^hf: safetensors",
     "--full-attention-flops": r"attention counted as its full square",
     "--headroom": r"memory of a device to leave free",
     "--json": r"one JSON object",
@@ -45,6 +46,7 @@ MEANINGS = {
     "--lines": r"lines of the program",
     "--min-p": r"at least P times the probability",
     "--model": r"Hugging Face (folder|config)",
+    "--names": r"names of parameters",
     "--network": r"links of every tier",
     "--nodes": r"members of the outermost tier",
     "--noise": r"standard deviation of the router's rows",
@@ -58,6 +60,7 @@ MEANINGS = {
     "--pin": r"fix a choice",
     "--place": r"placement of the roles",
     "--plan": r"plan preset|plan to compare",
+    "--port": r"^port of",
     "--price": r"price of one device for one hour",
     "--prompt": r"text to continue",
     "--ranks": r"resize the cluster's tiers",
@@ -79,8 +82,11 @@ MEANINGS = {
     "--top-k": r"the K likeliest",
     "--top-p": r"probability P",
     "--trace": r"trace for Perfetto",
+    "--verbose": r"begin with the tables",
     "--version": r"show program's version",
     "--view": r"where the time goes",
+    "--watch": r"serve the page",
+    "--weights-only": r"leave out the states of the optimizer",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from terrace.launch.postmortem import Heartbeat, decode
-from terrace.launch.slow import Comparison, OwnTimes, in_lines
+from terrace.launch.slow import Comparison, OwnTimes, in_lines, slowest_of
 
 NUM_STEPS = 20
 
@@ -45,6 +45,12 @@ def test_noise_names_nobody_and_hides_nobody() -> None:
     for seed in range(300):
         assert named(noisy(seed, 0.4, {}), everybody) == [], seed
         assert named(noisy(seed, 0.1, {5: 2.0}), everybody) == [5], seed
+
+
+def test_the_slowest_rank_has_most_own_work_in_most_steps() -> None:
+    own_s = [[0.1] * NUM_STEPS, [0.3] * NUM_STEPS, [0.2] * 15 + [9.0] * 5]
+    assert slowest_of(beats(own_s)) == (1, 0.3)
+    assert slowest_of(beats([*own_s, [0.1]])) is None  # one that has not made enough steps
 
 
 def test_ranks_are_compared_with_their_peers() -> None:

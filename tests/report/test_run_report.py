@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from terrace.report.run_curves import Curve, curve_data, curve_svg, thinned
+from terrace.report import plot
+from terrace.report.plot import loss_svg
+from terrace.report.run_curves import HEIGHT, WIDTH, Curve, curve_data, curve_svg, curve_tiles, thinned
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import RunView, run_page
 from terrace.train.metrics import MetricsFile, StepRecord
@@ -28,9 +30,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = terrace("train", "--config", "run.toml", "--folder", "run", cwd=folder)
     assert first.returncode == 0, first.stderr
     words = ["--train.steps", str(NUM_STEPS), "--train.profile", "6-7", "--train.profile_torch", "true"]
-    done = terrace("train", "--resume", "run", *words, "--train.metrics", '["tensorboard"]', cwd=folder)
+    done = terrace("train", "--resume", "run", *words, "--train.metrics", '["tensorboard"]', "--verbose", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "MFU = " in done.stdout
+    assert "MFU = " not in first.stdout
     assert "HFU = " in done.stdout
     made = terrace("report", "run", cwd=folder)
     assert made.returncode == 0, made.stderr
@@ -230,6 +233,32 @@ def test_long_curves_keep_their_extremes_and_gaps_are_left_out() -> None:
     assert (facts["first"], facts["last"]) == (1, 5000)
     one = curve_svg(Curve(title="one", lines={"x": [(3, 0.0)], "y": []}, from_zero=True))
     assert "<circle" in one
+
+
+@pytest.mark.parametrize("last", [7, 150, 1000, 250_000, 30_000_000])
+def test_no_label_of_a_step_leaves_its_picture(last: int) -> None:
+    points = [(1, 2.0), (last, 1.0)]
+    svg = curve_svg(Curve(title="c", lines={"x": points}))
+    labels = re.findall(rf'<text x="([\d.]+)" y="{HEIGHT - 8}" text-anchor="middle">(\d+)<', svg)
+    assert len(labels) > 1
+    assert all(float(x) + 7.2 * len(words) / 2 <= WIDTH + 0.1 for x, words in labels)
+    picture = loss_svg([1, last], [2.0, 1.0], title="loss")
+    labels = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle" fill="#52525b">([\d.e+]+)<', picture)
+    assert len(labels) > 1
+    assert all(float(x) + 7.2 * len(words) / 2 <= plot.WIDTH + 0.1 for x, words in labels)
+
+
+def test_thin_and_thick_lines_have_a_legend_where_both_are() -> None:
+    def tile(num_points: int, smooth: bool = True) -> str:
+        points = [(step, float(step)) for step in range(num_points)]
+        return curve_tiles([Curve(title="c", lines={"x": points}, smooth=smooth)])
+
+    words = "running mean of about ten steps"
+    assert words in tile(40)
+    assert 'class="faint"' in tile(40)
+    for other in (tile(39), tile(400, smooth=False)):
+        assert words not in other
+        assert 'class="faint"' not in other
 
 
 def test_an_empty_view_is_a_page() -> None:

@@ -130,6 +130,25 @@ def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
                 assert -0.01 <= float(y) <= height + 0.01
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_bars_of_the_stages_are_as_wide_as_the_page_and_no_column_cuts_them(schedule: str) -> None:
+    step = recorded(schedule)
+    page = stages_page(step, SENT, [], subtitle="", advice="")
+    part = page.partition("Where the time goes</h2>")[2]
+    bars, _, table = part.partition("<table>")
+    rows = re.findall(r"<span>stage (\d)</span><div class=meter><div class=bar>(.*?)</div></div>", bars)
+    longest = max(report.step_s for report in step.prediction.reports)
+    for (stage, row), report in zip(rows, step.prediction.reports, strict=True):
+        assert report is step.prediction.reports[int(stage)]
+        widths = [float(width) for width in re.findall(r"width:([\d.]+)%", row)]
+        spent = [seconds for seconds in report.time_s.values() if seconds > 0]
+        assert sorted(widths) == pytest.approx(sorted(100 * each / longest for each in spent), abs=0.01)
+    assert "class=meter" not in table.partition("</table>")[0]
+    named = set(re.findall(r"</i>([^<]+)", bars))
+    used = {name for report in step.prediction.reports for name, spent in report.time_s.items() if spent > 0}
+    assert named == {name for name in used if not name.startswith("wait ")} | {"waits"}
+
+
 def test_names_on_the_page_are_text() -> None:
     evil = "</script><img src=x>"
     step = record_step(step_of(name=evil))

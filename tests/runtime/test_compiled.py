@@ -169,12 +169,11 @@ def test_a_run_compiles_on_cuda_or_where_it_is_asked_to(
     run = resolve(None, {}, {})
     assert run.train.compile is None
     run = replace(run, train=replace(run.train, compile=asked))
-    programs = build_stages(cluster_of(1), exact("ddp", cluster_of(1)), MODELS[MODEL].declared, 1, 8)
     if found is None:
         with pytest.raises(ConfigError, match="no compiler"):
-            prepare.compiles(run, programs)
+            prepare.compiles(run)
     else:
-        assert prepare.compiles(run, programs) is found
+        assert prepare.compiles(run) is found
 
 
 def test_a_machine_that_cannot_compile_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ _CONFLICTS = (
     "--data.mixture [{path='a'},{path='a'}]",
     "--data.tokenizer nowhere",
     "--lora.rank 0",
-    "--lora.rank 4 --plan.mapping.node.tensor 2",
+    "--lora.rank 4 --plan.mapping.node.tensor 2 --plan.mapping.package.tensor 3",
     "--balance.z 0.1",
     "--balance.bias 0.001",
     "--balance.step 0.01",

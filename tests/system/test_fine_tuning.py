@@ -204,7 +204,7 @@ def test_chats_beside_text_are_trained_from_the_command_line(tmp_path: Path) -> 
         {"path": "text.txt", "weight": 1, "format": "text", "name": "prose"},
     ]
     write_chat_run(tmp_path, path="stdlib", mixture=mixture, holdout=0.1)
-    done = terrace("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path)
+    done = terrace("train", "--config", "run.toml", "--folder", "run", "--verbose", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "of 2 sources" in done.stdout
     assert "talk: 75.0% of the sequences" in done.stdout

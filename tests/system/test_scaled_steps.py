@@ -275,7 +275,7 @@ def test_a_run_says_that_it_emulates(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "layers.0.attention.key.weight is 8 x 16, and dims must be multiples of 16" in refused.stderr
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"hidden_size": 32}))
-    done = terrace(*words, "--folder", "run", cwd=tmp_path)
+    done = terrace(*words, "--folder", "run", "--verbose", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "warning: plan.products = 'fp8:row' is emulated on a CPU" in done.stdout
     assert "products of layers in fp8:row" in done.stdout

@@ -70,6 +70,9 @@ def test_a_slow_rank_is_named_and_nobody_else(tmp_path: Path, how: str) -> None:
     named = {rank for record in records for rank in record.slow_ranks}
     assert named == {str(VICTIM)}
     assert not any(record.slow_ranks for record in records[:20])
+    assert records[-1].slowest["rank"] == VICTIM
+    assert records[-1].slowest["own_s"] > 0.09
+    assert read_events(tmp_path / "run")[0][-1].slowest_rank == VICTIM
     page = run_page(run_view(tmp_path / "run"))
     assert f"Rank {VICTIM} was slow in " in page
     assert f"rank {VICTIM} is slow: " in page

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from terrace.train.metrics import own_seconds
 from tests.support.tiny_runs import metrics, terrace, write_run
 
 
@@ -17,7 +18,7 @@ def test_a_run_compares_every_stage(tmp_path: Path) -> None:
     table = tomllib.loads(config.read_text())
     table["plan"] |= {"preset": "ddp", "mapping": {"node": {"pipeline": 2}}, "schedule": "zb-h1"}
     config.write_text(tomli_w.dumps(table))
-    done = terrace("train", "--config", config, "--folder", tmp_path / "run", cwd=tmp_path)
+    done = terrace("train", "--config", config, "--folder", tmp_path / "run", "--verbose", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.split("predicted step:")
     assert "embedding, layers.0" in before
@@ -40,4 +41,9 @@ def test_a_run_compares_every_stage(tmp_path: Path) -> None:
     first, last = (stage["measured"] for stage in report["stages"])
     assert first["sent_bytes"]["tie.node"] == last["sent_bytes"]["tie.node"] > 0
     assert first["time_s"] != last["time_s"]  # of two ranks, not of one twice
+    own = [own_seconds(stage["measured"]["time_s"]) for stage in report["stages"]]
+    slowest = report["slowest"]
+    assert (slowest["rank"], slowest["stage"]) == (own.index(max(own)),) * 2  # of two ranks, one a stage
+    assert slowest["measured_s"] == report["stages"][slowest["stage"]]["measured"]["time_s"]
+    assert f"rank {slowest['rank']}" in re.search(r"^.* has most work of its own.*$", after, re.M)[0]  # type: ignore[index]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

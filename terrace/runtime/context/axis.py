@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
+from terrace.model.attending import DeclaredAttention
 from terrace.model.attention import Plans
 from terrace.model.attention_plans import AttentionPlans
+from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock
 from terrace.model.layers import Attention
 from terrace.plan.context import attention_heads, local_tokens
 from terrace.plan.residency import recomputed
@@ -24,6 +26,10 @@ from terrace.sequence.static import static_token_layouts
 from terrace.sequence.token_layout import TokenLayout
 from terrace.sequence.traffic import sent_bytes
 
+ATTENTION = Attention, DeclaredAttention
+# Blocks that work on each token by itself.
+ALONE = decoder.Embedding, decoder.Head, decoder.ValueHead, EmbeddingBlock, HeadBlock
+
 
 class ContextAxis(InBlockAxis):
     """Attention backend for context parallelism; replaces each block's mask planner."""
@@ -32,7 +38,7 @@ class ContextAxis(InBlockAxis):
         """Put itself into `blocks`; raises `ModelError` where their windows differ."""
         self.comm, self.in_block = comm, comm.in_block
         self._program, self._device = program, device
-        modules = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
+        modules = [module for block in blocks for module in block.modules() if isinstance(module, ATTENTION)]
         self._static = static_token_layouts(program.plan, program.mesh, program.sequence, _window(modules), comm.member)
         of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
@@ -40,7 +46,9 @@ class ContextAxis(InBlockAxis):
         self._layouts: list[DeviceLayout] = []
         self._layout: DeviceLayout | None = None
         # Kept to restore the blocks on `remove`.
-        self._replaced: list[tuple[Attention, Plans]] = [(attention, attention.plans) for attention in modules]
+        self._replaced: list[tuple[Attention | DeclaredAttention, Plans]] = [
+            (attention, attention.plans) for attention in modules
+        ]
         for attention in modules:
             attention.plans = self
 
@@ -127,16 +135,16 @@ class ContextAxis(InBlockAxis):
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
     """Raise `ModelError` naming a block that does not declare how it mixes tokens."""
     for name, block in blocks.items():
-        alone = isinstance(block, (decoder.Embedding, decoder.Head, decoder.ValueHead))
-        if not alone and not any(isinstance(module, Attention) for module in block.modules()):
+        alone = isinstance(block, ALONE)
+        if not alone and not any(isinstance(module, ATTENTION) for module in block.modules()):
             raise ModelError(
                 f"block {name!r} is a {type(block).__name__}, whose attention is not declared, and a context axis "
                 "spreads tokens that attend to one another over ranks: build it with terrace.model.layers.Attention, "
-                "or give the tier to the data axis"
+                "declare a model of transformers (docs/declaring.md), or give the tier to the data axis"
             )
 
 
-def _window(modules: Iterable[Attention]) -> int:
+def _window(modules: Iterable[Attention | DeclaredAttention]) -> int:
     windows = {module.plans.window for module in modules if isinstance(module.plans, AttentionPlans)}
     if len(windows) > 1:
         raise ModelError(f"layers have the windows {sorted(windows)}, and a context axis takes one: make them the same")

@@ -1,0 +1,139 @@
+"""Start of a run on the terminal, before any process is started.
+
+A line for each fact that decides the run, ten with those of its ranks; warnings; and with `verbose` the tables of plan,
+memory and messages.
+"""
+
+import sys
+from textwrap import fill
+
+from terrace.base.words import counted
+from terrace.cli import views
+from terrace.cli.data_words import data_words
+from terrace.cli.programs import checked_programs, forget_programs
+from terrace.launch.start import pace
+from terrace.plan.few_exchanges import few_exchanges
+from terrace.probe.products import bf16_slowdown
+from terrace.report.tables import plan_words, quantity
+from terrace.runtime.compiled import compiles_words
+from terrace.simulate.advice import Job, worst_words
+from terrace.train.config import RunConfig
+from terrace.train.folder import start_words
+from terrace.train.job import RunJob
+from terrace.train.rates import rate_words
+
+_WIDTH = 80  # of a terminal
+
+
+def show_plan(job: RunJob, verbose: bool = False) -> None:
+    """Print the model, the data, the plan and its predicted cost."""
+    run, blocks = job.run, job.run.blocks()
+    count = sum(block.num_trainable + block.num_frozen for block in blocks)
+    lines = [
+        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {counted(len(blocks), 'block')}; "
+        f"{data_words(job, verbose)}",
+        f"{counted(run.train.steps, 'step')} of {views.step_words(run)}",
+    ]
+    if job.resume is None and start_words(run):
+        lines += filter(None, (start_words(run), rate_words(run)))
+    print("\n".join(lines if verbose else (_folded(line) for each in lines for line in each.splitlines())))
+    view = views.StepView(run, checked_programs(run))
+    forget_programs()
+    if verbose:
+        print()
+        for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
+            section(view)
+        if run.train.compile:
+            print(compiles_words(view.programs))
+    else:
+        print("\n".join(map(_folded, (plan_words(run.cluster, run.plan), _cost_words(view), *_warnings(run)))))
+    for line in (*dtype_words(run, verbose), *_pace_words()):
+        print(line if verbose else _folded(line))
+    if verbose:
+        print()
+    sys.stdout.flush()
+
+
+def _cost_words(view: views.StepView) -> str:
+    """Model state and messages of a step, of the rank that has most of each."""
+    device, layout = view.run.cluster.device, view.programs[0].layout
+    held = max(sum(report.memory_bytes.values()) for report in view.predicted.reports)
+    sent = max(view.predicted.expected_bytes, key=lambda each: sum(each.values()))
+    words = f"state {quantity(held, 'B')} of {quantity(device.usable_bytes, 'B')} a rank"
+    words += f"; sends {quantity(sum(sent.values()), 'B')}"
+    by_tier = {tier: sum(size for (_, where), size in sent.items() if where == tier) for tier in layout.tiers}
+    crossed = [tier for tier, size in by_tier.items() if size]
+    # The outermost tier that messages cross is the slowest.
+    if len(crossed) == 1:
+        words += f" on {crossed[0]}"
+    elif crossed:
+        words += f" ({quantity(by_tier[crossed[-1]], 'B')} on {crossed[-1]})"
+    return f"{words}; see --verbose"
+
+
+def _folded(words: str) -> str:
+    return fill(words, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _warnings(run: RunConfig) -> list[str]:
+    # With the tables these stand below the table that they are about.
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    found = (
+        worst_words(job, run.blocks(), run.train.sequence),
+        few_exchanges(run.cluster, run.plan, run.train.steps),
+    )
+    return [words for words in found if words]
+
+
+def _pace_words() -> list[str]:
+    # A paced run is slower on purpose: the screen must say so.
+    rate = pace()
+    return (
+        [] if rate is None else [f"paced: every link at {rate:g} times the rate of the cluster's file (TERRACE_PACE)"]
+    )
+
+
+def dtype_words(run: RunConfig, verbose: bool = False) -> list[str]:
+    """Why a run computes in its dtype, and the cost of another; empty where there is no choice to speak of."""
+    plan, device = run.plan, run.cluster.device
+    if plan.products is not None and device.backend == "cpu":
+        return [
+            f"warning: plan.products = {plan.products!r} is emulated on a CPU: operands are rounded to 8 bits and "
+            "multiplied in fp32, so a step learns as on a GPU and takes longer than without"
+        ]
+    if plan.compute == "bf16" and device.backend == "cpu":
+        slowdown = bf16_slowdown()
+        if slowdown > 1:
+            return [
+                f'warning: plan.compute = "bf16": products take {slowdown:.1f} times as long as in fp32 on this CPU '
+                '(measured); plan.compute = "fp32" with plan.messages = "bf16" sends as few bytes'
+            ]
+    if device.backend == "cuda":
+        return _peak_words(run, verbose)
+    sends = run.cluster.world_size > 1
+    if sends and plan.compute == "fp32" and plan.messages == "bf16" and device.bf16_slowdown > 1:
+        times = f"{device.bf16_slowdown:.1f} times as long"
+        if not verbose:
+            return [f"computes in fp32, sends bf16: by the cluster's file bf16 takes {times}"]
+        return [
+            "computes in fp32, sends parameters and gradients in bf16:",
+            f"  by the cluster's file the CPU takes {times} for products in bf16",
+        ]
+    return []
+
+
+def _peak_words(run: RunConfig, verbose: bool) -> list[str]:
+    plan, peaks = run.plan, run.cluster.device.peak_flops_per_s
+    other = {"bf16": "fp32", "fp32": "bf16"}.get(plan.compute)
+    if other is None or not {plan.compute, other} <= peaks.keys():
+        return []
+    own, times = quantity(peaks[plan.compute], "FLOP/s"), peaks[plan.compute] / peaks[other]
+    gain = f"{times:.1f} times as long" if times >= 1 else f"{1 / times:.1f} times as fast"
+    if not verbose:
+        size = "twice the bytes" if other == "fp32" else "half the bytes"
+        return [f"computes in {plan.compute} ({own}); --plan.compute {other}: {gain}, {size}"]
+    rounds = "rounds less, in twice the bytes of parameters and activations" if other == "fp32" else "halves the bytes"
+    return [
+        f"computes in {plan.compute}, at up to {own} by the cluster's file, with {plan.master} masters",
+        f"  --plan.compute {other} {rounds}: products at {quantity(peaks[other], 'FLOP/s')}, {gain}",
+    ]

@@ -1,0 +1,23 @@
+"""Commands that follow a run, with its own folder."""
+
+from shlex import quote
+
+from terrace.data.chat_tokens import holds_conversations
+from terrace.train.job import RunJob
+
+_LONGEST = 40  # characters of a prompt in a command
+
+
+def next_commands(job: RunJob) -> tuple[str, str]:
+    """Two commands: the page of the run, and a use of its model."""
+    run, folder = job.run, quote(str(job.folder))
+    experts = run.model.experts
+    report = f"terrace report {folder}"
+    # A model with one output a token writes nothing, and experts that look ahead cannot.
+    if run.model.scalar_head or (experts is not None and experts.looks_ahead):
+        return report, f"terrace export {folder} {quote(f'{job.folder}-model')}"
+    spec, prompt = run.data.sources()[0], run.train.prompt or ""
+    is_chat = spec.format == "chat" and holds_conversations(spec.path, spec.split)
+    if not prompt or len(prompt) > _LONGEST or not prompt.isprintable():
+        prompt = "Hello" if is_chat else "The "
+    return report, f"terrace generate {folder} {'--chat ' * is_chat}--prompt {quote(prompt)}"

@@ -1,0 +1,82 @@
+"""Numbers of a page as files inside it: a table of its curves, and the final figures with the settings.
+
+Each file is a link with its content, so that the page stays one file and needs no script.
+"""
+
+import base64
+import csv
+import io
+import json
+from collections.abc import Sequence
+
+from terrace.base.printable import escape
+from terrace.report.sides import Side, lines_of
+
+_MOST_ROWS = 5_000  # of the table over all runs: about half a megabyte of the page
+
+
+def downloads(sides: Sequence[Side]) -> str:
+    """Links to the numbers of one or several runs; empty for runs without a step."""
+    table, stride = steps_csv(sides)
+    if not table:
+        return ""
+    part = f"Every {_ordinal(stride)} step, since there are many; metrics.jsonl has all." if stride > 1 else ""
+    links = _link("steps.csv", "text/csv", "Curves as CSV", table)
+    links += _link("run.json", "application/json", "Figures and settings as JSON", run_json(sides))
+    return f"<p class=downloads>{links}<span class=quiet>{escape(part)}</span></p>"
+
+
+def steps_csv(sides: Sequence[Side]) -> tuple[str, int]:
+    """(A row for each run and step, and the steps from one row of a run to the next); "" without a step."""
+    columns = [lines_of(side.curves) for side in sides]
+    names = list(dict.fromkeys(name for lines in columns for name in lines))
+    by_step: list[dict[int, dict[str, float]]] = []
+    for lines in columns:
+        rows: dict[int, dict[str, float]] = {}
+        for name, points in lines.items():
+            for step, value in points:
+                rows.setdefault(step, {})[name] = value
+        by_step.append(rows)
+    stride = max(1, -(-sum(map(len, by_step)) // _MOST_ROWS))
+    if not any(by_step):
+        return "", stride
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["run", "step", *map(_cell, names)])
+    for side, lines, rows in zip(sides, columns, by_step, strict=True):
+        steps = sorted(rows)
+        # The last step is always there, and evaluations, which few steps have.
+        kept = {*steps[::stride], *steps[-1:]}
+        kept |= {step for points in lines.values() if stride * len(points) <= len(steps) for step, _ in points}
+        for step in sorted(kept):
+            writer.writerow([_cell(side.name), step, *(rows[step].get(name, "") for name in names)])
+    return text.getvalue(), stride
+
+
+def run_json(sides: Sequence[Side]) -> str:
+    """Final figures in plain units (seconds, bytes, shares) and settings by dotted key."""
+    runs = [
+        {
+            "name": side.name,
+            "status": side.status,
+            "figures": {key: figure.value for key, figure in side.figures.items()},
+            "settings": side.settings,
+        }
+        for side in sides
+    ]
+    return json.dumps({"runs": runs}, indent=1, default=str)
+
+
+def _cell(text: str) -> str:
+    # A spreadsheet would take these for formulas, and names come from files.
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _link(name: str, kind: str, words: str, content: str) -> str:
+    data = base64.b64encode(content.encode(errors="replace")).decode()
+    return f'<a download="{name}" href="data:{kind};charset=utf-8;base64,{data}">{escape(words)}</a>'
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 < number % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
