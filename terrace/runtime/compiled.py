@@ -24,7 +24,8 @@ from terrace.model.attention_plans import AttentionPlans
 from terrace.model.block_masks import BlockMasked
 from terrace.model.decoder import Head
 from terrace.model.documents import Documents
-from terrace.model.layers import MLP, Attention, RMSNorm, Rotary
+from terrace.model.layers import MLP, Attention, RMSNorm
+from terrace.model.rotary import Rotary
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
 from terrace.plan.recompute import operations_in

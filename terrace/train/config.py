@@ -40,7 +40,7 @@ from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import with_rate
-from terrace.train.rules import check_attention, check_moved
+from terrace.train.rules import check_attention, check_moved, check_positions
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
@@ -269,6 +269,7 @@ def _check(run: RunConfig) -> None:
     check_objective(run)
     check_evaluation(run)
     check_attention(run)
+    check_positions(run)
     run.num_micros()
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:
         raise ModelError(

@@ -108,8 +108,10 @@ def _summed(
             nats=nats, num_tokens=num_tokens, num_documents=counted.num_documents, num_bytes=counted.num_bytes
         )
 
+    # Where RoPE follows the length of a row, a window that is long enough for that has a row of its own.
+    alone = 0 < model.config.rope_limit < context
     # Texts are a stream: counts are running, and no window is kept.
-    for row in _rows(windows, max(context, _ROW_TOKENS)):
+    for row in _rows(windows, 1 if alone else max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
         num_tokens += sum(window.num_predicted for window in row)
         if progress is not None:
@@ -191,7 +193,7 @@ def _nats(model: Trained, row: list[_Window]) -> float:
         torch.tensor([[part for window in row for part in taken(window)]], device=device)
         for taken in (lambda w: w.tokens, lambda w: w.labels, lambda w: range(w.size))
     )
-    return nats_of(model, tokens, labels, positions)
+    return nats_of(model, tokens, labels, None if len(row) == 1 else positions)
 
 
 @torch.no_grad()
