@@ -299,7 +299,8 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.sums:
         raise PlanError(
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
-            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}"
+            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}, and "
+            "no more than a rank has micro-batches"
         )
     check_tensor_chunks(cluster, plan, blocks)
     _check_chunks(plan)
