@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import BYTES, SOURCE, check_source
+from terrace.train.folder import BYTES, SOURCE, check_source, no_run_words
 
 if TYPE_CHECKING:
     from terrace.checkpoint.reading import Checkpoint
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.shard_bytes is not None and options.shard_bytes < 1:
         raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
     if not (options.folder / "config.toml").is_file():
-        raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
+        raise CheckpointError(no_run_words(options.folder))
     config = parse_run(read_table(options.folder / "config.toml"))
     from terrace.checkpoint.reading import Checkpoint
     from terrace.train.export import export_adapter

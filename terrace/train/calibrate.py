@@ -159,7 +159,9 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
     experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
-    config, dtype = replace(run.model, num_layers=1, vocab_size=1, experts=experts), DTYPES[run.plan.compute]
+    # Where layers differ in their windows, the widest stands for all.
+    config = replace(run.model, num_layers=1, vocab_size=1, kinds=(), experts=experts)
+    dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     choose_kernel(blocks, run.train.attention)
     initialise(blocks, config, 0, dtype, engine.device)

@@ -100,8 +100,11 @@ class TrainConfig:
                 "between 0 and 1"
             )
         longest = self.steps - self.warmup_steps
-        if (self.decay_steps if whole else self.decay_steps * self.steps) > longest:
+        wanted = self.decay_steps if whole else self.decay_steps * self.steps
+        if wanted > longest:
+            warm = max(0, self.steps - math.ceil(wanted))  # that leaves room for the decay
             raise ConfigError(
-                f"train.decay_steps = {self.decay_steps} is longer than the {counted(longest, 'step')} after the "
-                f"warm-up, train.steps - train.warmup_steps: use at most {max(0, longest)}"
+                f"train.decay_steps = {self.decay_steps} is longer than the {counted(max(0, longest), 'step')} after "
+                f"the warm-up, train.steps - train.warmup_steps: "
+                + (f"use at most {longest}" if longest > 0 else f"set train.warmup_steps to at most {warm}")
             )

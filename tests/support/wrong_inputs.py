@@ -195,8 +195,8 @@ def _options(folder: Path) -> Iterator[Case]:
     # Every option of every command, with the other words that the command needs; nothing that it names is there, so
     # that none comes to its work.
     needed: Mapping[str, tuple[str, ...]] = {
-        "plan": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--seq", "8"),
-        "scale": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--seq", "8"),
+        "plan": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
+        "scale": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
         "simulate": ("--model", "nowhere"),
         "train": ("--model", "nowhere"),
         "doctor": ("--config", "nowhere"),

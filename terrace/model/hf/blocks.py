@@ -121,10 +121,20 @@ class _Context:
     def is_sliding(self, layer: int) -> bool:
         """Whether a layer attends within a window."""
         # Newer configurations list a kind for each layer; older ones have one window for all.
-        kinds = getattr(self.config, "layer_types", None)
-        if kinds is not None:
-            return str(kinds[layer]) == "sliding_attention"
+        kind = self.kind(layer)
+        if kind is not None:
+            return kind == "sliding_attention"
         return getattr(self.config, "sliding_window", None) is not None
+
+    def kind(self, layer: int) -> str | None:
+        """The kind of a layer, as newer configurations list it."""
+        kinds = getattr(self.config, "layer_types", None)
+        return None if kinds is None else str(kinds[layer])
+
+    def turns(self, rotary: nn.Module, x: Tensor, places: Tensor, layer: int) -> Any:
+        """The rotary tables of a layer; some models have other ones for each kind of layer (Gemma 3, OLMo 3)."""
+        asks = "layer_type" in inspect.signature(rotary.forward).parameters
+        return rotary(x, places, self.kind(layer)) if asks else rotary(x, places)
 
     def mask(self, x: Tensor, places: Tensor, sliding: bool) -> Any:
         """The mask of `transformers` for x (B, S, H): causal, within documents and the window."""
@@ -158,7 +168,7 @@ class LayerBlock(nn.Module):
         super().__init__()
         self.block_name = f"layers.{index}"
         self.layer, self.rotary = layer, context.rotary
-        self._context, self._sliding = context, context.is_sliding(index)
+        self._context, self._index, self._sliding = context, index, context.is_sliding(index)
         self._wants = _wanted(layer, context, what)
         self.attending: DeclaredAttention | None = None  # of a model with a declaration
         self.whole_shape: Callable[[], Sequence[int]] | None = None  # (B, S) where an axis keeps x in another shape
@@ -181,7 +191,7 @@ class LayerBlock(nn.Module):
         if "position_ids" in self._wants:
             given["position_ids"] = places
         if "position_embeddings" in self._wants and self.rotary is not None:
-            given["position_embeddings"] = self.rotary(x, places)
+            given["position_embeddings"] = self._context.turns(self.rotary, x, places, self._index)
         # Some releases return a tuple, others the tensor.
         with nullcontext() if self.attending is None else self.attending.on(positions):
             out = self.layer(x, **given)
@@ -238,7 +248,8 @@ def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
                 "hand (docs/python.md)"
             )
     wants = {name for name in _GIVEN[1:] if name in named or (open_ended and name == "position_ids")}
-    if "position_embeddings" in wants and context.rotary is None:
+    asks = "position_embeddings" in wants and parameters["position_embeddings"].default is inspect.Parameter.empty
+    if asks and context.rotary is None:
         raise ModelError(f"the layers of {what} ask for rotary tables, but its decoder has no module rotary_emb")
     return wants
 

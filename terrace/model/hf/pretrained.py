@@ -186,17 +186,17 @@ def _listed(what: str, names: list[str]) -> Iterator[str]:
 
 
 def _taken(stored: Any, source: StoredTensor) -> Tensor:
-    if source.num_parts > 1 and source.num_groups == 1:
+    if source.parts and source.num_groups == 1:
         # Rows of one part follow one another, so only they are read.
-        rows = source.shape[-1 if source.transposed else 0] // source.num_parts
-        part = slice(source.part * rows, (source.part + 1) * rows)
+        begin = sum(source.parts[: source.part])
+        part = slice(begin, begin + source.parts[source.part])
         tensor: Tensor = stored[:, part] if source.transposed else stored[part]
         return tensor.t() if source.transposed else tensor
     tensor = stored[:] if source.shape else stored[...]
     tensor = tensor.t() if source.transposed else tensor
-    if source.num_parts == 1:
+    if not source.parts:
         return tensor
-    grouped = tensor.reshape(source.num_groups, source.num_parts, -1, *tensor.shape[1:])  # (G, P, d, ...)
+    grouped = tensor.reshape(source.num_groups, len(source.parts), -1, *tensor.shape[1:])  # (G, P, d, ...)
     return grouped[:, source.part].flatten(0, 1)
 
 
@@ -304,7 +304,9 @@ def _stored(parts: Parts, value: Callable[[str, str], Tensor], dtype: str) -> Te
 def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
     """The tensor of a file from its parts in Terrace's layout, contiguous and with memory of its own size."""
     whole = parts[0]
-    if source.num_parts > 1:
+    if source.num_groups == 1:
+        whole = torch.cat(parts) if source.parts else whole
+    elif source.parts:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
     whole = (whole.t() if source.transposed else whole).contiguous()
     # A view of something larger cannot be stored: the file would not know what else is in it.

@@ -20,7 +20,7 @@ from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock, LayerBlock
 from terrace.model.lora.config import adapter_names
 from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.dims import is_inner
+from terrace.plan.dims import is_inner, is_norm_of_heads
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
 from terrace.runtime.in_block_comm import InBlockComm
@@ -32,6 +32,7 @@ from terrace.runtime.tensor.modules import (
     Adapter,
     ColumnLinear,
     HeadNorm,
+    HeadsNorm,
     Norm,
     RowLinear,
     TensorAxis,
@@ -88,14 +89,19 @@ def parallelise(
     head = cut.head(last, embedding.weight if last.weight is first.weight else None)
     # A tied output matrix belongs to the embedding's block.
     part = cut.part(0 if last.weight is first.weight else len(blocks) - 1, "weight")[0]
-    return [embedding, *middle, head], _cut_loss(objective, head, part, axis)
+    return [embedding, *middle, head], _cut_loss(objective, head, part, axis, last.cap)
 
 
-def _cut_loss(objective: Objective, head: VocabParallelHead | Output, part: slice, axis: TensorAxis) -> Objective:
-    """`objective` of hidden states; `head` has this rank's `part` of the output matrix, whose values come later."""
+def _cut_loss(
+    objective: Objective, head: VocabParallelHead | Output, part: slice, axis: TensorAxis, cap: float = 0.0
+) -> Objective:
+    """`objective` of hidden states; `head` has this rank's `part` of the output matrix, whose values come later.
+
+    A `cap` of logits of 0 is none.
+    """
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
-        return vocabulary_losses(hidden, head.weight, labels, part, axis.both)
+        return vocabulary_losses(hidden, head.weight, labels, part, axis.both, cap)
 
     def numbers(module: nn.Module, inputs: Tensor, labels: Tensor) -> TokenNumbers:
         return TokenNumbers(-losses(module(inputs), labels), None)
@@ -133,12 +139,13 @@ class _Cutter:
 
     def embedding(self, module: decoder.Embedding) -> VocabParallelEmbedding:
         positions = None if module.positions is None else self._parameter(0, "positions")
-        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, self.part(0, "weight")[0], self._axis)
+        part = self.part(0, "weight")[0]
+        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, part, self._axis, module.scale)
 
     def head(self, module: decoder.Head, tied: nn.Parameter | None) -> VocabParallelHead:
         block = len(self._blocks) - 1
         weight = self._parameter(block, "weight") if tied is None else tied
-        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis)
+        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis, module.divisor)
 
     def value_head(self, module: decoder.ValueHead) -> ValueParallelHead:
         block = len(self._blocks) - 1
@@ -160,7 +167,7 @@ class _Cutter:
             elif isinstance(child, Mixture):
                 self._experts(block, name, child)
             elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
-                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] == "head_dim"
+                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] != "hidden"
                 norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
                 setattr(parent, name.rpartition(".")[2], norm)
         for region in regions:
@@ -203,11 +210,15 @@ class _Cutter:
     def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
         assert isinstance(module.eps, float), "every norm here has an epsilon"
         bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
-        return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis)
+        offset = module.offset if isinstance(module, layers.RMSNorm) else 0.0
+        return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis, offset)
 
     def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
         assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
-        return HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis)
+        weight, spec = self._parameter(block, f"{name}.weight"), self._specs[block][f"{name}.weight"]
+        if is_norm_of_heads(spec):
+            return HeadsNorm(weight, module.eps, self._axis, module.offset, self._used(spec))
+        return HeadNorm(weight, module.eps, self._axis, module.offset)
 
     def _parameter(self, block: int, name: str) -> nn.Parameter:
         spec = self._specs[block][name]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.decoder import check_positions
+from terrace.model.decoder import check_positions, scaled
 from terrace.plan.tensor_traffic import row_tokens
 from terrace.runtime.batch import Batch
 from terrace.runtime.in_block import InBlockAxis
@@ -240,13 +240,15 @@ class RowLinear(_Linear):
 class Norm(_StandIn):
     """A norm over features that the columns have parts of; (..., H/C) to (..., H/C)."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis, offset: float = 0.0
+    ) -> None:
         super().__init__(weight, bias, axis)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: by its mean square without a bias, by mean and variance with one."""
-        weight = share(self.weight, self._axis.num_same)
+        weight = _moved(share(self.weight, self._axis.num_same), self.offset)
         bias = None if self.bias is None else share(self.bias, self._axis.num_same)
         # A rank has all features: torch's fused norm does.
         if self._axis.columns.degree == 1:
@@ -273,23 +275,52 @@ class HeadNorm(nn.Module):
     it.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = weight
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self._axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., D)."""
-        return F.rms_norm(x, self.weight.shape, share(self.weight, self._axis.columns.degree), self.eps)
+        weight = _moved(share(self.weight, self._axis.columns.degree), self.offset)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class HeadsNorm(HeadNorm):
+    """RMS norm over all heads together, of which a rank has some, (..., n) to (..., n); the rows sum mean squares.
+
+    `used` is the part of the weight of the heads that this rank uses, where it holds all key-value heads. Rows that
+    share a head count it once each, as often as any other.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis, offset: float, used: slice | None) -> None:
+        super().__init__(weight, eps, axis, offset)
+        self._used = used or slice(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., n)."""
+        rows, weight = self._axis.rows, _moved(share(self.weight, self._axis.columns.degree), self.offset)[self._used]
+        if rows.degree == 1:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        # Statistics in fp32 at least.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = rows.sum_numbers(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * rows.degree)
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
+
+
+def _moved(weight: Tensor, offset: float) -> Tensor:
+    return weight + offset if offset else weight
 
 
 class VocabParallelEmbedding(nn.Module):
     """Tokens (B, S) to the residual stream; a rank looks up the part of the vocabulary that it has."""
 
-    def __init__(self, weight: nn.Parameter, positions: nn.Parameter | None, part: slice, axis: TensorAxis) -> None:
+    def __init__(
+        self, weight: nn.Parameter, positions: nn.Parameter | None, part: slice, axis: TensorAxis, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.weight, self.positions = weight, positions
+        self.weight, self.positions, self.scale = weight, positions, scale
         self._part = part
         self._axis = axis
 
@@ -302,7 +333,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (tokens < self._part.start) | (tokens >= self._part.stop)
         # Rows of other ranks are zero here and come in by the sum.
         found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, S, H)
+        found = scaled(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.scale)  # (B, S, H)
         if axis.splits_tokens:
             x = axis.rows.scatter(axis.spread(axis.pad(found)))
         else:
@@ -332,15 +363,17 @@ class VocabParallelHead(nn.Module):
     The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.
     """
 
-    def __init__(self, weight: nn.Parameter, norm: Norm, axis: TensorAxis) -> None:
+    def __init__(self, weight: nn.Parameter, norm: Norm, axis: TensorAxis, divisor: float = 1.0) -> None:
         super().__init__()
         self.weight = weight
         self.norm = norm
+        self.divisor = divisor  # of logits
         self._axis = axis
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Normalise x, wherever its tokens stand, and gather it from rows and columns."""
-        return self._axis.whole(self.norm(x))
+        x = self.norm(x)
+        return self._axis.whole(x if self.divisor == 1.0 else x / self.divisor)
 
 
 class ValueParallelHead(nn.Module):
