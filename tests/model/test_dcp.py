@@ -7,7 +7,6 @@ import pickle
 import random
 import shutil
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from terrace.model.hf.names import sources
 from terrace.model.hf.pretrained import Pretrained
 from terrace.train.config import resolve
 from terrace.train.trained import load_blocks, load_trained
+from tests.support.dcp_folders import Runs, a_folder, read_as
 from tests.support.dcp_ranks import loads, saves
 from tests.support.families import TABLES, TOKENS, our_logits, randomise, their_logits, their_model, transformers
 from tests.support.tiny_runs import MODEL, one_line, terrace, write_run
@@ -44,10 +44,6 @@ STEPS = 4
 def logits(pretrained: Pretrained) -> Tensor:
     pretrained.check()
     return our_logits(pretrained.config, pretrained.value, torch.float64)
-
-
-def read_as(table: dict[str, Any], folder: Path) -> Pretrained:
-    return Pretrained(folder, parse_model(table))
 
 
 def test_two_ranks_of_fsdp2_save_what_has_the_same_logits_here(pool: LocalPool, tmp_path: Path) -> None:
@@ -184,22 +180,6 @@ def test_torchtitan_comes_and_goes(run: Path, tmp_path: Path) -> None:
         assert torch.equal(again, first)
 
 
-class Runs:
-    """An object that is pickled as a call."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-def a_folder(path: Path) -> Path:
-    state = {"model.embed_tokens.weight": torch.ones(6, 4), "model.norm.weight": torch.ones(4)}
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-    return path
-
-
 @pytest.mark.parametrize("place", ["whole", "planner", "name", "size", "state"])
 def test_a_pickle_that_would_run_something_is_refused(place: str, tmp_path: Path) -> None:
     folder, marker = a_folder(tmp_path / "dcp"), tmp_path / "marker"
@@ -233,53 +213,6 @@ def test_a_chunk_that_would_run_something_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is damaged"):
         read_as(MODEL, folder).value("head", "norm.weight")
     assert not marker.exists()
-
-
-@pytest.mark.timeout(60)
-def test_a_small_metadata_takes_no_large_memory_and_no_long_text(tmp_path: Path) -> None:
-    """An object numbered 2^27, for which pickle's reader in C clears 2 GiB; a tuple of 2^40 parts, all of them one."""
-    folder = a_folder(tmp_path / "dcp")
-    found: Any = dcp.FileSystemReader(folder).read_metadata()
-    parts: Any = 1
-    for _ in range(40):
-        parts = (parts, parts)
-    found.state_dict_metadata["model.norm.weight"].size = Runs(torch.Size, parts)
-    before = getrusage(RUSAGE_SELF).ru_maxrss
-    numbered = b"\x80\x02K\x01r" + (1 << 27).to_bytes(4, "little") + b"."
-    for content, said in ((numbered, "a Metadata is missing"), (pickle.dumps(found), "a size has other parts")):
-        (folder / METADATA).write_bytes(content)
-        with pytest.raises(ModelError, match=said) as caught:
-            read_metadata(folder)
-        assert len(str(caught.value)) < 400
-    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("zipped", [True, False])
-def test_damage_of_a_chunk_is_named(zipped: bool, tmp_path: Path) -> None:
-    content = io.BytesIO()
-    torch.save(torch.ones(4), content, _use_new_zipfile_serialization=zipped)
-    folder = a_folder(tmp_path / "dcp")
-    found: Any = dcp.FileSystemReader(folder).read_metadata()
-    for info in found.storage_data.values():
-        info.offset, info.length = 0, len(content.getvalue())
-    (folder / METADATA).write_bytes(pickle.dumps(found))
-    (path,) = folder.glob("*.distcp")
-    draw, refused = random.Random(1), list[str]()
-    for _ in range(300):
-        raw = bytearray(content.getvalue())
-        raw[draw.randrange(len(raw))] = draw.randrange(256)
-        path.write_bytes(raw)
-        try:
-            read_as(MODEL, folder).value("head", "norm.weight")
-        except ModelError as error:  # any other fails the test; some bits are of no use
-            refused.append(str(error))
-    assert len(refused) > 30
-    assert not any("\n" in said for said in refused)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ModelError, match="is no file"):
-        read_as(MODEL, folder)
 
 
 def test_damage_is_named_in_one_line(tmp_path: Path) -> None:
