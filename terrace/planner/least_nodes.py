@@ -37,14 +37,15 @@ class AtLeast(NamedTuple):
 
 
 def least_nodes(
-    space: Space, *, limit: int, grow_batch: bool = False, patience: Patience = ENDLESS
+    space: Space, *, limit: int, grow_batch: bool = False, patience: Patience | None = None
 ) -> tuple[Task, Estimate] | AtLeast | None:
     """The task with the fewest members, more than it has, and a plan that fits there; None where none is found.
 
     At most `limit` plans of a size are evaluated. With `grow_batch` the batch of a size is the next multiple of its
     ranks, else it stays.
     """
-    task = space.task
+    # One of its own: its words are changed.
+    task, patience = space.task, Patience() if patience is None else patience
     for size in _sizes(task):
         patience.words = f"no plan fits; looking for the fewest members of {task.cluster.tiers[-1].name}: {size}"
         try:

@@ -30,7 +30,7 @@ class Numels:
         return self._of(mesh)[0]
 
     def stacks(self, mesh: Mesh) -> _Numels:
-        """Elements of the experts of a rank; 0 where they are among `own`."""
+        """Elements of the experts of a rank that train; 0 where they are among `own`."""
         return self._of(mesh)[1]
 
     def least(self, mesh: Mesh) -> _Numels:
@@ -49,9 +49,11 @@ class Numels:
         found = self._flats.get(key)
         if found is None:
             flats = self._together(mesh).flats
-            stacks = self._all_stacks if mesh.total("tensor") > 1 else (0,) * len(self._all_stacks)
+            none = (0,) * len(self._all_stacks)
+            stacks = self._all_stacks if mesh.total("tensor") > 1 else none
             if mesh.experts is not None:
-                stacks = tuple(map(sum, zip(*(each.sizes for each in flats if each.stacked), strict=True)))
+                trained = [each.sizes for each in flats if each.stacked and each.trainable]
+                stacks = tuple(map(sum, zip(none, *trained, strict=True)))
             found = self._flats[key] = flats[0].sizes, stacks
         return found
 

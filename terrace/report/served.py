@@ -103,7 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "terrace", ""
 
     def do_GET(self) -> None:
-        named = (self.headers.get("Host") or "").rpartition(":")[0]
+        # Browsers leave the port out where it is 80.
+        named = (self.headers.get("Host") or "").partition(":")[0]
         if named not in (ADDRESS, "localhost"):
             return self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"ask for {ADDRESS} or localhost\n")
         path = self.path.partition("?")[0]

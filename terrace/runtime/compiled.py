@@ -112,7 +112,7 @@ def compiler_named() -> Iterator[None]:
         if found is None:
             raise
         raise TrainingError(
-            f"torch.compile failed in the first step ({reason_of(found)}): {_FIX}, or give --train.compile false"
+            f"torch.compile failed in a step ({reason_of(found)}): {_FIX}, or give --train.compile false"
         ) from error
 
 

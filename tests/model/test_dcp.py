@@ -28,6 +28,7 @@ from terrace.model.hf.names import sources
 from terrace.model.hf.pretrained import Pretrained
 from terrace.train.config import resolve
 from terrace.train.trained import load_blocks, load_trained
+from tests.support.dcp_folders import Runs, a_folder, read_as
 from tests.support.dcp_ranks import loads, saves
 from tests.support.families import TABLES, TOKENS, our_logits, randomise, their_logits, their_model, transformers
 from tests.support.tiny_runs import MODEL, one_line, terrace, write_run
@@ -43,10 +44,6 @@ STEPS = 4
 def logits(pretrained: Pretrained) -> Tensor:
     pretrained.check()
     return our_logits(pretrained.config, pretrained.value, torch.float64)
-
-
-def read_as(table: dict[str, Any], folder: Path) -> Pretrained:
-    return Pretrained(folder, parse_model(table))
 
 
 def test_two_ranks_of_fsdp2_save_what_has_the_same_logits_here(pool: LocalPool, tmp_path: Path) -> None:
@@ -181,22 +178,6 @@ def test_torchtitan_comes_and_goes(run: Path, tmp_path: Path) -> None:
         again = our_logits(config, read_as(MODEL, tmp_path / str(number)).value, torch.float64)
         first = our_logits(config, Pretrained(folder).value, torch.float64)
         assert torch.equal(again, first)
-
-
-class Runs:
-    """An object that is pickled as a call."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-def a_folder(path: Path) -> Path:
-    state = {"model.embed_tokens.weight": torch.ones(6, 4), "model.norm.weight": torch.ones(4)}
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-    return path
 
 
 @pytest.mark.parametrize("place", ["whole", "planner", "name", "size", "state"])

@@ -4,19 +4,25 @@ import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
+from terrace.model.config import block_specs
+from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES
 from terrace.planner.evaluate import step_of
 from terrace.planner.operations import parse_operations
 from terrace.planner.pins import parse_axes
+from terrace.planner.search import cores_of, units_of
+from terrace.planner.space import OpenMesh, Space, meshes, placements
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, plan_of
 from terrace.simulate.step import predict_step
 from tests.support.exhaustive import check_search
-from tests.support.mixtures import GROUPED, mixture
-from tests.support.planner_cases import CLUSTERS, evaluator_of, small_task
+from tests.support.mixtures import GROUPED, SHARED, mixture
+from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, small_task
 
 TASK = small_task(CLUSTERS["dgx 2x3"], batch=6)
 MIXED = replace(TASK, model=mixture(GROUPED))
@@ -75,6 +81,56 @@ def test_the_search_equals_trying_everything_that_can_be_recomputed(
     task = replace(small_task(CLUSTERS[name], batch=batch), operations=None)
     everything = check_search(replace(task, model=MIXED.model) if is_mixture else task, axes)
     assert any(each.candidate.first for each in everything)
+
+
+MODELS = {
+    "alike": SMALL,
+    "experts": mixture(GROUPED),
+    "experts after a dense layer": mixture(GROUPED, dense_layers=(0,), hidden_size=256),
+    "experts before dense layers": mixture(SHARED, dense_layers=(2, 3), intermediate_size=512),
+}
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_bounds_of_a_number_of_first_layers_never_exceed_the_evaluation(data: st.DataObject) -> None:
+    """Bytes and seconds, ascending and descending in the number: a bisection and a search go by both."""
+    model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
+    task = replace(small_task(CLUSTERS["dgx 2x3"], batch=12, model=model), operations=None)
+    if data.draw(st.booleans()):
+        task = replace(
+            task, declared=with_adapters(block_specs(model), LoraConfig(rank=4, targets=("layers.*.attention.*",)))
+        )
+    space, evaluator = Space(task=task, axes=("data", "tensor")), evaluator_of(task)
+    bounds, mesh = evaluator.bounds, data.draw(st.sampled_from(list(meshes(space))))
+    values = task.recomputations.values
+    cores = [each for each in cores_of(space, bounds, OpenMesh(mesh)) if values[each.recompute].is_partial]
+    core, placement = data.draw(st.sampled_from(cores)), data.draw(st.sampled_from(placements(space, mesh)))
+    unit = data.draw(st.sampled_from(units_of(space, core, placement)))
+    partly = [bounds.partly(core, first) for first in range(1, len(task.inner))]
+    least_bytes = [bounds.least_bytes(each, placement, unit) for each in partly]
+    least_s = [bounds.placed_s(each, placement, unit) for each in partly]
+    assert least_bytes == sorted({*least_bytes}, reverse=True)
+    assert least_s == sorted(least_s)
+    for each, own_bytes, own_s in zip(partly, least_bytes, least_s, strict=True):
+        candidate = each.candidate(placement, unit)
+        assert candidate.first == each.first
+        assert own_bytes <= evaluator.needed_bytes(candidate)
+        if not task.declared:  # seconds of weights that do not train are in the bound
+            assert own_s <= evaluator.evaluate(candidate).step_s
+
+
+def test_experts_that_do_not_train_have_no_states_in_a_bound() -> None:
+    adapted = with_adapters(block_specs(MIXED.model), LoraConfig(rank=4, targets=("layers.*.attention.*",)))
+    task = replace(MIXED, declared=adapted)
+    space, evaluator = Space(task=task, axes=("data",)), evaluator_of(task)
+    divided = [mesh for mesh in meshes(space) if mesh.experts is not None]
+    assert divided
+    for mesh in divided:
+        (core, *_) = cores_of(space, evaluator.bounds, OpenMesh(mesh))
+        for placement in placements(space, mesh):
+            candidate = core.candidate(placement, 1)
+            assert evaluator.bounds.least_bytes(core, placement, 1) <= evaluator.needed_bytes(candidate)
 
 
 @pytest.mark.parametrize("mapping", [{}, {"pipeline": (1, 2)}, {"rows": (1, 2)}], ids=str)

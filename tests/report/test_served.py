@@ -34,10 +34,12 @@ def serving(page: LivePage) -> Iterator[int]:
             thread.join()
 
 
-def ask(port: int, path: str, host: str = ADDRESS, method: str = "GET") -> tuple[HTTPResponse, str]:
+def ask(
+    port: int, path: str, host: str = ADDRESS, method: str = "GET", names_port: bool = True
+) -> tuple[HTTPResponse, str]:
     connection = HTTPConnection(ADDRESS, port, timeout=20)
     try:
-        connection.request(method, path, headers={"Host": f"{host}:{port}"})
+        connection.request(method, path, headers={"Host": f"{host}:{port}" if names_port else host})
         answer = connection.getresponse()
         return answer, answer.read().decode()
     finally:
@@ -112,6 +114,9 @@ def test_others_get_nothing(tmp_path: Path) -> None:
             answer, said = ask(port, "/", host=host)
             assert answer.status == 403
             assert "page" not in said
+        # Of port 80, browsers name the host alone.
+        assert ask(port, "/", host="localhost", names_port=False)[0].status == 200
+        assert ask(port, "/", host="evil.example", names_port=False)[0].status == 403
         for path in ("/config.toml", "/../config.toml", "/state/", "/?a/../config.toml"):
             answer, said = ask(port, path)
             assert answer.status == (200 if path.startswith("/?") else 404)

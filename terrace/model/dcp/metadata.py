@@ -3,7 +3,8 @@
 The file is a pickle. A pickle names classes and functions and has them called, so one from a stranger could run
 anything. Here every name is looked up in a table of those that `torch.distributed.checkpoint` writes, and each stands
 for a class of this module that only keeps its arguments; no class or function of torch is called. Any other name is
-refused. The classes are made anew for each file, since a pickle may set attributes of a class.
+refused. The classes are made anew for each file, since a pickle may set attributes of a class. The reader is the one of
+pickle that is written in Python: in C, five bytes have it clear memory of 64 GiB for the number of an object.
 
 Source: `torch.distributed.checkpoint.metadata` and `.filesystem` of torch 2.4 to 2.13.
 """
@@ -11,6 +12,7 @@ Source: `torch.distributed.checkpoint.metadata` and `.filesystem` of torch 2.4 t
 import os
 import pickle
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -43,6 +45,18 @@ _CLASSES = {
 # As safetensors names them; of other dtypes only the name is kept, for an error.
 _DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _OF_TORCH = re.compile(r"Size|bool|(u?int|float|bfloat|complex|qu?int|bits)\d+\w*")
+# A damaged pickle may raise nearly any of these, among them the errors of a stack that is too short.
+_OF_PICKLE = (
+    pickle.UnpicklingError,
+    struct.error,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    EOFError,
+)
 _MOST_BYTES = 4 << 30  # of a file; one of 100,000 tensors in 1,024 chunks each has about as many
 
 
@@ -79,8 +93,7 @@ def read_metadata(folder: Path) -> dict[str, DcpTensor]:
         raise ModelError(f"cannot read {path}: {error.strerror}; is {folder} a DCP folder?") from error
     except _DamagedError as error:
         raise ModelError(f"{path} is damaged ({error}): copy the folder again, or save it again") from error
-    # A damaged pickle may raise nearly any of these, among them the errors of a stack that is too short.
-    except (pickle.UnpicklingError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError) as error:
+    except _OF_PICKLE as error:
         reason = printable(str(error).partition("\n")[0])
         raise ModelError(f"{path} is damaged ({reason}): copy the folder again, or save it again") from error
     except (MemoryError, OverflowError, RecursionError, ImportError) as error:
@@ -106,7 +119,7 @@ class _Kept:
         self.state = state
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):
     def __init__(self, path: Path, content: bytes) -> None:
         super().__init__(BytesIO(content))
         self._path, self._made = path, dict[tuple[str, str], type[_Kept]]()
@@ -169,9 +182,9 @@ def _tensor(
 
 def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: Mapping[str, Any]) -> Chunk:
     if place.get("transform_descriptors"):
-        shown = repr(place["transform_descriptors"])[:40]
         raise ModelError(
-            f"{name} was written through a transform of DCP ({shown}), which is not read: save it without extensions"
+            f"{name} was written through a transform of DCP (transform_descriptors), which is not read: save it "
+            "without extensions"
         )
     file, position, length = _text(place.get("relative_path")), place.get("offset"), place.get("length")
     # A name must not lead out of the folder.
@@ -204,11 +217,13 @@ def _sizes(value: object) -> tuple[int, ...]:
         raise _DamagedError("a size is missing")
     sizes = value.args[0] if value.args else ()
     if type(sizes) is not tuple or not all(type(each) is int and 0 <= each < 2**48 for each in sizes):
-        raise _DamagedError(f"{repr(sizes)[:40]} is no size")
+        # Its text could be far longer than the file: a tuple may hold one object twice, which holds another twice.
+        raise _DamagedError("a size has other parts than whole numbers of elements")
     return sizes
 
 
 def _text(value: object) -> str:
     if type(value) is not str or not value.isprintable():
-        raise _DamagedError(f"{str(value)[:40]!r} is no name")
+        shown = repr(value[:40]) if type(value) is str else f"an object ({type(value).__name__})"
+        raise _DamagedError(f"{shown} is no name")
     return value

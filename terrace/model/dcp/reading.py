@@ -6,6 +6,8 @@ admits tensors alone (`weights_only`).
 
 import io
 import pickle
+import stat
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +27,19 @@ from terrace.model.hf.folder import METADATA
 
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # The errors of `torch.load` on bytes that are damaged or hold anything but a tensor.
-_UNREADABLE = (RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile)
+_UNREADABLE = (
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+    struct.error,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 
 
 class DcpWeights:
@@ -51,11 +65,13 @@ class DcpWeights:
         for file, end in sorted(ends.items()):
             path = self.folder / file
             try:
-                size = path.stat().st_size
+                about = path.stat()
             except OSError as error:
                 raise ModelError(f"cannot read {path}: {error.strerror}; copy the folder again") from error
-            if size < end:
-                raise ModelError(f"{path} has {size} bytes, and {METADATA} needs {end}: copy the folder again")
+            if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
+                raise ModelError(f"{path} is no file: copy the folder again")
+            if about.st_size < end:
+                raise ModelError(f"{path} has {about.st_size} bytes, and {METADATA} needs {end}: copy the folder again")
 
     def check(self, config: ModelConfig) -> None:
         """Raise `ModelError` for a model whose parameters have no known names in a DCP folder."""
