@@ -28,7 +28,7 @@ def fitting_words(task: Task, limit: int, plan_command: str = "") -> str:
     try:
         best = find(space, 1, limit, patience=patience)[0].best
     except OutOfTimeError:
-        return f"whether another plan fits was not found out in {LONGEST_S:g} s: ask terrace plan"
+        return f"whether another plan fits was not found out in {LONGEST_S:g} s of processor time: ask terrace plan"
     if not best:
         return f"no plan fits here; {nodes_words(space, limit, patience)}"
     written = f"; to have it written: {plan_command}" if plan_command else ""
@@ -53,7 +53,7 @@ def freer_words(space: Space, pinned: Sequence[str], limit: int) -> str:
         try:
             best = find(each, 1, limit, patience=patience)[0].best
         except OutOfTimeError:
-            unknown = f"whether one fits {words} was not found out in {LONGEST_S:g} s; "
+            unknown = f"whether one fits {words} was not found out in {LONGEST_S:g} s of processor time; "
             break
         if best:
             return f"{words} one fits: {plan_words(task, best[0].candidate)}"

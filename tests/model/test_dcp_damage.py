@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from terrace.base.errors import ModelError
 from terrace.model.dcp.metadata import read_metadata
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_small_metadata_takes_no_large_memory_and_no_long_text(tmp_path: Path) -> None:
     """An object numbered 2^27, for which pickle's reader in C clears 2 GiB; a tuple of 2^40 parts, all of them one."""
     folder = a_folder(tmp_path / "dcp")
-    found: Any = dcp.FileSystemReader(folder).read_metadata()
+    found: Any = FileSystemReader(folder).read_metadata()
     parts: Any = 1
     for _ in range(40):
         parts = (parts, parts)
@@ -46,7 +46,7 @@ def test_damage_of_a_chunk_is_named(zipped: bool, tmp_path: Path) -> None:
     content = io.BytesIO()
     torch.save(torch.ones(4), content, _use_new_zipfile_serialization=zipped)
     folder = a_folder(tmp_path / "dcp")
-    found: Any = dcp.FileSystemReader(folder).read_metadata()
+    found: Any = FileSystemReader(folder).read_metadata()
     for info in found.storage_data.values():
         info.offset, info.length = 0, len(content.getvalue())
     (folder / METADATA).write_bytes(pickle.dumps(found))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from terrace.model.config import parse_model
 from terrace.model.hf.pretrained import Pretrained
@@ -26,5 +26,5 @@ class Runs:
 
 def a_folder(path: Path) -> Path:
     state = {"model.embed_tokens.weight": torch.ones(6, 4), "model.norm.weight": torch.ones(4)}
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    save(state, checkpoint_id=path, no_dist=True)
     return path
