@@ -30,20 +30,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class RMSNorm(nn.Module):
-    """Scale to unit root mean square over the last dim; (..., H) to (..., H).
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., H) by its root mean square, times weight (H).
 
     `F.rms_norm` computes in fp32 for half-precision input and in the input's precision otherwise.
     """
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square over the last dim; (..., H) to (..., H)."""
 
     def __init__(self, size: int, eps: float, **where: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, **where))
+        self.normal: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # or another kernel of it
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., H)."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.normal(x, self.weight, self.eps)
 
 
 def build_norm(config: ModelConfig, **where: Any) -> nn.Module:
@@ -71,10 +77,11 @@ class Rotary:
     def tables(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
         return self._tables.made(
-            (sequence, device, dtype), lambda: self._compute(torch.arange(sequence, device=device), dtype)
+            (sequence, device, dtype), lambda: self.tables_at(torch.arange(sequence, device=device), dtype)
         )
 
-    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin as in `tables`, (S, R/2) or (B, S, R/2), of tokens at `positions` (S) or (B, S)."""
         compute = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=compute) / self.dim  # (R/2)
         frequencies = _scaled(1.0 / self.theta**exponents, self.scaling)
@@ -87,11 +94,16 @@ class Rotary:
         The result has the heads of a token side by side in memory. Attention lays its output out as its query, so
         that merging the heads there is a view, where it would be a copy that is kept for the backward.
         """
+        return self.turn(x, *self._tables_of(x, positions))
+
+    def both(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Query (B, N, S, D) and key (B, K, S, D), each turned as by the call."""
+        return self.turn_both(query, key, *self._tables_of(query, positions))
+
+    def _tables_of(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if positions is None:
-            tables = self.tables(x.shape[-2], x.device, x.dtype)
-        else:
-            tables = self._packed.get(positions, x.dtype, lambda: self._compute(positions, x.dtype))
-        return self.turn(x, *tables)
+            return self.tables(x.shape[-2], x.device, x.dtype)
+        return self._packed.get(positions, x.dtype, lambda: self.tables_at(positions, x.dtype))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn x (B, N, S, D) by tables (S, R/2) or (B, S, R/2); see the call."""
@@ -104,6 +116,10 @@ class Rotary:
         if self.dim < x.shape[-1]:
             parts.append(rest)
         return torch.cat(parts, dim=-1).transpose(-3, -2)
+
+    def turn_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key, each as by `turn`; a kernel for both may stand here."""
+        return self.turn(query, cos, sin), self.turn(key, cos, sin)
 
 
 class Attention(nn.Module):
@@ -145,7 +161,7 @@ class Attention(nn.Module):
         # Looked up before rotation: it depends on positions and shapes only.
         plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+            query, key = self.rotary.both(query, key, positions)
         attends = attend if cache is None else cache.attend
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import with_rate
-from terrace.train.rules import check_attention, check_moved
+from terrace.train.rules import check_attention, check_kernels, check_moved
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
@@ -260,6 +260,7 @@ def _check(run: RunConfig) -> None:
     check_objective(run)
     check_evaluation(run)
     check_attention(run)
+    check_kernels(run)
     run.num_micros()
     if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
         raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")

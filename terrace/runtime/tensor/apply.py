@@ -177,11 +177,16 @@ class _Cutter:
     def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
         assert isinstance(module.eps, float), "every norm here has an epsilon"
         bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
-        return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis)
+        norm = Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis)
+        if isinstance(module, layers.RMSNorm):
+            norm.normal = module.normal
+        return norm
 
     def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
         assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
-        return HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis)
+        norm = HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis)
+        norm.normal = module.normal
+        return norm
 
     def _parameter(self, block: int, name: str) -> nn.Parameter:
         spec = self._specs[block][name]
