@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+Normal = Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps), as `rms_norm`
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., H) by its root mean square, times weight (H).
 
@@ -45,7 +48,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, **where))
-        self.normal: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # or another kernel of it
+        self.normal: Normal = rms_norm  # or another kernel of it
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., H)."""

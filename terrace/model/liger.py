@@ -71,33 +71,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """act(gate) * up, of the functions of a module of the package."""
+    """act(gate) * up, by the functions of a module of the package."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, module: str, name: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, name: str) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        ctx.function = getattr(_ops(module), f"{name}_backward")
-        product: Tensor = getattr(_ops(module), f"{name}_forward")(gate, up)[2]
+        ctx.function = getattr(_ops(name), f"{name}_backward")
+        product: Tensor = getattr(_ops(name), f"{name}_forward")(gate, up)[2]
         return product
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         # Told before: the results are views, which would be older than their storage otherwise.
         increment_version((gate, up))
         of_gate, of_up = ctx.function(gate, up, grad.contiguous())
-        return of_gate, of_up, None, None
+        return of_gate, of_up, None
+
+
+def _gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    product: Tensor = _Gated.apply(gate, up, name)  # type: ignore[no-untyped-call]
+    return product
 
 
 def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, each (..., I)."""
-    return _apply(_Gated, gate, up, "swiglu", "swiglu")
+    return _gated(gate, up, "swiglu")
 
 
 def gelu_tanh_gated(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up by the tanh form, each (..., I)."""
-    return _apply(_Gated, gate, up, "geglu", "geglu")
+    return _gated(gate, up, "geglu")
 
 
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": silu_gated, "gelu_tanh": gelu_tanh_gated}
@@ -118,9 +123,7 @@ class _Turned(torch.autograd.Function):
         return turned[0].detach(), turned[1].detach()
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, of_query: Tensor, of_key: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         _tell(of_query, of_key)
         turned = _ops("rope").rope_backward(of_query, of_key, cos, sin, rotary_dim=ctx.rotary_dim)
@@ -134,7 +137,8 @@ def _tell(*heads: Tensor) -> None:
 
 def turn_both(rotary_dim: int, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn query (B, N, S, D) and key (B, K, S, D) by tables (S, R/2) or (B, S, R/2)."""
-    return _apply(_Turned, query, key, cos, sin, rotary_dim)
+    turned: tuple[Tensor, Tensor] = _Turned.apply(query, key, cos, sin, rotary_dim)  # type: ignore[no-untyped-call]
+    return turned
 
 
 def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
@@ -182,7 +186,3 @@ def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
 def _warps(device: torch.device, dtype: torch.dtype) -> int:
     is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _BLACKWELL
     return 8 if is_new and dtype.itemsize == 2 else 32
-
-
-def _apply(function: Any, *arguments: object) -> Any:
-    return function.apply(*arguments)

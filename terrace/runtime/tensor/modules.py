@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.decoder import check_positions
-from terrace.model.layers import rms_norm
+from terrace.model.layers import Normal, rms_norm
 from terrace.plan.tensor_traffic import row_tokens
 from terrace.runtime.batch import Batch
 from terrace.runtime.in_block import InBlockAxis
@@ -193,7 +193,7 @@ class Norm(_StandIn):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis) -> None:
         super().__init__(weight, bias, axis)
         self.eps = eps
-        self.normal = rms_norm  # or another kernel of it, where a rank has all features
+        self.normal: Normal = rms_norm  # or another kernel of it, where a rank has all features
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: by its mean square without a bias, by mean and variance with one."""
@@ -228,7 +228,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight = weight
         self.eps = eps
-        self.normal = rms_norm
+        self.normal: Normal = rms_norm
         self._axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
