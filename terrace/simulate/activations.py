@@ -239,7 +239,8 @@ class _Tape(MlpTape):
         else:
             self.runs_at_once = True
             self._norm("final norm", INPUT, "head input", keeps_target=True)
-            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend)
+            is_served = "loss" in work.served
+            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend, is_served)
             self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
 
     def values(self) -> None:

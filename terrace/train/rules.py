@@ -54,7 +54,9 @@ def check_kernels(run: "RunConfig") -> None:
 
 
 def parts_of(run: "RunConfig") -> list[Part]:
-    """The parts of a run's blocks that liger-kernel can serve."""
+    """The parts of a run's blocks that kernels of liger-kernel serve."""
+    if run.train.kernels == "torch":
+        return []
     left = left_to_torch(parts_case(run, run.cluster.device.backend))
     return [part for part in PARTS if part not in left]
 

@@ -20,6 +20,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
+from terrace.simulate.held import activations_by_block
 from terrace.train.config import resolve
 from terrace.train.rules import parts_words
 
@@ -144,6 +145,19 @@ def test_a_run_says_which_parts_are_served_and_is_refused_where_none_can_be(monk
         resolve(None, {}, {"train": {"kernels": "liger"}})
     with pytest.raises(ConfigError, match=r"cannot serve on cpu"):
         liger_parts.serve([], "liger", torch.device("cpu"))
+
+
+def test_parts_that_are_served_keep_less() -> None:
+    made = {"cluster": "dgx-h100"}, {"plan": {"preset": "ddp", "compute": "bf16"}, "train": {"sequence": 512}}
+    run = resolve(None, *made)
+    served = replace(run, train=replace(run.train, kernels="liger"))
+    assert run.step().work.served == ()
+    assert served.step().work.served == PARTS
+    before, after = (activations_by_block(each.step().work, each.plan, each.blocks(), "cuda") for each in (run, served))
+    inner = run.plan.micro_batch * 512 * run.model.intermediate_size * 2
+    # The activation of the gate is computed again; a chunk of logits has no copy in fp32.
+    assert before[1].kept - after[1].kept == inner
+    assert before[-1].on_top - after[-1].on_top == run.plan.micro_batch * 512 * run.model.vocab_size * 4
 
 
 def test_a_version_whose_functions_are_absent_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,11 @@ def kernels_of(choice: Any) -> Iterator[None]:
     def served(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Module], **more: Any) -> Engine:
         number = liger_parts.serve(blocks, choice, CPU)
         assert choice == "torch" or number.keys() == {"norms", "rotary positions", "gated activations", "loss"}
-        return engine_of(world, cluster, case, blocks, **more)
+        engine = engine_of(world, cluster, case, blocks, **more)
+        # A tensor axis has put others in the place of some.
+        parts = [each for block in engine.state.modules.values() for each in block.modules()]
+        assert all(vars(each)["normal"] is liger.rms_norm for each in parts if "normal" in vars(each))
+        return engine
 
     with patch.object(parity, "engine_of", served), patch.object(liger_parts, "DEVICES", ("cuda", "cpu")):
         yield
