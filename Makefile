@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A line for each large download: the first installation takes minutes.
+INSTALL := $(BIN)/python .ci/install.py -c constraints.txt
 
-.PHONY: train test test-all check setup chaos soak bench bench-lab bench-slow clean
+.PHONY: train test test-all check setup chaos soak bench bench-lab bench-slow docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "terrace needs Python 3.11 or newer; run: make PYTHON=python3.11 ..."; exit 1; }
+	@echo "making $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,data,metrics,dev]'
+	$(INSTALL) -e '.[train,hf,data,metrics,dev]'
 	@touch $(STAMP)
 
 setup: $(STAMP)
@@ -47,7 +50,7 @@ soak: setup
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
 
-INSTALL_RIVALS := DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,lab]'
+INSTALL_RIVALS := DS_BUILD_OPS=0 $(INSTALL) -e '.[train,lab]'
 
 bench-lab: setup
 	$(INSTALL_RIVALS)
@@ -59,5 +62,11 @@ bench-slow: setup
 	$(INSTALL_RIVALS)
 	$(BIN)/python -m bench.slow $(ARGS)
 
+# The documents and the reference of the public modules as a site, into site/; fails on a warning. Not in CI.
+docs: setup
+	$(INSTALL) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site

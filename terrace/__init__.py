@@ -7,11 +7,16 @@ TYPE_CHECKING = False  # typing's own costs half of the start of `terrace --help
 
 if TYPE_CHECKING:
     from terrace.model.hf.blocks import blocks_of as blocks_of
+    from terrace.model.hf.declared import Declaration as Declaration
     from terrace.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
-_LAZY = {"Trainer": "terrace.train.trainer", "blocks_of": "terrace.model.hf.blocks"}
+_LAZY = {
+    "Trainer": "terrace.train.trainer",
+    "blocks_of": "terrace.model.hf.blocks",
+    "Declaration": "terrace.model.hf.declared",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -190,7 +190,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(inner, item, f"{where}[{index}]") for index, (inner, item) in enumerate(pairs))
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} = {value!r} must be a table")
+            raise ConfigError(f"{where} = {value!r} must be a table: give {where}.NAME = VALUE")
         inner = get_args(hint)[1]
         return {str(key): _convert(inner, item, f"{where}.{key}") for key, item in value.items()}
     if hint is Path and isinstance(value, str):

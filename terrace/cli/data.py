@@ -51,6 +51,7 @@ def add_parser(commands: Any) -> None:
         epilog="How the corpus is read can be set as for a run, e.g. --data.tokenizer FILE or --data.column NAME, and "
         "any figure of the cluster as --cluster.key VALUE.",
     )
+    lengths.add_argument("--data", metavar="PATH", help="the same as PATH: any source for data.path")
     lengths.add_argument(
         "--distribution", choices=tuple(_DISTRIBUTIONS), help="a built-in distribution, in place of a path"
     )
@@ -73,10 +74,14 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the histogram and the costs of the policies; returns 0."""
     path, rest = take_word(rest)
+    if path is not None and options.data is not None:
+        raise ConfigError(f"{path} and --data {options.data} both name the corpus: leave one out")
+    path = options.data if path is None else path
     if (path is None) == (options.distribution is None):
         raise ConfigError("give either a PATH or --distribution NAME; see terrace data lengths --help")
-    if options.sequence < 1 or (options.batch is not None and options.batch < 1):
-        raise ConfigError("--sequence and --batch must be at least 1")
+    for option in ("sequence", "batch"):
+        if getattr(options, option) is not None and getattr(options, option) < 1:
+            raise ConfigError(f"--{option} {getattr(options, option)} must be at least 1")
     if options.picture is not None:
         check_writable("--picture", options.picture)
         if options.picture.suffix != ".svg":

@@ -156,7 +156,7 @@ def _plan_command(options: argparse.Namespace, config: RunConfig) -> str:
     # A command can repeat the run's settings only where model and cluster were given by name.
     if options.model is None or options.cluster is None:
         return "terrace plan"
-    sizes = f"--batch {config.rows} --seq {config.train.sequence} --compute {config.plan.compute}"
+    sizes = f"--batch {config.rows} --sequence {config.train.sequence} --compute {config.plan.compute}"
     return f"terrace plan --model {options.model} --cluster {options.cluster} {sizes}"
 
 

@@ -1,4 +1,4 @@
-"""`terrace eval FOLDER --data PATH`: the loss of a trained model on other text."""
+"""`terrace eval FOLDER`: the loss of a trained model on text, on conversations, or on what its run has held out."""
 
 import argparse
 import json
@@ -23,22 +23,34 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         description="Print loss, perplexity and bits per byte of the newest checkpoint of a run, or of the weights of "
-        "a Hugging Face folder, on text that it was not trained on, in one process.",
+        "a Hugging Face folder, on data that it was not trained on, in one process.",
     )
     add_model_options(parser)
     parser.add_argument(
-        "--data", metavar="PATH", required=True, help="text or JSONL file, or a folder of them: the text to predict"
+        "--data",
+        metavar="PATH",
+        help="text or JSONL file, or a folder of them, to predict (default: what the run itself evaluates, its "
+        "hold-out and the sources of data.eval)",
+    )
+    parser.add_argument(
+        "--data.format",
+        dest="format",
+        choices=("text", "chat"),
+        help="text, or conversations, of which the trained tokens count (default: text)",
+    )
+    parser.add_argument(
+        "--data.chat_template",
+        dest="chat_template",
+        metavar="FILE",
+        help="the chat template of conversations (default: that of the training, or of the folder)",
     )
     parser.add_argument(
         "--data.column",
         dest="column",
-        default="text",
         metavar="NAME",
-        help="the key or column of the text in a record (default: %(default)s)",
+        help="the key or column of the text in a record (default: text)",
     )
-    parser.add_argument(
-        "--data.split", dest="split", default="", metavar="NAME", help="the split of a data set (default: train)"
-    )
+    parser.add_argument("--data.split", dest="split", metavar="NAME", help="the split of a data set (default: train)")
     parser.add_argument(
         "--context",
         type=int,
@@ -59,25 +71,88 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not 1 <= value < 2**31:
             raise ConfigError(f"--{name} {value} must be at least 1 and below 2^31")
-    from terrace.data.corpus import read_documents
-    from terrace.data.files import find_documents
-    from terrace.train.evaluate import evaluate
-
-    # Fails early for a path without documents.
-    find_documents(options.data, options.split)  # before the weights, which may take a while
-    model = load_model_of(options)
-    texts = islice(read_documents(options.data, options.column, options.split), options.documents)
-    found = evaluate(model, texts, context=options.context, progress=_progress())
-    figures = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
-    counts = {"tokens": found.num_tokens, "documents": found.num_documents, "bytes": found.num_bytes}
+    _check_together(options)
+    if options.data is None:
+        return _run_own(options)
+    found = _of_chats(options) if options.format == "chat" else _of_texts(options)
+    figures = {"loss": found.loss, "perplexity": found.perplexity}
+    counts = {"tokens": found.num_tokens, "documents": found.num_documents}
+    if found.num_bytes:
+        figures["bits_per_byte"], counts["bytes"] = found.bits_per_byte, found.num_bytes
     if options.json:
         print(json.dumps({**figures, **{f"num_{name}": count for name, count in counts.items()}}))
         return 0
     print(f"loss           {found.loss:.4f} nats per token")
     print(f"perplexity     {found.perplexity:.3f} per token")
-    print(f"bits per byte  {found.bits_per_byte:.4f}")
+    if found.num_bytes:
+        print(f"bits per byte  {found.bits_per_byte:.4f}")
     print("of             " + ", ".join(counted(count, name.removesuffix("s"), ",") for name, count in counts.items()))
     return 0
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    # No option is ignored silently.
+    keys = {"format": "--data.format", "chat_template": "--data.chat_template", "column": "--data.column"}
+    keys |= {"split": "--data.split", "context": "--context", "documents": "--documents", "tokenizer": "--tokenizer"}
+    given = {name: key for name, key in keys.items() if getattr(options, name) is not None}
+    if options.data is None and given:
+        raise ConfigError(
+            f"{next(iter(given.values()))} has no effect on the data that a run itself evaluates: leave it out, or "
+            "give --data PATH"
+        )
+    if options.format == "chat" and "column" in given:
+        raise ConfigError("--data.column has no effect on conversations: leave it out")
+    if options.format != "chat" and "chat_template" in given:
+        raise ConfigError("--data.chat_template has no effect on text: leave it out, or give --data.format chat")
+
+
+def _run_own(options: argparse.Namespace) -> int:
+    from terrace.train.evaluate_own import evaluate_own, own_data
+
+    sources = own_data(options.folder, lambda text: print(text, file=sys.stderr, flush=True))
+    table = {}
+    for found in evaluate_own(load_model_of(options), sources, _progress()):
+        rows = f"{found.num_documents:,} of {counted(found.num_found, 'sequence', ',')}"
+        table[found.name] = {
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "num_tokens": found.num_tokens,
+            "num_sequences": found.num_documents,
+        }
+        if not options.json:
+            print(
+                f"{found.name}: loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.3f}\n"
+                f"  of {counted(found.num_tokens, 'token', ',')} in {rows}",
+                flush=True,
+            )
+    if options.json:
+        print(json.dumps(table))
+    return 0
+
+
+def _of_texts(options: argparse.Namespace) -> "Evaluation":
+    from terrace.data.corpus import read_documents
+    from terrace.data.files import find_documents
+    from terrace.train.evaluate import evaluate
+
+    split, column = options.split or "", options.column or "text"
+    # Fails early for a path without documents.
+    find_documents(options.data, split)  # before the weights, which may take a while
+    model = load_model_of(options)
+    texts = islice(read_documents(options.data, column, split), options.documents)
+    return evaluate(model, texts, context=options.context, progress=_progress())
+
+
+def _of_chats(options: argparse.Namespace) -> "Evaluation":
+    from terrace.data.chat_tokens import holds_conversations, read_chats
+    from terrace.train.evaluate import evaluate_chats
+
+    split = options.split or ""
+    holds_conversations(options.data, split)  # fails early for a path without records
+    model = load_model_of(options)
+    template = model.template_path if options.chat_template is None else options.chat_template
+    chats = read_chats(options.data, model.tokenizer, model.tokenizer_path, template, split)
+    return evaluate_chats(model, islice(chats, options.documents), context=options.context, progress=_progress())
 
 
 def _progress() -> "Callable[[Evaluation], None]":

@@ -1,30 +1,52 @@
-"""`terrace export RUN PATH`: a checkpoint of a run as a Hugging Face folder."""
+"""`terrace export RUN PATH`: a checkpoint of a run for transformers, peft, or torch.distributed.checkpoint."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import read_table
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import BYTES, SOURCE, check_source
+from terrace.train.folder import BYTES, SOURCE, check_source, no_run_words
+
+if TYPE_CHECKING:
+    from terrace.checkpoint.reading import Checkpoint
 
 SHARD_BYTES = 5_000_000_000  # default file size in transformers
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+FORMATS = HF, DCP = ("hf", "dcp")
+NAMINGS = ("hf", "torchtitan")  # as terrace.model.dcp.names, which needs torch
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         description="Write a checkpoint of a run as a folder that transformers loads: safetensors, config.json, and "
-        "the tokenizer of the run.",
+        "the tokenizer of the run. With --format dcp, as one that torch.distributed.checkpoint loads, with AdamW's "
+        "states.",
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="run folder that terrace train has left")
     parser.add_argument("path", metavar="PATH", type=Path, help="folder to make; it must not be there, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of the weights (default: the one that the run computed in)"
+        "--format",
+        choices=FORMATS,
+        default=HF,
+        help="hf: safetensors; dcp: .distcp files and .metadata (default: hf)",
+    )
+    parser.add_argument(
+        "--names",
+        choices=NAMINGS,
+        help="with --format dcp: names of parameters (default: hf, those of transformers)",
+    )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="with --format dcp: leave out the states of the optimizer"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the weights (default: the one that the run computed in; with --format dcp: as they are stored)",
     )
     parser.add_argument(
         "--shard-bytes",
@@ -51,10 +73,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.shard_bytes is not None and options.shard_bytes < 1:
         raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
     if not (options.folder / "config.toml").is_file():
-        raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
+        raise CheckpointError(no_run_words(options.folder))
     config = parse_run(read_table(options.folder / "config.toml"))
     from terrace.checkpoint.reading import Checkpoint
-    from terrace.train.export import export, export_adapter
+    from terrace.train.export import export_adapter
 
     checkpoint = Checkpoint(_chosen(options.folder, options.step))
     # A damaged checkpoint must not become a model that looks sound.
@@ -64,17 +86,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         written = export_adapter(checkpoint, options.path, base)
         print(f"wrote {options.path}, the adapters after step {checkpoint.step}: {', '.join(written)}")
         return 0
-    source = options.folder / SOURCE
     check_source(options.folder)
-    dtype = options.dtype or config.plan.compute
-    written = export(
-        checkpoint,
-        options.path,
-        dtype,
-        options.shard_bytes or SHARD_BYTES,
-        source if source.is_dir() else None,
-        _end_of_text(config, source),
-    )
+    written, dtype = (_export_dcp if options.format == DCP else _export_hf)(options, config, checkpoint)
     # A run on bytes has no tokenizer file; say so, since generating elsewhere needs one.
     if "tokenizer.json" not in written:
         print(
@@ -85,8 +98,37 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def _export_hf(options: argparse.Namespace, config: RunConfig, checkpoint: "Checkpoint") -> tuple[list[str], str]:
+    from terrace.train.export import export
+
+    source, dtype = options.folder / SOURCE, options.dtype or config.plan.compute
+    shard_bytes, end = options.shard_bytes or SHARD_BYTES, _end_of_text(config, source)
+    return export(checkpoint, options.path, dtype, shard_bytes, source if source.is_dir() else None, end), dtype
+
+
+def _export_dcp(options: argparse.Namespace, config: RunConfig, checkpoint: "Checkpoint") -> tuple[list[str], str]:
+    from terrace.train.export_dcp import DcpExport, export_dcp, stored_dtype
+
+    source = options.folder / SOURCE
+    wanted = DcpExport(
+        dtype=options.dtype,
+        naming=options.names or NAMINGS[0],
+        states=not options.weights_only,
+        file_bytes=options.shard_bytes or SHARD_BYTES,
+        source=source if source.is_dir() else None,
+        end_of_text=_end_of_text(config, source),
+    )
+    beside = "" if options.weights_only else ", with the states of adamw"
+    return export_dcp(checkpoint, config, options.path, wanted), (options.dtype or stored_dtype(checkpoint)) + beside
+
+
 def _check_together(options: argparse.Namespace) -> None:
     # No option is ignored silently.
+    for name, given in (("names", options.names), ("weights_only", options.weights_only)):
+        if given and options.format != DCP:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --format {DCP}: leave it out")
+    if options.adapter and options.format == DCP:
+        raise ConfigError(f"--adapter writes a folder for peft, which --format {DCP} is not: leave one of them out")
     for name in ("dtype", "shard_bytes"):
         if options.adapter and getattr(options, name) is not None:
             raise ConfigError(

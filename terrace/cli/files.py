@@ -24,6 +24,12 @@ def check_writable(option: str, path: Path) -> None:
         raise _unwritable(option, path, error) from error
 
 
+def check_page(option: str, path: Path) -> None:
+    """Raise `ConfigError` for a page whose name says that it is something else."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{option} {path}: a page is written as HTML; name a file that ends in .html")
+
+
 def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) -> None:
     """Raise `ConfigError` if `path` is one of the command's `inputs` (option -> path); names `option` in the error."""
     for name, given in inputs.items():

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from terrace.base.errors import ConfigError
@@ -54,7 +55,8 @@ def add_parser(commands: Any) -> None:
         type=float,
         metavar="P",
         default=1.0,
-        help="of these, draw from the likeliest that together have probability P (default: %(default)s, all)",
+        help="of these, whose probabilities are scaled to 1, draw from the fewest likeliest that together reach "
+        "probability P (default: %(default)s, all)",
     )
     parser.add_argument(
         "--min-p",
@@ -98,7 +100,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print each prompt with its continuation; returns 0."""
     if rest:
-        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace generate --help")
+        fix = (
+            "see terrace generate --help"
+            if rest[0].startswith("-")
+            else f"if it is the text: --prompt {quote(rest[0])}"
+        )
+        raise ConfigError(f"unknown argument {rest[0]!r}; {fix}")
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         if not least <= getattr(options, name) < 2**63:
             raise ConfigError(

@@ -85,6 +85,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if words[:1] == ["rehearse"]:
             words, command = import_module("terrace.cli.rehearse").split_command(words)
         words, said = translated(words or ["--help"])
+        _check_command(words[0])
         for line in said:
             print(f"terrace: {line}", file=sys.stderr)
         options, rest = _parser(words[:1]).parse_known_args(words)
@@ -126,6 +127,22 @@ def _ended(ended: Terminated) -> int:
     by_hand = ended.name == "SIGINT"
     print(f"terrace: {'interrupted' if by_hand else f'ended by {ended.name}'}; {ended.words}", file=sys.stderr)
     return EXIT_INTERRUPTED if by_hand else EXIT_TERMINATED
+
+
+def _check_command(word: str) -> None:
+    if word in HELP or word in ("-h", "--help", "-V", "--version"):
+        return
+    from terrace.base.errors import did_you_mean  # here alone: most commands are known
+
+    if word == "help":
+        raise ConfigError(
+            "there is no command 'help': write terrace COMMAND --help, or terrace --help for all commands"
+        )
+    if word.startswith("-"):
+        raise ConfigError(
+            f"{word} comes after a command, as in terrace train {word}; terrace --help lists all commands"
+        )
+    raise ConfigError(f"there is no command {word!r}{did_you_mean(word, HELP)}")
 
 
 class _Parser(argparse.ArgumentParser):

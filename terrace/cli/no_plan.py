@@ -37,7 +37,7 @@ def nothing_words(space: Space, found: Found, pinned: Sequence[str], limit: int)
         more += f"; the search stopped at --limit {limit}: with a larger one it may find a plan that fits"
     return (
         f"no plan fits; the nearest{of} ({plan_words(task, nearest.candidate)}) {lack(task, nearest)}; "
-        f"{freer_words(space, pinned, limit)}; a shorter --seq needs less{more}"
+        f"{freer_words(space, pinned, limit)}; a shorter --sequence needs less{more}"
     )
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO
@@ -51,6 +51,18 @@ def raw_stream(stream: TextIO) -> TextIO:
     """The stream below a standard stream of `printable_output`; any other as it is."""
     raw: TextIO = getattr(stream, "raw_stream", stream)
     return raw
+
+
+def on_a_terminal() -> Callable[[str], None]:
+    """Shows words in one line of the standard error, which the next ones overwrite; nothing where it is no terminal."""
+
+    def show(words: str) -> None:
+        import shutil  # here alone, since few commands show any
+
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{printable(words)[:width]}", end="\033[K\r", file=raw_stream(sys.stderr), flush=True)
+
+    return show if sys.stderr.isatty() else lambda words: None
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
     parser.add_argument(
-        "--output",
+        "--out",
         type=Path,
         default=Path("plan.toml"),
         metavar="FILE",
@@ -116,9 +116,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
     check_price(options.price)
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
-    check_output(options.output, options)
-    if options.output.suffix != ".toml":
-        raise ConfigError(f"--output {options.output} must end in .toml: that is how commands know a plan's file")
+    check_output("--out", options.out, options)
+    if options.out.suffix != ".toml":
+        raise ConfigError(f"--out {options.out} must end in .toml: that is how commands know a plan's file")
     task, axes = read_task(options, rest, also=("plan",)), parse_axes(options.axes)
     task = whole = replace(task, operations=parse_operations(options.recompute, task, axes))
     own = _own_plan(options, rest, whole)
@@ -259,11 +259,11 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     )
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
-    write_file("--output", options.output, sealed_toml(head + tomli_w.dumps(table)))
-    look = f"to look at its step: terrace simulate {quote(str(options.output))}"
+    write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
+    look = f"to look at its step: terrace simulate {quote(str(options.out))}"
     if refused is not None:
-        return f"wrote {options.output}, to be looked at: it cannot be trained, since {refused}\n{look}"
-    return f"wrote {options.output}\n{_to_train(task.cluster, options.output)}\n{look}"
+        return f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}\n{look}"
+    return f"wrote {options.out}\n{_to_train(task.cluster, options.out)}\n{look}"
 
 
 def _chosen(task: Task, best: Estimate) -> Plan:

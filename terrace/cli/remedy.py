@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from terrace.cli.output import on_a_terminal
 from terrace.plan.plan import AXES
-from terrace.planner.least_nodes import MAX_GROWTH, least_nodes
+from terrace.planner.least_nodes import MAX_GROWTH, AtLeast, least_nodes
+from terrace.planner.patience import OutOfTimeError, Patience
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space
@@ -12,16 +14,23 @@ from terrace.planner.task import Task
 from terrace.report.plans import plan_words
 from terrace.report.tables import seconds
 
+# Whoever waits for an error wants to know what to change; a guess at how long. Each size takes a second or two where
+# plans have all axes, so that some ten sizes are looked at.
+LONGEST_S = 30.0
+
 
 def fitting_words(task: Task, limit: int, plan_command: str = "") -> str:
     """The fastest plan of a task that fits, in words, or else the fewest nodes; at most `limit` plans are simulated.
 
     `plan_command` writes such a plan.
     """
-    space = Space(task=task)
-    best = find(space, 1, limit)[0].best
+    space, patience = Space(task=task), _patience("the plan does not fit; looking for one that does")
+    try:
+        best = find(space, 1, limit, patience=patience)[0].best
+    except OutOfTimeError:
+        return f"whether another plan fits was not found out in {LONGEST_S:g} s: ask terrace plan"
     if not best:
-        return f"no plan fits here; {nodes_words(space, limit)}"
+        return f"no plan fits here; {nodes_words(space, limit, patience)}"
     written = f"; to have it written: {plan_command}" if plan_command else ""
     words = plan_words(task, best[0].candidate)
     return f"the fastest plan that fits takes {seconds(best[0].step_s)} a step: {words}{written}"
@@ -38,20 +47,37 @@ def freer_words(space: Space, pinned: Sequence[str], limit: int) -> str:
     if {*space.axes} != {*AXES}:
         freer.append((replace(space, axes=AXES), axes))
         freer += [(Space(task=task), f"{pins} and {axes}")] if pinned else []
+    patience, unknown = _patience(""), ""
     for each, words in freer:
-        best = find(each, 1, limit)[0].best
+        patience.words = f"no plan fits; looking for one {words}"
+        try:
+            best = find(each, 1, limit, patience=patience)[0].best
+        except OutOfTimeError:
+            unknown = f"whether one fits {words} was not found out in {LONGEST_S:g} s; "
+            break
         if best:
             return f"{words} one fits: {plan_words(task, best[0].candidate)}"
     if task.islands is not None:  # further islands do not change the memory of one
-        return "no plan of an island does: make islands larger, with more members on the tiers inside"
-    return nodes_words(space, limit)
+        more = "make islands larger, with more members on the tiers inside"
+        return f"{unknown}{more}" if unknown else f"no plan of an island does: {more}"
+    return f"{unknown}{nodes_words(space, limit, patience)}"
 
 
-def nodes_words(space: Space, limit: int) -> str:
+def _patience(words: str) -> Patience:
+    return Patience(limit_s=LONGEST_S, tell=on_a_terminal(), words=words)
+
+
+def nodes_words(space: Space, limit: int, patience: Patience | None = None) -> str:
     """The fewest members of the outermost tier with which some plan of a space fits, in words."""
-    task, larger = space.task, least_nodes(space, limit=limit)
+    patience = _patience("") if patience is None else patience
+    task, larger = space.task, least_nodes(space, limit=limit, patience=patience)
     if larger is None and tuple(space.axes) == ("data",):
-        larger = least_nodes(space, limit=limit, grow_batch=True)
+        larger = least_nodes(space, limit=limit, grow_batch=True, patience=patience)
+    if isinstance(larger, AtLeast):
+        return (
+            f"it takes at least --nodes {larger.size}, not searched further in {LONGEST_S:g} s: try more, or fewer "
+            "--axes"
+        )
     if larger is None:
         return f"nor with up to {MAX_GROWTH} times as many members of {task.cluster.tiers[-1].name!r}"
     there, found = larger

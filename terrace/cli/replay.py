@@ -12,6 +12,7 @@ from terrace.base.schema import read_table
 from terrace.cli.output import sigterm_raises
 from terrace.cli.terminal import Terminal
 from terrace.train.config import parse_run
+from terrace.train.folder import no_run_words
 
 
 def add_parser(commands: Any) -> None:
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace replay --help")
     path = options.folder / "config.toml"
     if not path.is_file():
-        raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
+        raise CheckpointError(no_run_words(options.folder))
     config = parse_run(read_table(path))
     if not 1 <= options.step <= config.train.steps:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")

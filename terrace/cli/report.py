@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terrace.base.errors import ConfigError
-from terrace.cli.files import check_writable, write_file
+from terrace.cli.files import check_page, check_writable, write_file
 from terrace.report.tables import quantity
 
 if TYPE_CHECKING:
@@ -181,4 +181,5 @@ def _path(options: argparse.Namespace) -> Path:
     check_writable("--out", out)
     if out.exists() and not options.force:
         raise ConfigError(f"--out {out} is there already: name a new file, or add --force to replace it")
+    check_page("--out", out)
     return out

@@ -14,6 +14,7 @@ from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides
 from terrace.cli.ranks import add_ranks, with_ranks
+from terrace.train.folder import no_run_words
 
 
 def add_parser(commands: Any) -> None:
@@ -91,5 +92,5 @@ def _file(options: argparse.Namespace) -> str | None:
         raise ConfigError(f"--resume takes these from the run folder: leave out {', '.join(named)}")
     path = options.resume / "config.toml"
     if not path.is_file():
-        raise CheckpointError(f"{options.resume} is not a run folder: it has no config.toml")
+        raise CheckpointError(no_run_words(options.resume))
     return str(path)

@@ -51,16 +51,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--price", type=float, metavar="P", help="price of one device for one hour: adds what a million tokens cost"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a picture of both curves, an SVG file")
-    parser.add_argument("--force", action="store_true", help="replace the --output file if it is there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a picture of both curves, an SVG file")
+    parser.add_argument("--force", action="store_true", help="replace the --picture file if it is there")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print both curves; returns 0."""
     check_price(options.price)
-    if options.output is not None:
-        check_output(options.output, options)
+    if options.picture is not None:
+        check_output("--picture", options.picture, options)
     planned = read_planned(options.plan)
     task = read_task(options, rest, planned)
     plan, words = _plan(task, options.plan)
@@ -81,18 +81,18 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # A curve without a point would print two tables of objections; one error says the same.
     if not any(point.estimate for points in curves.values() for point in points):
         raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong'][-1].reason}")
-    if options.output is not None:  # first, so that a file that cannot be written is all there is to read
+    if options.picture is not None:  # first, so that a file that cannot be written is all there is to read
         title = f"predicted scaling of plan {plan.name} on {task.cluster.name}"
         named = {f"{scaling} scaling": points for scaling, points in curves.items()}
-        write_file("--output", options.output, scaling_svg(named, title))
+        write_file("--picture", options.picture, scaling_svg(named, title))
     print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
     for scaling, title in titles.items():
         points, full = curves[scaling], options.full_attention_flops
         console.print(scaling_table(points, title, outer.name, options.price, full=full))
         about = scaling_bands_words(points, plan, outer.name), missing_words(points, outer.name)
         print("\n".join(filter(None, about)) + "\n")
-    if options.output is not None:
-        print(f"wrote {options.output}")
+    if options.picture is not None:
+        print(f"wrote {options.picture}")
     return 0
 
 

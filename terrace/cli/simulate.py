@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.cli.files import check_not_read, check_writable, write_file
+from terrace.cli.files import check_not_read, check_page, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.overrides import take_word
 from terrace.cli.programs import check_passes
@@ -119,6 +119,8 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
             # Resolved, since two names may lead to one file.
             if outputs[name].resolve() == outputs[other].resolve():
                 raise ConfigError(f"--{other} and --{name} both name {outputs[other]}: name two files")
+    if "page" in outputs:
+        check_page("--page", outputs["page"])
     if options.force and not outputs:
         raise ConfigError("--force has no effect without --page FILE, --trace FILE or --csv FILE")
     return outputs

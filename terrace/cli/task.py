@@ -31,7 +31,7 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
     )
     add_headroom(parser)
     parser.add_argument("--batch", type=int, metavar="B", required=required, help="sequences a step, over all ranks")
-    parser.add_argument("--seq", type=int, metavar="S", required=required, help="tokens a sequence")
+    parser.add_argument("--sequence", type=int, metavar="S", required=required, help="tokens a sequence")
     parser.add_argument(
         "--compute",
         choices=("bf16", "fp16", "fp32", "fp64"),
@@ -52,7 +52,7 @@ def read_task(
     Raises a `TerraceError` for an impossible task.
     """
     if planned is None:
-        absent = [f"--{name}" for name in ("model", "cluster", "batch", "seq") if getattr(options, name) is None]
+        absent = [f"--{name}" for name in ("model", "cluster", "batch", "sequence") if getattr(options, name) is None]
         if absent:
             raise ConfigError(
                 f"{', '.join(absent)} must be given, or --plan FILE with the [task] table of terrace plan"
@@ -78,7 +78,7 @@ def read_task(
         model=parse_model(planned.model) if options.model is None else load_model(options.model),
         cluster=cluster,
         batch=planned.train["batch"] if options.batch is None else options.batch,
-        sequence=planned.train["sequence"] if options.seq is None else options.seq,
+        sequence=planned.train["sequence"] if options.sequence is None else options.sequence,
         compute=compute,
         messages="bf16" if narrow else None,
         master="fp64" if compute == "fp64" else "fp32",
@@ -119,13 +119,13 @@ def check_price(price: float | None) -> None:
         raise ConfigError(f"--price {price} must be a positive number")
 
 
-def check_output(path: Path, options: argparse.Namespace) -> None:
-    """Raise `ConfigError` unless `path` can be written: checked before any work, so that no result is lost."""
-    check_writable("--output", path)
+def check_output(option: str, path: Path, options: argparse.Namespace) -> None:
+    """Raise `ConfigError` unless an option's file can be written: before any work, so that no result is lost."""
+    check_writable(option, path)
     # With --force an output could otherwise overwrite the command's own input.
-    check_not_read("--output", path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})
+    check_not_read(option, path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})
     if path.exists() and not options.force:
-        raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")
+        raise ConfigError(f"{path} is there already: write --force to replace it, or give another {option}")
 
 
 def with_formats(task: Task, plan: Any) -> Task:

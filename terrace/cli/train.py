@@ -20,6 +20,7 @@ from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.train.config import parse_run, section
 from terrace.train.effects import check_effects, file_layers
+from terrace.train.folder import no_run_words
 from terrace.train.rates import check_rate
 
 AUTO = "auto"
@@ -90,7 +91,7 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         raise ConfigError("--resume takes the weights from the checkpoint: leave out --train.weights")
     path = Path(options.resume) / "config.toml"
     if not path.is_file():
-        raise CheckpointError(f"{options.resume} is not a run folder: it has no config.toml")
+        raise CheckpointError(no_run_words(Path(options.resume)))
     table = dict(read_table(path))
     for name in ("cluster", "plan"):
         if getattr(options, name) is not None:

@@ -302,6 +302,6 @@ def _num_held(source: Source, num_samples: int, holdout: float) -> int:
     if held >= num_samples:
         raise DataError(
             f"holdout = {holdout:g} leaves nothing to train on: {source.name or source.tokens.path} has {num_samples} "
-            f"samples; hold out at most {num_samples - 1} or give more data"
+            f"samples; {f'hold out at most {num_samples - 1}' if num_samples > 1 else 'hold out 0'} or give more data"
         )
     return held

@@ -101,6 +101,18 @@ class Tokenized:
         return made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make, opened, originals)
 
 
+def read_chats(
+    path: str | Path, tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path, split: str = ""
+) -> Iterator[tuple[Ids, Mask, str]]:
+    """Ids, mask and place of each conversation in `path`, without a cache; raises as `prepare_chat` does."""
+    files = _files(path, split)
+    needed = any('"messages"' in line for line, _ in _records(files))
+    reader = ChatReader(
+        load_template(tokenizer_path, template_path, needed=needed), load_encoder(tokenizer_path, tokenizer)
+    )
+    yield from reader.read(_records(files))
+
+
 def holds_conversations(path: str | Path, split: str = "") -> bool:
     """Whether the first record of chat data is a conversation, not a prompt with its completion."""
     return '"messages"' in next(_records(_files(path, split)), ("", ""))[0]

@@ -8,6 +8,7 @@ In a folder, hidden files, unknown suffixes and empty files are skipped, and com
 """
 
 import os
+import re
 import stat
 import sysconfig
 from collections.abc import Iterator
@@ -124,6 +125,12 @@ def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
+        address = re.search(r"\w+:/+\S*", str(path))  # a path has lost one of its slashes
+        if address is not None:
+            raise DataError(
+                f"data {address[0]} is an address, and nothing is read from the net: download it first, and give "
+                "the file"
+            ) from error
         raise DataError(
             f"data {path} does not exist; give a text file, a .jsonl, .parquet or .arrow file, a folder or {STDLIB!r}"
         ) from error

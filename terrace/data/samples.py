@@ -44,9 +44,11 @@ class Windows:
 
     def __init__(self, documents: Documents, sequence: int, *, separate: bool) -> None:
         if len(documents.ids) < sequence + 1:
+            longest = len(documents.ids) - 1
+            shorter = f" or set sequence to at most {longest}" if longest > 0 else ""
             raise DataError(
                 f"{documents.name} has {counted(len(documents.ids), 'token')}, but one sample of sequence {sequence} "
-                f"takes {sequence + 1}; give more data or set sequence to at most {max(1, len(documents.ids) - 1)}"
+                f"takes {sequence + 1}; give more data{shorter}"
             )
         # Neighbouring windows share one token, so n windows need n * sequence + 1 tokens.
         self.num_samples = (len(documents.ids) - 1) // sequence

@@ -13,14 +13,14 @@ Shape legend: T tokens of a turn, B texts that attend together, N query heads, K
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from terrace.generation.pages import PagePool, Span, places_of
-from terrace.model.attention import MaskPlan, additive_mask, attend, document_begins
+from terrace.model.attention import Capped, MaskPlan, additive_mask, attend, document_begins, plain_products
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.model.attention_plans import make_plan
 
@@ -46,9 +46,9 @@ class _Together:
 
 
 class Passing:
-    """How the spans of a turn attend, the same in all layers.
+    """How the spans of a turn attend, the same in all layers with this `window` (0: none) and this `cap` of scores.
 
-    `key_size` is K D; `kernel` serves the beginnings of texts.
+    Spans read what the widest window of all layers sees. `key_size` is K D; `kernel` serves the beginnings of texts.
     """
 
     def __init__(
@@ -61,12 +61,14 @@ class Passing:
         kernel: AttentionKernel,
         device: torch.device,
         dtype: torch.dtype,
+        cap: float = 0.0,
     ) -> None:
+        self.window, self.cap = window, cap
         kinds = [_kind(span) for span in spans]
         num_fresh, num_read = kinds.count(0), kinds.count(1)
         assert kinds == sorted(kinds), "spans must stand as terrace.generation.attention.order says"
         self.num_fresh = sum(span.end for span in spans[:num_fresh])  # tokens
-        self.plan = _plan(spans[:num_fresh], kernel, window, device, dtype)
+        self.plan = _plan(spans[:num_fresh], kernel, window, device, dtype, cap)
         begin = self.num_fresh
         self.parts: list[tuple[int, int, int, Tensor]] = []  # index of the span, first and last token + 1, mask
         for index in range(num_fresh, num_fresh + num_read):
@@ -75,6 +77,8 @@ class Passing:
             begin = end
         shift = begin - num_fresh - num_read  # from the index of a span that writes to its token
         writing = range(num_fresh + num_read, len(spans))
+        # Texts that write see the last keys alone.
+        spans = [replace(span, begin=max(span.begin, span.end - window)) if window else span for span in spans]
         short = [index for index in writing if _length(spans[index]) * key_size <= _SHORT]
         groups = [group for group in _similar(spans, short) if len(group) > 1]
         together = {index for group in groups for index in group}
@@ -89,8 +93,8 @@ class PagedLayer:
     continues = True  # the masks of a turn are made here
     passing: Passing
 
-    def __init__(self, pool: PagePool, layer: int) -> None:
-        self._pool, self._layer = pool, layer
+    def __init__(self, pool: PagePool, layer: int, window: int) -> None:
+        self._pool, self._layer, self.window = pool, layer, window
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
         """Store key and value (1, K, T, D) of the turn's tokens; the attention output of query (1, N, T, D)."""
@@ -103,7 +107,8 @@ class PagedLayer:
             out[:, :fresh] = attend(query[:, :, :fresh], own_keys, own_values, passing.plan).transpose(1, 2)
         for index, begin, end, mask in passing.parts:
             keys, values = pool.view(layer, index)
-            mixed = attend(query[:, :, begin:end], keys.unsqueeze(0), values.unsqueeze(0), mask)
+            own_plan = Capped(mask, passing.cap) if passing.cap else mask
+            mixed = attend(query[:, :, begin:end], keys.unsqueeze(0), values.unsqueeze(0), own_plan)
             out[:, begin:end] = mixed.transpose(1, 2)
         heads = key.shape[1], query.shape[1] // key.shape[1], key.shape[3]  # K, N / K, D
         for group in passing.together:
@@ -112,18 +117,26 @@ class PagedLayer:
                 part.view(num, -1, heads[0], heads[2]).transpose(1, 2) for part in pool.gather(layer, group.places)
             )  # (B, K, L, D)
             grouped = queries[0].index_select(0, group.rows).view(num, *heads)
-            mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+            mixed = _all_seen(grouped, keys, values, group.mask, passing.cap)
             out[0].index_copy_(0, group.rows, mixed.flatten(1, 2))
         if passing.alone:
             rows = torch.split(queries.reshape(-1, *heads), 1)  # (1, K, N / K, D) each
             mixed_rows = []
             for index, row in passing.alone:
-                keys, values = pool.view(layer, index)
+                keys, values = (part[:, -self.window or None :] for part in pool.view(layer, index))
                 # Four dims: with three, torch takes its slow path on a CPU.
-                mixed = F.scaled_dot_product_attention(rows[row], keys.unsqueeze(0), values.unsqueeze(0))
-                mixed_rows.append(mixed)
+                mixed_rows.append(_all_seen(rows[row], keys.unsqueeze(0), values.unsqueeze(0), None, passing.cap))
             out[0].index_copy_(0, passing.rows_alone, torch.cat(mixed_rows).flatten(1, 2))
         return out.transpose(1, 2)
+
+
+def _all_seen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float) -> Tensor:
+    # Queries that see all keys but those masked; as many heads of keys.
+    if not cap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    if mask is None:
+        mask = query.new_zeros(query.shape[2], key.shape[2])
+    return plain_products(query, key, value, mask, cap)
 
 
 def _kind(span: Span) -> int:
@@ -138,13 +151,13 @@ def _length(span: Span) -> int:
 
 
 def _plan(
-    spans: Sequence[Span], kernel: AttentionKernel, window: int, device: torch.device, dtype: torch.dtype
+    spans: Sequence[Span], kernel: AttentionKernel, window: int, device: torch.device, dtype: torch.dtype, cap: float
 ) -> MaskPlan:
     """The mask plan of beginnings of texts, end to end."""
     if not spans:
         return None
     positions = torch.cat([torch.arange(span.end) for span in spans])[None]
-    return make_plan(kernel, document_begins(positions), window, device, dtype)
+    return make_plan(kernel, document_begins(positions), window, device, dtype, cap)
 
 
 def _mask(span: Span, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:

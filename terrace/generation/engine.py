@@ -51,10 +51,10 @@ class GenerationEngine:
         build_pool: BuildPool = GatheredPages,
     ) -> None:
         refuse_looking_ahead(config.experts)
-        # Learned positions end; RoPE does not.
-        context = min(context, config.max_positions) if config.learned_positions else context
-        is_rolling = 0 < config.sliding_window <= context and not config.learned_positions
-        self._window = config.sliding_window
+        # Learned positions end, and some forms of RoPE change with the length of a text.
+        context = min(context, config.most_positions) if config.most_positions else context
+        is_rolling = 0 < config.sliding_window <= context and not config.most_positions
+        self._window = config.sliding_window  # the widest of the layers, for which pages are kept
         weight = next(blocks[0].parameters())
         sizes = config.num_kv_heads, config.head_dim
         num_pages = _num_pages(
@@ -70,7 +70,7 @@ class GenerationEngine:
         self._blocks, self._decode = blocks, decode
         self._device = weight.device
         self._attending: dict[str, Any] = {
-            "window": config.sliding_window,
+            "cap": config.scales.attention_cap,
             "page_tokens": page_tokens,
             "key_size": config.num_kv_heads * config.head_dim,
             "kernel": plans_of(config).kernel(weight.device, weight.dtype, config.head_dim, is_cut=True),
@@ -79,7 +79,8 @@ class GenerationEngine:
         }
         self.version = version
         self.pool = build_pool(config.num_layers, num_pages, page_tokens, *sizes, weight.device, weight.dtype)
-        self._caches = [PagedLayer(self.pool, layer) for layer in range(config.num_layers)]
+        layers = [config.of_layer(layer) for layer in range(config.num_layers)]
+        self._caches = [PagedLayer(self.pool, layer, of.sliding_window) for layer, of in enumerate(layers)]
 
     def is_idle(self) -> bool:
         """Whether every request has ended."""
@@ -155,7 +156,10 @@ class GenerationEngine:
     def _pass(self, turn: Turn, spans: Sequence[Span]) -> Tensor | None:
         """Logits (B, V) for the members of the parts that draw; None if none does."""
         self.pool.prepare(spans)
-        passing = Passing(spans, **self._attending)
+        passing = {
+            window: Passing(spans, window=window, **self._attending)
+            for window in {cache.window for cache in self._caches}
+        }
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -168,7 +172,7 @@ class GenerationEngine:
         places = torch.tensor([positions], device=self._device)
         x: Tensor = self._blocks[0](torch.tensor([tokens], device=self._device), places)
         for block, cache in zip(self._blocks[1:-1], self._caches, strict=True):
-            cache.passing = passing
+            cache.passing = passing[cache.window]
             x = block(x, places, cache)
         if not last:
             return None

@@ -4,6 +4,7 @@
     matrices back into it                  a rank has columns, and so a part of a sum: one all-reduce
     embedding                              a rank looks up its part of the vocabulary: one all-reduce
     head                                   a rank has logits of its part of the vocabulary: one all-gather
+    norm of all heads together             one number a token of each rank: one all-reduce
     all else, experts included             whole on every rank, which compute the same
 
 (Megatron-LM, 1909.08053, section 3.) A pass is 2 L + 1 all-reduces of (B, S, H) for L layers, and one all-gather of
@@ -25,8 +26,10 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup
 from terrace.model.config import ModelConfig, block_specs
-from terrace.model.decoder import Embedding, Head, build_blocks
+from terrace.model.decoder import Embedding, Head, build_blocks, scaled
+from terrace.model.layers import RMSNorm
 from terrace.model.spec import BlockSpec
+from terrace.plan.dims import is_norm_of_heads
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices, slice_blocks
 
@@ -123,6 +126,11 @@ def _joined(
                 linear = block.get_submodule(path)
                 assert isinstance(linear, nn.Linear), "a matrix that is no expert's belongs to a Linear"
                 setattr(block.get_submodule(parent), leaf, _RowLinear(linear, ranks))
+            elif is_norm_of_heads(param):
+                path = param.name.rpartition(".")[0]
+                norm = block.get_submodule(path)
+                assert isinstance(norm, RMSNorm), "queries and keys have an rms norm"
+                setattr(block.get_submodule("attention"), path.rpartition(".")[2], _HeadsNorm(norm, ranks))
     first, last = blocks[0], blocks[-1]
     assert isinstance(first, Embedding), "a decoder begins with its embedding"
     assert isinstance(last, Head), "a decoder ends with its head"
@@ -144,6 +152,20 @@ class _RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class _HeadsNorm(nn.Module):
+    """RMS norm over all heads together, (..., n); rows that share a head count it once each, as any other."""
+
+    def __init__(self, norm: RMSNorm, ranks: TierGroup) -> None:
+        super().__init__()
+        self.norm, self._ranks = norm, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, wide = self.norm, x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = _summed(wide.square().sum(-1, keepdim=True), self._ranks) / (x.shape[-1] * self._ranks.size)
+        weight = norm.weight + norm.offset if norm.offset else norm.weight
+        return (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype) * weight
+
+
 class _SlicedEmbedding(Embedding):
     def __init__(self, config: ModelConfig, whole: Embedding, part: slice, ranks: TierGroup) -> None:
         super().__init__(config, device="meta")
@@ -157,7 +179,7 @@ class _SlicedEmbedding(Embedding):
             found = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         else:
             found = self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
-        hidden = _summed(found, self._ranks)
+        hidden = scaled(_summed(found, self._ranks), self.scale)
         return hidden if self.positions is None else self.placed(hidden, tokens, positions)
 
 

@@ -47,12 +47,12 @@ def continue_texts(
     arrange(blocks, len(requests))
     longest = max(len(request.prompt) for request in requests) + num_tokens
     budget = max(_PASS_TOKENS, len(requests))
-    if 0 < config.sliding_window <= context and not config.learned_positions:
+    if 0 < config.sliding_window <= context and not config.most_positions:
         page_tokens = min(_WINDOW_PAGE, longest)
         pages = -(-min(longest, config.sliding_window + budget + page_tokens) // page_tokens)
     else:
         # A page holds a whole text, which is then never gathered.
-        page_tokens, pages = min(longest, context), 1
+        page_tokens, pages = min(longest, context, config.most_positions or context), 1
     engine = GenerationEngine(
         blocks,
         config,

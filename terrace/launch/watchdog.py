@@ -81,7 +81,7 @@ class Watchdog:
         if self._window_s > timeout_s / 2:
             raise ConfigError(
                 f"a timeout of {timeout_s:g} s is too short to watch {world_size} ranks: "
-                f"make it at least {2 * self._window_s:g} s"
+                f"make it at least {int(2 * self._window_s) + 1} s"
             )
         self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
         self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops

@@ -8,7 +8,8 @@
 
 On a CPU rows that documents or windows cut go in pieces. On CUDA they take varlen in half precision, else flex, else a
 mask. Rows that nothing cuts take the causal kernel, but in fp32 with grouped heads, for which it has no fused form
-(torch's documentation of `scaled_dot_product_attention`), flex.
+(torch's documentation of `scaled_dot_product_attention`), flex. Of these kernels flex alone caps scores; where it
+cannot serve, sdpa and pieces are two products and a softmax.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class AttentionCase:
     head_dim: int
     is_grouped: bool = False  # several query heads share a key-value head
     is_cut: bool = False  # documents or a window cut rows
+    is_capped: bool = False  # scores are capped before the softmax
 
 
 def refusal(kernel: AttentionKernel, case: AttentionCase) -> str:
@@ -40,6 +42,8 @@ def refusal(kernel: AttentionKernel, case: AttentionCase) -> str:
     if kernel in ("varlen", "flex") and case.backend != "cuda":
         missing = "kernels for CUDA alone" if kernel == "varlen" else "no backward on a CPU"
         return f"torch has {missing} there, and this is a device of type {case.backend!r}"
+    if kernel == "varlen" and case.is_capped:
+        return "torch's varlen attention cannot cap scores, as this model does"
     if kernel == "varlen" and case.dtype not in _HALF:
         return f"it takes bf16 and fp16, and queries are {case.dtype}"
     if kernel == "varlen" and (case.head_dim % 8 or case.head_dim > _LARGEST_HEAD):
@@ -56,6 +60,8 @@ def candidates(case: AttentionCase) -> tuple[AttentionKernel, ...]:
     order: tuple[AttentionKernel, ...] = ("sdpa",)
     if case.backend == "cpu":
         order = ("pieces",) if case.is_cut else ("sdpa",)
+    elif case.is_capped:
+        order = ("flex", "sdpa")
     elif case.is_cut:
         order = ("varlen", "flex", "sdpa")
     elif case.dtype == "fp32" and case.is_grouped:

@@ -26,12 +26,13 @@ BLOCK = 128  # tokens of a block, torch's default
 
 @dataclass(frozen=True)
 class BlockMasked:
-    """The mask plan of rows whose tokens see the keys `first` ... their own place."""
+    """The mask plan of rows whose tokens see the keys `first` ... their own place; a `cap` of scores, 0 for none."""
 
     mask: "BlockMask"
+    cap: float = 0.0
 
     @classmethod
-    def of(cls, first: Tensor) -> "BlockMasked":
+    def of(cls, first: Tensor, cap: float = 0.0) -> "BlockMasked":
         """`first` (B, S) int64 is the first key that each token sees; (1, S) for rows that are alike."""
         # Imported at its first use: it brings the compiler of torch, seconds in every process.
         from torch.nn.attention.flex_attention import BlockMask
@@ -44,12 +45,14 @@ class BlockMasked:
             mask_mod=_of_rows(first) if len(first) > 1 else _of_all_rows(first[0]),
             seq_lengths=(first.shape[1], first.shape[1]),
         )
-        return cls(mask)
+        return cls(mask, cap)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
         is_grouped = key.shape[1] != query.shape[1]
-        mixed: Tensor = _kernel(query.device.type)(query, key, value, block_mask=self.mask, enable_gqa=is_grouped)
+        options: dict[str, Any] = {"score_mod": _capped(self.cap)} if self.cap else {}
+        kernel = _kernel(query.device.type)
+        mixed: Tensor = kernel(query, key, value, block_mask=self.mask, enable_gqa=is_grouped, **options)
         return mixed
 
 
@@ -87,6 +90,15 @@ def _of_all_rows(first: Tensor) -> Any:
         return (key <= query) & (key >= first[query])
 
     return sees
+
+
+@cache
+def _capped(cap: float) -> Any:
+    # One function for a cap: another object would be compiled again.
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 @cache

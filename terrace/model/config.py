@@ -9,7 +9,7 @@ Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D hea
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,22 +21,13 @@ from terrace.model.experts.params import router_params
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS
+from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
+from terrace.model.param_lists import head_norm_params, linear_params, norm_params
 from terrace.model.rope import RopeScaling
+from terrace.model.sizes import check_sizes
 from terrace.model.spec import STACKED, BlockSpec, Computes, ParamSpec
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_positions",
-)
-_LARGEST_SIZE = 2**31 - 1  # what kernels can index
 SCORE = "score.weight"  # of a scalar head, here and in weight files
-_LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 
 
 @hashed_once
@@ -44,7 +35,8 @@ _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 class ModelConfig:
     """The computation of a decoder. Raises `ModelError` for a configuration of no possible model.
 
-    Layers are alike but for their MLP: with `experts` most of them have a mixture in its place (`of_layer`).
+    Layers are alike but for their MLP, in whose place most of them have a mixture with `experts`, and for the way they
+    attend where `kinds` are given (`of_layer`).
     """
 
     family: str  # one of FAMILIES: the layout of its config.json and of its weight files
@@ -60,8 +52,8 @@ class ModelConfig:
     norm_eps: float
     activation: str  # silu, gelu, gelu_tanh or relu
     gated_mlp: bool  # down(act(gate(x)) * up(x)) instead of down(act(up(x)))
-    rope_theta: float  # 0 where positions are learned
-    rotary_dim: int  # leading elements of a head that RoPE turns; 0: positions are learned
+    rope_theta: float  # 0 where nothing is turned
+    rotary_dim: int  # leading elements of a head that RoPE turns; 0: none, or positions are learned
     parallel_residual: bool  # x + attention(norm(x)) + mlp(norm'(x)) instead of one after the other
     attention_bias: bool  # of query, key, value and output
     mlp_bias: bool
@@ -69,8 +61,13 @@ class ModelConfig:
     init_std: float
     qkv_bias: bool = False  # of query, key and value alone
     qk_norm: bool = False  # an rms norm over every head of query and key, before RoPE
+    whole_qk_norm: bool = False  # the same over all heads as one
+    norms: Literal["before", "after", "both"] = "before"  # attention and MLP: norms of their input, of their output
+    norm_offset: bool = False  # rms norms multiply by 1 + weight
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
+    kinds: tuple[LayerKind, ...] = ()  # of every layer, where they differ; the window above is then the widest
+    scales: Scales = field(default_factory=Scales)
     experts: ExpertsConfig | None = None  # None: every layer has an MLP
     scalar_head: bool = False  # one number a token in place of logits: a reward model or a critic
 
@@ -79,24 +76,14 @@ class ModelConfig:
             raise ModelError(f"family {self.family!r} is not implemented{did_you_mean(self.family, FAMILIES)}")
         names = FAMILIES[self.family].names
         # Sizes are checked first: later rules divide by them.
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ModelError(f"{names.get(name, name)} = {getattr(self, name)} must be at least 1")
-            if getattr(self, name) > _LARGEST.get(name, _LARGEST_SIZE):
-                most = _LARGEST.get(name, _LARGEST_SIZE)
-                raise ModelError(f"{names.get(name, name)} = {getattr(self, name)} must be at most {most}")
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"{names['num_heads']} = {self.num_heads} is not a multiple of "
-                f"{names.get('num_kv_heads', 'num_kv_heads')} = {self.num_kv_heads}: change one of them"
-            )
+        check_sizes(self, names)
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ModelError(
                 f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}: "
                 f"make the number even and at most the head"
             )
-        if (self.rotary_dim > 0) != bool(FAMILIES[self.family].theta_key):
-            # Zero stands for learned positions, so a head too small to turn must not read as such.
+        if (self.rotary_dim > 0) != bool(FAMILIES[self.family].theta_key and self.rope_theta):
+            # Zero stands for no positions, so a head too small to turn must not read as such.
             raise ModelError(
                 f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}, which "
                 f"{self.family} does not do: change the heads or the rotated fraction"
@@ -118,14 +105,16 @@ class ModelConfig:
     def _check_attention(self) -> None:
         if self.rope_scaling is not None and not self.rotary_dim:
             raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
-        if not 0 <= self.sliding_window <= _LARGEST_SIZE:
-            raise ModelError(
-                f"sliding_window = {self.sliding_window} must be at least 1 and at most {_LARGEST_SIZE}: "
-                "set it to null for no window"
-            )
+        check_kinds(self)
         # Two ways to say one thing would make equal models compare unequal.
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
+        if self.whole_qk_norm and not self.qk_norm:
+            raise ModelError("whole_qk_norm says how qk_norm is: set both or neither")
+        if self.norms != "before" and (self.parallel_residual or self.norm != "rms"):
+            raise ModelError(f"norms = {self.norms!r} is implemented of rms norms and serial residuals alone")
+        if self.norm_offset and self.norm != "rms":
+            raise ModelError("norm_offset is of rms norms alone: set it to false")
 
     def _check_experts(self, names: Mapping[str, str]) -> None:
         if self.experts is None:
@@ -137,9 +126,38 @@ class ModelConfig:
         self.experts.check(self.num_layers, fields)
 
     def of_layer(self, index: int) -> "ModelConfig":
-        """The configuration of one layer: without `experts` where it has an MLP."""
-        dense = self.experts is not None and index in self.experts.dense_layers
-        return replace(self, experts=None) if dense else self
+        """The configuration of one layer: without `experts` where it has an MLP, and of its own kind."""
+        changes: dict[str, Any] = {}
+        if self.experts is not None and index in self.experts.dense_layers:
+            changes["experts"] = None
+        if self.kinds:
+            kind = self.kinds[index]
+            turned = self.rotary_dim if kind.rope_theta else 0
+            changes |= {"kinds": (), "rotary_dim": turned, "rope_theta": kind.rope_theta}
+            changes |= {"rope_scaling": kind.rope_scaling, "sliding_window": kind.sliding_window}
+        return replace(self, **changes) if changes else self
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sliding windows of its layers, each once, ascending; 0: none."""
+        return tuple(sorted({kind.sliding_window for kind in self.kinds} or {self.sliding_window}))
+
+    @property
+    def rope_limit(self) -> int:
+        """The longest row for which RoPE has the frequencies of shorter ones; 0: any row."""
+        scalings = [kind.rope_scaling for kind in self.kinds] or [self.rope_scaling]
+        limits = [0 if each is None else each.limit(self.max_positions) for each in scalings]
+        return min((limit for limit in limits if limit), default=0)
+
+    @property
+    def most_positions(self) -> int:
+        """The positions that a text of unknown length may have, learned or without another RoPE; 0: any."""
+        return self.max_positions if self.learned_positions else self.rope_limit
+
+    @property
+    def query_factor(self) -> float:
+        """Multiplies queries, since kernels of attention divide by the root of `head_dim`."""
+        return self.scales.attention * math.sqrt(self.head_dim) if self.scales.attention else 1.0
 
     @property
     def mlp_size(self) -> int:
@@ -149,7 +167,7 @@ class ModelConfig:
     @property
     def learned_positions(self) -> bool:
         """Whether the embedding block owns a matrix of positions."""
-        return self.rotary_dim == 0
+        return not FAMILIES[self.family].theta_key
 
     @property
     def num_blocks(self) -> int:
@@ -178,8 +196,10 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     Raises `ModelError` for a key or value that is missing, unknown or not implemented.
     """
     fields = read_fields(table)
-    experts = fields.pop("experts", None)
-    return ModelConfig(**fields, experts=None if experts is None else ExpertsConfig(**experts))
+    experts, scales = fields.pop("experts", None), Scales(**fields.pop("scales"))
+    kinds = tuple(LayerKind(**with_scaling(kind)) for kind in fields.pop("kinds", ()))
+    experts = None if experts is None else ExpertsConfig(**experts)
+    return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, experts=experts)
 
 
 def load_model(path: str, *, training: bool = True) -> ModelConfig:
@@ -329,21 +349,30 @@ def _layer_params(config: ModelConfig) -> list[ParamSpec]:
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
     entering = [("query", heads, hidden), ("key", kv_heads, hidden), ("value", kv_heads, hidden)]
     bias, size = config.attention_bias, config.head_dim
+    normed = head_norm_params(config.num_heads, config.num_kv_heads, size, config.whole_qk_norm)
+    feed = _mlp_params("mlp", config, config.intermediate_size) if config.experts is None else _mixture_params(config)
+    before, after = config.norms != "after", config.norms != "before"
+    # The order of `named_parameters` in the module, and of the messages that a tensor axis sends.
     return [
-        *_norm_params(config, "attention_norm"),
-        *_linear_params("attention", entering, bias or config.qkv_bias, size),
-        *_linear_params("attention", [("output", hidden, heads)], bias, size),
-        *_head_norm_params(config),
-        *_norm_params(config, "mlp_norm"),
-        *(_mlp_params("mlp", config, config.intermediate_size) if config.experts is None else _mixture_params(config)),
+        *(_norm_params(config, "attention_norm") if before else ()),
+        *linear_params("attention", entering, bias or config.qkv_bias, size),
+        *linear_params("attention", [("output", hidden, heads)], bias, size),
+        *(normed if config.qk_norm else ()),
+        *(_norm_params(config, "attention_output_norm") if after else ()),
+        *(_norm_params(config, "mlp_norm") if before else ()),
+        *feed,
+        *(_norm_params(config, "mlp_output_norm") if after else ()),
     ]
+
+
+def _norm_params(config: ModelConfig, name: str) -> list[ParamSpec]:
+    return norm_params(name, config.hidden_size, config.norm == "layer")
 
 
 def _mlp_params(parent: str, config: ModelConfig, size: int) -> list[ParamSpec]:
     hidden, inner = ("hidden", config.hidden_size), ("intermediate", size)
-    # The order of `named_parameters` in the module.
     gate = [("gate", inner, hidden)] if config.gated_mlp else []
-    return _linear_params(parent, [*gate, ("up", inner, hidden), ("down", hidden, inner)], config.mlp_bias, 1)
+    return linear_params(parent, [*gate, ("up", inner, hidden), ("down", hidden, inner)], config.mlp_bias, 1)
 
 
 def _mixture_params(config: ModelConfig) -> list[ParamSpec]:
@@ -358,36 +387,5 @@ def _mixture_params(config: ModelConfig) -> list[ParamSpec]:
     if experts.shared_size:
         params += _mlp_params("mlp.shared", config, experts.shared_size)
     if experts.shared_gate:
-        params += _linear_params("mlp", [("shared_gate", ("shared_gate", 1), hidden)], False, 1)
+        params += linear_params("mlp", [("shared_gate", ("shared_gate", 1), hidden)], False, 1)
     return params
-
-
-_Dim = tuple[str, int]
-
-
-def _linear_params(parent: str, sizes: list[tuple[str, _Dim, _Dim]], bias: bool, head_dim: int) -> list[ParamSpec]:
-    params: list[ParamSpec] = []
-
-    def size(dim: _Dim) -> int:
-        return dim[1] * (head_dim if dim[0] in ("heads", "kv_heads") else 1)
-
-    for name, out_dim, in_dim in sizes:
-        params.append(
-            ParamSpec(name=f"{parent}.{name}.weight", shape=(size(out_dim), size(in_dim)), dims=(out_dim, in_dim))
-        )
-        if bias:
-            params.append(ParamSpec(name=f"{parent}.{name}.bias", shape=(size(out_dim),), dims=(out_dim,)))
-    return params
-
-
-def _head_norm_params(config: ModelConfig) -> list[ParamSpec]:
-    """Weights shared by all heads: they have the size of one head, so no axis cuts them."""
-    names = ("query_norm", "key_norm") if config.qk_norm else ()
-    size = config.head_dim
-    return [ParamSpec(name=f"attention.{name}.weight", shape=(size,), dims=(("head_dim", size),)) for name in names]
-
-
-def _norm_params(config: ModelConfig, name: str) -> list[ParamSpec]:
-    parts = ("weight",) if config.norm == "rms" else ("weight", "bias")
-    size = config.hidden_size
-    return [ParamSpec(name=f"{name}.{part}", shape=(size,), dims=(("hidden", size),)) for part in parts]

@@ -20,12 +20,19 @@ from terrace.model.attention_plans import AttentionPlans, plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.experts.mixture import Mixture
-from terrace.model.layers import MLP, Attention, Rotary, build_norm
+from terrace.model.kinds import LayerKind
+from terrace.model.layers import MLP, Attention, build_norm
 from terrace.model.loss_chunks import CACHED_NUMEL, slices
 from terrace.model.operation import Runs, keeping
+from terrace.model.rotary import Rotary, rotary_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 IGNORE_INDEX = -100  # the label of a position that has no target, as in Hugging Face data
+
+
+def scaled(rows: Tensor, scale: float) -> Tensor:
+    """Rows of an embedding times the model's scale, rounded to their dtype as the released Gemma models have it."""
+    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
 
 class Embedding(nn.Module):
@@ -34,6 +41,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
+        self.scale = config.scales.embedding
         self.positions: nn.Parameter | None = None
         if config.learned_positions:
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.hidden_size, **where))
@@ -43,7 +51,7 @@ class Embedding(nn.Module):
 
         Raises `ModelError` when one exceeds the learned positions.
         """
-        hidden = F.embedding(tokens, self.weight)  # (B, S, H)
+        hidden = scaled(F.embedding(tokens, self.weight), self.scale)  # (B, S, H)
         return hidden if self.positions is None else self.placed(hidden, tokens, positions)
 
     def placed(self, hidden: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -60,12 +68,18 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans, **where: Any) -> None:
         super().__init__()
-        self.parallel_residual = config.parallel_residual
-        self.attention_norm = build_norm(config, **where)
+        self.parallel_residual, self._scale = config.parallel_residual, config.scales.residual
+
+        def norm(place: str) -> nn.Module | None:
+            return build_norm(config, **where) if config.norms in (place, "both") else None
+
+        self.attention_norm = norm("before")
         self.attention = Attention(config, rotary, plans, **where)
-        self.mlp_norm = build_norm(config, **where)
+        self.attention_output_norm = norm("after")
+        self.mlp_norm = norm("before")
         self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)
-        self.run: Runs = keeping  # of the norms; attention and MLP have their own
+        self.mlp_output_norm = norm("after")
+        self.run: Runs = keeping  # of the norms before; attention and MLP have their own
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """The layer's output for x (B, S, H); `positions` (B, S) mark documents if a row holds several.
@@ -77,9 +91,23 @@ class DecoderLayer(nn.Module):
             output: Tensor = self.attention(normalised, positions, cache)
             return output
 
-        after = x + self.run(self.attention_norm, (x,), attended)
+        after = self._added(x, self._passed(x, self.attention_norm, attended, self.attention_output_norm))
         # In the parallel form the MLP reads the layer's input, not what attention made of it.
-        return after + self.run(self.mlp_norm, (x if self.parallel_residual else after,), self.mlp)
+        source = x if self.parallel_residual else after
+        return self._added(after, self._passed(source, self.mlp_norm, self.mlp, self.mlp_output_norm))
+
+    def _passed(
+        self,
+        x: Tensor,
+        before: nn.Module | None,
+        sublayer: Callable[[Tensor], Tensor],
+        after: nn.Module | None,
+    ) -> Tensor:
+        y = sublayer(x) if before is None else self.run(before, (x,), sublayer)
+        return y if after is None else after(y)
+
+    def _added(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y if self._scale == 1.0 else torch.add(x, y, alpha=self._scale)
 
 
 class Head(nn.Module):
@@ -94,11 +122,18 @@ class Head(nn.Module):
         # The product with `weight`, where terrace.model.arranged keeps it in another form.
         self.product: Callable[[Tensor], Tensor] | None = None
         self.to_gradient = to_gradient  # of logits, for a runtime that has them a chunk at a time
+        self.divisor, self.cap = config.scales.logit_divisor, config.scales.logit_cap
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of x (B, S, H)."""
-        x = self.norm(x)
-        return F.linear(x, self.weight) if self.product is None else self.product(x)
+        x = self.entering(x)
+        logits = F.linear(x, self.weight) if self.product is None else self.product(x)
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+    def entering(self, x: Tensor) -> Tensor:
+        """The vectors (B, S, H) that the output matrix multiplies; logits are their products, capped."""
+        y: Tensor = self.norm(x)
+        return y if self.divisor == 1.0 else y / self.divisor
 
 
 class ValueHead(nn.Module):
@@ -124,15 +159,19 @@ def build_blocks(
     appears in the head's `named_parameters`.
     """
     meta: dict[str, Any] = {"device": "meta", "dtype": dtype}
-    rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)
     # Built on meta first, so that no layer draws from the global random generator.
     embedding = _placed(Embedding(config, **meta), device)
-    # One object, so that all layers share a micro-batch's mask plan.
-    plans = plans_of(config)
-    layers = [
-        _placed(DecoderLayer(config.of_layer(index), rotary, plans, **meta), device)
-        for index in range(config.num_layers)
-    ]
+    # One object for all layers that attend alike, so that they share a micro-batch's tables and mask plan.
+    rotaries: dict[LayerKind, Rotary | None] = {}
+    plans: dict[int, AttentionPlans] = {}
+    layers = []
+    for of in map(config.of_layer, range(config.num_layers)):
+        turns = LayerKind(rope_theta=of.rope_theta, rope_scaling=of.rope_scaling)
+        if turns not in rotaries:
+            rotaries[turns] = rotary_of(of)
+        if of.sliding_window not in plans:
+            plans[of.sliding_window] = plans_of(of)
+        layers.append(_placed(DecoderLayer(of, rotaries[turns], plans[of.sliding_window], **meta), device))
     if config.scalar_head:
         return [embedding, *layers, _placed(ValueHead(config, **meta), device)]
     head = Head(config, None, **meta)

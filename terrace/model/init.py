@@ -5,8 +5,8 @@ depend on the order of initialisation, on which rank makes it, or on the plan.
 
 Matrices are normal with `init_std`; the two projections that write to the residual stream are scaled down
 by sqrt(2 * num_layers), after GPT-2, so that the stream's variance does not grow with depth. Norm weights
-are one and biases zero. Of an adapter A is uniform within 1 / sqrt(in), as a linear layer of torch is, and B zero,
-so that it begins as nothing (Hu et al. 2106.09685, section 4.1).
+are one (zero where norms multiply by 1 + weight) and biases zero. Of an adapter A is uniform within 1 / sqrt(in), as a
+linear layer of torch is, and B zero, so that it begins as nothing (Hu et al. 2106.09685, section 4.1).
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
         generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.zeros(shape) if config.norm_offset else torch.ones(shape)
     std = config.init_std
     # GPT-2's scaling: the residual stream sums 2 outputs per layer.
     if param_name in _RESIDUAL_OUTPUTS:

@@ -3,7 +3,7 @@
 A tensor axis takes the kernel of a norm over to the module that stands in for it (terrace.runtime.tensor.apply).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,9 @@ from torch import nn
 from terrace.base.errors import ConfigError
 from terrace.model import layers, liger
 from terrace.model.decoder import Head
-from terrace.model.layers import MLP, Attention, RMSNorm, Rotary
-from terrace.model.part_kernel import GATED, Part, PartChoice
+from terrace.model.layers import MLP, Attention, RMSNorm
+from terrace.model.part_kernel import GATED, PARTS, Part, PartChoice
+from terrace.model.rotary import Rotary
 
 DEVICES = ("cuda",)  # that the kernels run on; a test adds the CPU of Triton's interpreter
 _KERNELS = (liger.rms_norm, liger.turn_both, liger.to_gradient, *liger.GATED.values())
@@ -31,7 +32,9 @@ class _Place:
     kernel: Any
 
 
-def serve(blocks: Iterable[nn.Module], choice: PartChoice, device: torch.device) -> dict[Part, int]:
+def serve(
+    blocks: Iterable[nn.Module], choice: PartChoice, device: torch.device, parts: Collection[Part] = PARTS
+) -> dict[Part, int]:
     """Have parts of blocks computed by the kernels of a choice; how many modules have a kernel of each part.
 
     Kernels are set on the objects alone. Raises `ConfigError` where those of "liger" cannot run.
@@ -43,7 +46,7 @@ def serve(blocks: Iterable[nn.Module], choice: PartChoice, device: torch.device)
     if reason := liger.why_missing():
         raise ConfigError(f"train.kernels = {choice!r} cannot serve: {reason}; leave train.kernels out")
     number = dict[Part, int]()
-    for place in _places(blocks):
+    for place in (each for each in _places(blocks) if each.part in parts):
         object.__setattr__(place.owner, place.name, place.kernel)
         number[place.part] = number.get(place.part, 0) + 1
     return number

@@ -14,6 +14,7 @@ from terrace.base.errors import ConfigError
 from terrace.model import decoder, layers, liger
 from terrace.model.config import ModelConfig
 from terrace.model.part_kernel import LARGEST_ROW, PARTS, Part
+from terrace.model.rotary import rotary_of
 
 # Of the largest element; the tables of positions are rounded to the dtype, too.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
@@ -55,7 +56,9 @@ def problem_of(part: Part, config: ModelConfig, device: torch.device, dtype: tor
 
 def _norms(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
     shapes = [(_ROWS, config.hidden_size)]
-    if config.qk_norm:
+    if config.whole_qk_norm:
+        shapes += [(_ROWS, number * config.head_dim) for number in (config.num_heads, config.num_kv_heads)]
+    elif config.qk_norm:
         # On a CPU only an interpreter runs kernels, which takes many rows too slowly.
         shapes += [(_ROWS, config.head_dim)]
         shapes += [(_MANY_ROWS + 1, config.head_dim)] if config.head_dim <= _SHORT and device.type == "cuda" else []
@@ -73,13 +76,14 @@ def _gated(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ite
 
 
 def _rotary(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    rotary = layers.Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)
+    rotary = rotary_of(config)
+    assert rotary is not None, "the table of parts names no rotary positions where nothing is turned"
     heads = [(2, _ROWS, number, config.head_dim) for number in (config.num_heads, config.num_kv_heads)]
     inputs = [each.transpose(1, 2) for each in _normal(device, dtype, *heads, *heads)]
     # Rows of one document, and rows whose tokens have positions of their own.
     positions = torch.arange(2 * _ROWS, device=device).view(2, _ROWS).flip(0)
-    for tables in (rotary.tables(_ROWS, device, dtype), rotary.tables_at(positions, dtype)):
-        cos, sin = tables
+    for places in (None, positions):
+        cos, sin = rotary.tables_of(inputs[0], places)
 
         def own(query: Tensor, key: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> tuple[Tensor, ...]:
             # Copies, since the kernel writes over both, which no leaf allows.

@@ -52,7 +52,7 @@ def left_to_torch(case: PartsCase) -> Mapping[Part, str]:
     reasons: dict[Part, str] = {
         "norms": _norms(case),
         "gated activations": _gated(model, case.rows),
-        "rotary positions": "" if model.rotary_dim else "the model learns its positions",
+        "rotary positions": "" if model.rotary_dim else "the model turns none",
         "loss": _loss(case),
     }
     return {part: reason for part, reason in reasons.items() if reason}
@@ -63,7 +63,10 @@ def _norms(case: PartsCase) -> str:
         return "the model has layer norms"
     if case.columns > 1:
         return "the columns of the tensor axis share each row"
-    return _too_long(case.model.hidden_size)
+    if case.model.whole_qk_norm and case.rows > 1:
+        return "the rows of the tensor axis share the norm of all heads together"
+    heads = case.model.num_heads * case.model.head_dim if case.model.whole_qk_norm else 0
+    return _too_long(max(case.model.hidden_size, heads))
 
 
 def _gated(model: ModelConfig, rows: int) -> str:

@@ -1,57 +1,86 @@
-"""How the frequencies of rotary positions are changed for longer sequences. Pure: the formula is in `layers`."""
+"""How the frequencies of rotary positions are changed for longer sequences. Pure: the formula is in `rotary`."""
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from terrace.base.errors import ModelError, did_you_mean
 
-RopeType = Literal["linear", "llama3"]
+RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+
+_OF_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """A `rope_type` other than the default; the fields are named as in a Hugging Face `config.json`.
 
-    `linear` divides every frequency by `factor` (Chen et al. 2306.15595). `llama3` divides by `factor` the frequencies
-    with a wavelength above `original_max_position_embeddings / low_freq_factor`, leaves wavelengths below the same over
-    `high_freq_factor`, and interpolates smoothly between them (the Llama 3.1 release). `linear` has no other field than
-    `factor`. Raises `ModelError` for meaningless numbers.
+    `linear` divides every frequency by `factor` (Chen et al. 2306.15595). `dynamic` raises the base with the length of
+    a row, where that exceeds the model's `max_positions`. `llama3` divides by `factor` frequencies with a wavelength
+    above `original_max_position_embeddings / low_freq_factor`, leaves wavelengths below the same over
+    `high_freq_factor`, and interpolates smoothly between them (the Llama 3.1 release). `yarn` interpolates between the
+    frequencies that turn `beta_slow` and `beta_fast` times in the original length (Peng et al. 2309.00071, section
+    3.2). `longrope` divides each frequency by its own factor, a long one in rows beyond the original length (Ding et
+    al. 2402.13753). The last two multiply cosines and sines by `attention_factor`. A kind has no field that it does not
+    name. Raises `ModelError` for meaningless numbers.
     """
 
     rope_type: RopeType
-    factor: float
+    factor: float = 1.0
     low_freq_factor: float = 0.0
     high_freq_factor: float = 0.0
     original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # whether yarn rounds the ends of its ramp to whole frequencies
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rope_type not in get_args(RopeType):
-            known = did_you_mean(str(self.rope_type), ("default", *get_args(RopeType)))
-            raise ModelError(f"rope_type = {self.rope_type!r} is not implemented{known}")
-        if not 0 < self.factor < math.inf:
-            raise ModelError(f"factor = {self.factor} of {self.rope_type} RoPE scaling must be positive and finite")
-        if self.rope_type == "linear":
-            return
-        if self.original_max_position_embeddings < 1:
+        kind = self.rope_type
+        if kind not in get_args(RopeType):
+            known = did_you_mean(str(kind), ("default", *get_args(RopeType)))
+            raise ModelError(f"rope_type = {kind!r} is not implemented{known}")
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ModelError(f"{name} = {getattr(self, name)} of {kind} RoPE scaling must be positive and finite")
+        if kind in _OF_ORIGINAL and self.original_max_position_embeddings < 1:
             raise ModelError(
-                f"original_max_position_embeddings = {self.original_max_position_embeddings} of llama3 RoPE scaling "
+                f"original_max_position_embeddings = {self.original_max_position_embeddings} of {kind} RoPE scaling "
                 "must be at least 1"
             )
-        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        if kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise ModelError(
                 f"low_freq_factor = {self.low_freq_factor} of llama3 RoPE scaling must be positive and below "
                 f"high_freq_factor = {self.high_freq_factor}"
             )
+        if kind == "yarn" and self.beta_fast < self.beta_slow:
+            raise ModelError(
+                f"beta_fast = {self.beta_fast} of yarn RoPE scaling must be at least beta_slow = {self.beta_slow}"
+            )
+        for name in ("short_factor", "long_factor"):
+            for each in getattr(self, name):
+                if not 0 < each < math.inf:
+                    raise ModelError(f"{name} of longrope RoPE scaling has {each}: all must be positive and finite")
 
-    def table(self) -> dict[str, Any]:
-        """Keys and values as in a `config.json`, `rope_type` included."""
-        keys = scaling_keys(self.rope_type)
-        return {"rope_type": self.rope_type} | {key: getattr(self, key) for key in keys}
+    def check(self, rotary_dim: int, theta: float) -> None:
+        """Raise `ModelError` where it cannot scale the frequencies of `rotary_dim` turned elements and a base."""
+        if self.rope_type == "yarn" and theta <= 1:
+            raise ModelError(f"rope_theta = {theta} must be above 1 for yarn RoPE scaling, which divides by its log")
+        if self.rope_type == "dynamic" and rotary_dim <= 2:
+            raise ModelError(f"dynamic RoPE needs more than 2 turned elements of a head, not {rotary_dim}")
+        if self.rope_type != "longrope":
+            return
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(self, name)) != rotary_dim // 2:
+                raise ModelError(
+                    f"{name} of longrope RoPE scaling has {len(getattr(self, name))} numbers, and "
+                    f"{rotary_dim} turned elements of a head need {rotary_dim // 2}"
+                )
 
-
-def scaling_keys(rope_type: str) -> tuple[str, ...]:
-    """Further keys that a `rope_type` needs."""
-    if rope_type == "llama3":
-        return ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return ("factor",) if rope_type == "linear" else ()
+    def limit(self, max_positions: int) -> int:
+        """The positions that one set of frequencies serves; 0 for any number."""
+        if self.rope_type == "dynamic":
+            return max_positions
+        return self.original_max_position_embeddings if self.rope_type == "longrope" else 0

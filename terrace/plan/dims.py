@@ -43,6 +43,11 @@ def is_norm(param: ParamSpec) -> bool:
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
 
 
+def is_norm_of_heads(param: ParamSpec) -> bool:
+    """Whether it is a parameter of a norm over all heads together, of which rows have parts."""
+    return len(param.dims) == 1 and param.dims[0][0] in ("heads", "kv_heads") and "norm" in param.name.split(".")[-2]
+
+
 def declared_hidden_size(blocks: Sequence[BlockSpec]) -> int | None:
     """The model's hidden size, None where no parameter declares it."""
     names = ("hidden", "features")

@@ -4,6 +4,7 @@ import fnmatch
 from collections.abc import Sequence
 
 from terrace.base.errors import PlanError, did_you_mean
+from terrace.model.config import DecoderBlock
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
@@ -34,6 +35,11 @@ def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None
             "keeps the parts of their results: leave tensor_chunks out, or recompute whole layers"
         )
     for block, each in zip(blocks, parts, strict=True):
+        if "norms" in each and isinstance(block, DecoderBlock) and block.config.norms == "after":
+            raise PlanError(
+                f"recompute names norms of {block.name}, which has none before attention and MLP: recompute attention, "
+                "mlp or the whole layer"
+            )
         if block.has_stacks and {"mlp", "norms"} & {*each}:
             raise PlanError(
                 f"recompute names {', '.join({'mlp', 'norms'} & {*each})} of {block.name}, a mixture of experts, which "

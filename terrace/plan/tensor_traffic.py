@@ -21,7 +21,8 @@ an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence 
 With sequence parallelism a rank keeps its part of the inputs of attention and MLP, and gathers it once more in the
 backward for the weight gradients (section 4.2.2 there), unless the block is recomputed. Without it a whole all-reduce
 stands on one side and nothing on the other: one leg more for embedding and head. With columns, every norm also sums one
-number a token (two of a layer norm) over them, forward and backward. A block that is recomputed does its forward twice.
+number a token (two of a layer norm) over them, forward and backward. A norm of all
+heads together sums one number a token over the rows in the same way. A block that is recomputed does its forward twice.
 `tests/system/test_tensor.py` holds the runtime's ledger against this.
 """
 
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.context import batch_shape
-from terrace.plan.dims import hidden_size, is_inner, is_norm
+from terrace.plan.dims import hidden_size, is_inner, is_norm, is_norm_of_heads
 from terrace.plan.expert_counts import experts_of
 from terrace.plan.hops import Hop, number_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
@@ -239,4 +240,6 @@ def _norm_messages(tensor: TensorTraffic, block: BlockSpec) -> list[TensorMessag
     tokens = tensor.padded_tokens // tensor.rows.degree if tensor.splits_tokens else tensor.tokens
     # A layer norm has two parameters and needs two sums (mean and variance), an rms norm one.
     norms = [param for param in block.params if is_norm(param)]
-    return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
+    of_heads = [param for param in block.params if is_norm_of_heads(param)]
+    over_rows = TensorMessage(Leg.NUMBERS, tensor.rows.axes, tensor.tokens)  # in a region all tokens are there
+    return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens)] * len(norms) + [over_rows] * len(of_heads)

@@ -8,6 +8,7 @@ from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
+from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import is_layer
 from terrace.plan.fp16_rules import check_fp16
 from terrace.plan.gaps import num_gaps
@@ -174,6 +175,8 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
         )
     if not is_context_parallel(mesh, plan):
         return
+    if why := why_whole(blocks, balance=plan.balance):
+        raise PlanError(f"this model cannot be spread over context ranks: {why}; give the tier to another axis")
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     found = {block.name: attention_heads(block, rows) for block in blocks}
     # Without declared heads nothing says how attention may be split.
@@ -295,7 +298,8 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.sums:
         raise PlanError(
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
-            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}"
+            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}, and "
+            "no more than a rank has micro-batches"
         )
     if plan.tensor_chunks < 1:
         raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: a message travels in at least 1 part")

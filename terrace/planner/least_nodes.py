@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.planner.bound import Bounds
@@ -16,6 +17,7 @@ from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.needs import recomputations
+from terrace.planner.patience import ENDLESS, OutOfTimeError, Patience
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import schedules
 from terrace.planner.search import Search, in_units, units_of
@@ -28,7 +30,15 @@ MAX_GROWTH = 64  # how many times as many members are thought of
 _MOST_SIZES = 256  # looked at beyond the first that has room for the states
 
 
-def least_nodes(space: Space, *, limit: int, grow_batch: bool = False) -> tuple[Task, Estimate] | None:
+class AtLeast(NamedTuple):
+    """What is known where the time is over: no plan fits with fewer than `size` members; with these one may."""
+
+    size: int
+
+
+def least_nodes(
+    space: Space, *, limit: int, grow_batch: bool = False, patience: Patience = ENDLESS
+) -> tuple[Task, Estimate] | AtLeast | None:
     """The task with the fewest members, more than it has, and a plan that fits there; None where none is found.
 
     At most `limit` plans of a size are evaluated. With `grow_batch` the batch of a size is the next multiple of its
@@ -36,11 +46,15 @@ def least_nodes(space: Space, *, limit: int, grow_batch: bool = False) -> tuple[
     """
     task = space.task
     for size in _sizes(task):
+        patience.words = f"no plan fits; looking for the fewest members of {task.cluster.tiers[-1].name}: {size}"
         try:
             larger = replace(space, task=_resized(task, size, grow_batch))
         except TerraceError:  # a batch or a cluster beyond what is searched
             return None
-        found = _fitting(larger, limit)
+        try:
+            found = _fitting(larger, limit, patience)
+        except OutOfTimeError:
+            return AtLeast(size)
         if found is not None:
             return larger.task, found
     return None
@@ -75,16 +89,18 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
     return least <= task.cluster.device.usable_bytes
 
 
-def _fitting(space: Space, limit: int) -> Estimate | None:
+def _fitting(space: Space, limit: int, patience: Patience) -> Estimate | None:
     evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.usable_bytes
-    if not fits_somewhere(space, evaluator, capacity, limit):
+    if not fits_somewhere(space, evaluator, capacity, limit, patience):
         return None
     # The advice must be what a search with this many members finds.
-    best = Search(space, evaluator, capacity).run(1, limit).best
+    best = Search(space, evaluator, capacity).run(1, limit, patience).best
     return best[0] if best else None
 
 
-def fits_somewhere(space: Space, evaluator: Evaluator, capacity_bytes: float, limit: int) -> bool:
+def fits_somewhere(
+    space: Space, evaluator: Evaluator, capacity_bytes: float, limit: int, patience: Patience = ENDLESS
+) -> bool:
     """Whether some plan of the space fits; those that may need the least are tried first, at most `limit`."""
     bounds, numbers = evaluator.bounds, count()
     # Least bytes, tie break, core, and where it is placed once it has a schedule.
@@ -98,11 +114,13 @@ def fits_somewhere(space: Space, evaluator: Evaluator, capacity_bytes: float, li
 
     for shape in open_meshes(space):
         for micro_batch in micro_batches(space, shape.mesh.total("data")):
+            patience.check()
             for again in recomputations(space, shape.mesh):
                 outline = bounds.outline(shape, micro_batch, again)
                 push(outline, ((place, 1) for place in placements(space, shape.mesh)), whole=False)
     tried = 0
     while heap and tried < limit:
+        patience.check()
         _, _, core, choice = heappop(heap)
         if choice is not None:
             tried += 1

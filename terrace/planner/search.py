@@ -38,6 +38,7 @@ from terrace.planner.chains import Choices
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.needs import Needs, recomputations
+from terrace.planner.patience import ENDLESS, Patience
 from terrace.planner.ranking import Estimate, Window, ranked, window
 from terrace.planner.schedule_pins import schedules
 from terrace.planner.space import (
@@ -110,14 +111,15 @@ class Search:
         self._delayed: dict[tuple[object, ...], list[Excess]] = {}
         self._known_choices: dict[tuple[tuple[int, ...], bool | int], Choices] = {}
 
-    def run(self, count: int = 5, limit: int = 400) -> Found:
-        """The `count` best candidates after at most `limit` evaluations."""
+    def run(self, count: int = 5, limit: int = 400, patience: Patience = ENDLESS) -> Found:
+        """The `count` best candidates after at most `limit` evaluations; raises `OutOfTimeError` after `patience`."""
         heap = list(self._groups())
         heapq.heapify(heap)
         tried = checked = 0
         fitting: list[Estimate] = []  # in ascending order of time
         open_window = window(fitting, count)
         while heap and heap[0][0] <= open_window.end_s and tried + checked // _CHECKS < limit:
+            patience.check()
             entry = heapq.heappop(heap)
             # What recomputes more takes no less, so it waits until the bound of a group is as tight as it gets.
             for following in islice(entry[6], entry[1] not in (Level.GROUP, Level.SCHEDULED)):
@@ -383,6 +385,7 @@ def find(
     limit: int = 400,
     evaluator: Evaluator | None = None,
     capacity_bytes: float | None = None,
+    patience: Patience = ENDLESS,
 ) -> tuple[Found, Evaluator]:
     """Search a space; also returns the evaluator, for further questions. The memory is that of its cluster's device.
 
@@ -390,7 +393,8 @@ def find(
     """
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
-        found = Search(space, evaluator, capacity_bytes or space.task.cluster.device.usable_bytes).run(count, limit)
+        search = Search(space, evaluator, capacity_bytes or space.task.cluster.device.usable_bytes)
+        found = search.run(count, limit, patience)
         # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator

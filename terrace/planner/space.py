@@ -24,6 +24,7 @@ from itertools import product
 from typing import NamedTuple
 
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
+from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import cut_sizes
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import STAGE, Mesh
@@ -235,7 +236,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
     # with heads bring tokens of several ranks together.
     params = [param for block in task.kinds.specs for param in block.params if param.shape]
     can_cut, mixes = all(param.dims for param in params), any(param.is_stack for param in params)
-    attends = any(block.attends for block in task.kinds.specs)
+    attends = any(block.attends for block in task.kinds.specs) and not why_whole(task.kinds.specs, task.sequence)
     most = task.most_stages
     cut_by_rows, cut_by_columns = cut_sizes(task.kinds.specs, "rows"), cut_sizes(task.kinds.specs, "columns")
     most_columns = pins.ranges.get("columns", (1, 1))[1]

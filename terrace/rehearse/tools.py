@@ -57,7 +57,8 @@ def check_memory(num_ranks: int, free_bytes: int) -> None:
     if num_ranks * _RANK_BYTES > free_bytes:
         raise ClusterError(
             f"{num_ranks} ranks take about {num_ranks * _RANK_BYTES / 1e9:.1f} GB, and this machine has "
-            f"{free_bytes / 1e9:.1f} GB available: emulate at most {free_bytes // _RANK_BYTES} ranks here"
+            f"{free_bytes / 1e9:.1f} GB available: "
+            + (f"emulate at most {most} ranks here" if (most := free_bytes // _RANK_BYTES) else "free some of it")
         )
 
 

@@ -34,7 +34,7 @@ from terrace.rl.placing import (
     places_of,
     reward_name,
 )
-from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE
+from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import section
 
@@ -173,7 +173,8 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True) -> RlConfig:
     known = [item.name for item in fields(RlConfig)]
     for name in table:
         if name not in known:
-            raise ConfigError(f"unknown section {name!r}{did_you_mean(name, known)}")
+            of_train = "; that is a section of terrace train" if name in ("data", "train") else ""
+            raise ConfigError(f"unknown section {name!r}{of_train or did_you_mean(name, known)}")
     if "run" not in table:
         raise ConfigError("section [run] is missing: give --task sort, or --config FILE with one")
     run = load(RunKeys, table["run"], "run")
@@ -277,7 +278,7 @@ def _check(config: RlConfig) -> None:
             f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
             "out, or give the ranks of that axis to another"
         )
-    _check_task(run)
+    _check_task(run, config.model)
     if run.start_steps and not run.task:
         raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
     if algorithm.name not in NEEDS_CRITIC and run.critic_lr != RunKeys.critic_lr:
@@ -297,7 +298,12 @@ def _check_sizes(config: RlConfig) -> None:
             config.num_micros(config.run.mini_batch, role)
 
 
-def _check_task(run: RunKeys) -> None:
+def _check_task(run: RunKeys, model: ModelConfig) -> None:
+    if run.task and model.vocab_size > VOCAB:
+        raise ConfigError(
+            f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "
+            f"{model.vocab_size}: leave --model out, or give run.prompts_file in place of the task"
+        )
     if run.task and run.max_prompt < LONGEST_PROMPT:
         raise ConfigError(
             f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {LONGEST_PROMPT} tokens; "

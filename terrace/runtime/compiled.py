@@ -10,26 +10,34 @@ of a layer, and operations may be recomputed alone. Parts that have kernels of t
 stay as they are.
 """
 
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, TrainingError
 from terrace.model import attention
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.block_masks import BlockMasked
 from terrace.model.decoder import Head
 from terrace.model.documents import Documents
-from terrace.model.layers import MLP, Attention, RMSNorm, Rotary
+from terrace.model.layers import MLP, Attention, RMSNorm
 from terrace.model.liger_parts import is_served
+from terrace.model.rotary import Rotary
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
 from terrace.plan.recompute import operations_in
 from terrace.program.instruction import Op
 from terrace.program.program import Program
+
+_COMPILER = ("torch._inductor", "torch._dynamo")
+# As torch shows the call of a compiler of C++ that has failed.
+_COMMAND, _OUTPUT = re.compile(r"^Command:\s*(\S+)", re.M), re.compile(r"^Output:\s*(\S.*)$", re.M)
+_FIX = "install what it wants (a C++ compiler with its linker and OpenMP, CXX names one; on CUDA Triton)"
 
 
 def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
@@ -76,15 +84,43 @@ def check_compiler(device: torch.device) -> None:
         last = (error.stderr.strip().splitlines() or [f"ended with {error.returncode}"])[-1]
         raise _no_compiler(last) from error
     except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
-        reason = str(error).strip().splitlines()
-        raise _no_compiler(f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}") from error
+        raise _no_compiler(reason_of(error)) from error
 
 
 def _no_compiler(why: str) -> ConfigError:
     return ConfigError(
-        f"train.compile = true, but torch.compile does not work here ({why}): install what it wants (a C++ compiler; "
-        "on CUDA Triton), or set train.compile to false"
+        f"train.compile = true, but torch.compile does not work here ({why}): {_FIX}, or give --train.compile false"
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """Why torch.compile has failed, in a line: the compiler and the first line that it or its linker has said."""
+    text = str(error).strip()
+    command, output = (found[1] if (found := each.search(text)) else "" for each in (_COMMAND, _OUTPUT))
+    if command and output:
+        return f"{command} said: {output}"
+    lines = text.splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
+@contextmanager
+def compiler_named() -> Iterator[None]:
+    """Inside, an error of torch.compile is a `TrainingError` of one line.
+
+    The trial of `check_compiler` may be in torch's cache, so that a compiler that has failed since then first shows in
+    the first step.
+    """
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and not type(found).__module__.startswith(_COMPILER):
+            found = found.__cause__
+        if found is None:
+            raise
+        raise TrainingError(
+            f"torch.compile failed in the first step ({reason_of(found)}): {_FIX}, or give --train.compile false"
+        ) from error
 
 
 def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> None:

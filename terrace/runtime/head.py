@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from terrace.model import decoder
+from terrace.model.caps import cap_, slopes
 from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
 from terrace.runtime.linear import record_product, record_sum
 
@@ -48,9 +49,11 @@ def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
         return None
 
     def run(inputs: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
-        hidden: Tensor = module.norm(inputs)  # (B, S, H)
+        hidden: Tensor = module.entering(inputs)  # (B, S, H)
         flat, flat_labels = hidden.detach().flatten(0, 1), labels.flatten()
-        loss, gradient, rest = loss_and_gradients(flat, module.weight, flat_labels, scale, module.to_gradient)
+        loss, gradient, rest = loss_and_gradients(
+            flat, module.weight, flat_labels, scale, module.to_gradient, module.cap
+        )
         # A weight gradient without a queue goes through autograd together with the hidden states' gradient.
         of_weight = () if rest is None else ((module.weight, rest),)
         roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
@@ -64,11 +67,11 @@ def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
 def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     """The sum of the losses of a decoder's head on its input (B, S, H) and labels (B, S), in the same chunks."""
     assert isinstance(module, decoder.Head), "only a decoder's head has its loss in chunks"
-    hidden, flat_labels, matrix = module.norm(inputs).flatten(0, 1), labels.flatten(), module.weight.detach()
+    hidden, flat_labels, matrix = module.entering(inputs).flatten(0, 1), labels.flatten(), module.weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for rows in slices(len(hidden), num_rows):
-        loss += decoder.token_loss(hidden[rows] @ matrix.t(), flat_labels[rows])
+        loss += decoder.token_loss(cap_(hidden[rows] @ matrix.t(), module.cap), flat_labels[rows])
     return loss
 
 
@@ -79,12 +82,13 @@ def loss_and_gradients(
     labels: Tensor,
     scale: float = 1.0,
     to_gradient: Callable[[Tensor, Tensor, float], Tensor] = decoder.to_gradient,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The sum of the cross entropies of hidden states (N, H) against labels (N), and `scale` times its gradient (N, H).
 
     The gradient of `weight` (V, H), if it trains, is recorded; without a queue, as with compiled blocks, it is
     returned. Labels are as for `token_loss`, `to_gradient` as in `terrace.model.decoder`. Losses and softmax are
-    computed in fp32 at least, products in the dtype of `hidden`.
+    computed in fp32 at least, products in the dtype of `hidden`. A `cap` of logits of 0 is none.
     """
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
@@ -98,7 +102,10 @@ def loss_and_gradients(
     def chunk_gradient(rows: slice) -> Tensor:
         x = logits[: len(hidden[rows])]
         torch.mm(hidden[rows], matrix.t(), out=x)
+        by_cap = slopes(cap_(x, cap), cap)
         loss.add_(to_gradient(x, labels[rows], scale))
+        if by_cap is not None:
+            x.mul_(by_cap)
         torch.mm(x, matrix, out=gradient[rows])
         return x
 
@@ -137,19 +144,23 @@ def gradients_through_logits(
     *,
     of_hidden: bool,
     of_weight: bool,
+    cap: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden states (N, H) and of an output matrix (V, H), through their logits, a chunk at a time.
 
     `to_gradient` turns the logits (n, V) of the tokens in a slice into their gradient, in place. `logits` are of all
-    tokens, where they were kept; each chunk's are computed again otherwise. The matrix's gradient is recorded as by
-    `add_weight_gradient`. None where one is not asked for.
+    tokens, capped, where they were kept; each chunk's are computed again otherwise. The matrix's gradient is recorded
+    as by `add_weight_gradient`. None where one is not asked for.
     """
     matrix = weight.detach()
     gradient = torch.empty_like(hidden) if of_hidden else None
 
     def of_chunk(chunk: slice) -> Tensor:
-        x: Tensor = logits if logits is not None else hidden[chunk] @ matrix.t()
+        x: Tensor = logits if logits is not None else cap_(hidden[chunk] @ matrix.t(), cap)
+        by_cap = slopes(x, cap)
         to_gradient(x, chunk)
+        if by_cap is not None:
+            x.mul_(by_cap)
         if gradient is not None:
             torch.mm(x, matrix, out=gradient[chunk])
         return x

@@ -27,7 +27,7 @@ def head_numbers(module: nn.Module, inputs: Tensor, labels: Tensor) -> TokenNumb
             f"losses of token numbers need a decoder's Head as last block, not {type(module).__name__}: give a loss of "
             "its output instead"
         )
-    return token_numbers(module.norm(inputs), module.weight, labels)
+    return token_numbers(module.entering(inputs), module.weight, labels, module.cap)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from terrace.model.caps import cap_
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.loss_chunks import chunk_rows, part_rows, slices
 from terrace.runtime.head import gradients_through_logits
@@ -38,13 +39,13 @@ class TokenNumbers:
     entropies: Tensor | None
 
 
-def token_numbers(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> TokenNumbers:
+def token_numbers(hidden: Tensor, weight: nn.Parameter, labels: Tensor, cap: float = 0.0) -> TokenNumbers:
     """The numbers of normalised hidden states (B, S, H) before an output matrix (V, H), for labels (B, S).
 
-    Labels are as for `terrace.model.decoder.token_loss`.
+    Labels are as for `terrace.model.decoder.token_loss`; a `cap` of logits of 0 is none.
     """
     results: tuple[Tensor, Tensor] = _Numbers.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, 1), weight, labels.flatten()
+        hidden.flatten(0, 1), weight, labels.flatten(), cap
     )
     log_probs, entropies = (each.view(labels.shape) for each in results)
     return TokenNumbers(log_probs, entropies)
@@ -52,14 +53,14 @@ def token_numbers(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> Token
 
 class _Numbers(Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, cap: float) -> tuple[Tensor, Tensor]:
         matrix, counted = weight.detach(), labels != IGNORE_INDEX
         at = labels.masked_fill(~counted, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         scale, log_probs, entropies = torch.empty(3, len(labels), dtype=wide, device=hidden.device).unbind()
         chunks = slices(len(hidden), chunk_rows(len(matrix), hidden.device.type))
         for chunk in chunks:
-            logits = hidden[chunk] @ matrix.t()
+            logits = cap_(hidden[chunk] @ matrix.t(), cap)
             for rows in slices(len(logits), _part_rows(logits)):
                 x = logits[rows].to(wide)
                 of_rows = slice(chunk.start + rows.start, chunk.start + rows.start + len(x))
@@ -71,16 +72,16 @@ class _Numbers(Function):
                 entropies[of_rows] = -chances.mul_(log_chances.clamp_(min=torch.finfo(wide).min)).sum(-1)
         # A single chunk is small enough to keep; more are computed again.
         ctx.kept = hidden, logits if len(chunks) == 1 else None, at, counted, scale, entropies
-        ctx.weight = weight
+        ctx.weight, ctx.cap = weight, cap
         ctx.set_materialize_grads(False)
         return log_probs.masked_fill(~counted, 0.0), entropies.masked_fill(~counted, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, logits, at, counted, scale, entropies = ctx.kept
         # Frees the kept logits as soon as they are turned into gradients.
         del ctx.kept
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         of_log_probs, of_entropies = (None if each is None else each.to(scale.dtype) * counted for each in gradients)
 
         def to_gradient(x: Tensor, chunk: slice) -> None:
@@ -95,8 +96,10 @@ class _Numbers(Function):
                     None if of_entropies is None else of_entropies[own],
                 )
 
-        needs = {"of_hidden": needs_hidden, "of_weight": needs_weight}
-        return *gradients_through_logits(hidden, ctx.weight, logits, to_gradient, **needs), None
+        found = gradients_through_logits(
+            hidden, ctx.weight, logits, to_gradient, of_hidden=needs_hidden, of_weight=needs_weight, cap=ctx.cap
+        )
+        return *found, None, None
 
 
 def _gradient(

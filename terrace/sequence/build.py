@@ -134,11 +134,13 @@ def _receives(layout: GroupLayout, member: int, tokens: Iterable[Stretch], paddi
 def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_attention_tokens: int) -> Iterator[Round]:
     shards, exchange, size, step = own, NOTHING, num_attention_tokens, 0
     tokens = [stretch for shard in own for stretch in shard.stretches]
-    pairs = list(pairs_within(tokens, layout.documents, layout.window))
+    windows = (layout.window, *layout.other_windows)
+    found = [list(pairs_within(tokens, layout.documents, window)) for window in windows]
     # A ring takes part in as many rounds as it has steps; `goes` keeps the rings whose keys are passed on.
     while shards or step == 0:
         for queries, keys in zip(own, shards, strict=True):
-            pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, layout.window)
+            for pairs, window in zip(found, windows, strict=True):
+                pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, window)
         goes = [len(shard.ring.segment.ring_ranks) > step + 1 for shard in own]
         stays = [not goes_on for goes_on in goes]
         return_gradients = NOTHING  # gradients of round 0 are at their owner
@@ -146,11 +148,12 @@ def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_atten
             return_gradients = _home(
                 layout.ulysses, ulysses_rank, list(compress(own, stays)), list(compress(shards, stays))
             )
-        yield Round(size, exchange, tuple(pairs), return_gradients)
+        first, *others = map(tuple, found)
+        yield Round(size, exchange, first, return_gradients, tuple(others))
         step += 1
         own = list(compress(own, goes))
         shards, exchange = _passed(layout.ulysses, ulysses_rank, list(compress(shards, goes)), step)
-        size, pairs = max((shard.padding[1] for shard in shards), default=0), []
+        size, found = max((shard.padding[1] for shard in shards), default=0), [[] for _ in windows]
 
 
 def _home(ulysses: int, ulysses_rank: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:

@@ -13,7 +13,8 @@ class GroupLayout:
     """A micro-batch on a context group whose ring ranks have `ulysses` Ulysses ranks; the same value on every member.
 
     Every held token belongs to one segment, and every token of a segment is held by one member. Documents begin at
-    `documents` (ascending token indices) and at every segment. `window` 0 means none.
+    `documents` (ascending token indices) and at every segment. `window` 0 means none; some layers may have
+    `other_windows`.
     """
 
     segments: tuple[Segment, ...]
@@ -23,6 +24,7 @@ class GroupLayout:
     num_local_tokens: int  # rows of every member, padding included
     num_attention_tokens: int = 0  # rows of every ring rank; 0: as its shards need
     window: int = 0
+    other_windows: tuple[int, ...] = ()
 
     def segment_of(self, token: int) -> int:
         """Index of the segment that a token belongs to."""

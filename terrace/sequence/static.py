@@ -7,6 +7,7 @@ included.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from terrace.plan.context import chunk_tokens, local_tokens
@@ -21,22 +22,30 @@ _KEPT = 8  # token layouts of a rank: micro-batches whose documents begin alike 
 
 
 def static_token_layouts(
-    plan: Plan, mesh: Mesh, sequence: int, window: int, member: int
+    plan: Plan, mesh: Mesh, sequence: int, window: int, member: int, other_windows: tuple[int, ...] = ()
 ) -> Callable[[tuple[int, ...]], TokenLayout]:
     """`static_token_layout` of a member as a function of the documents, with the last few layouts cached."""
     return lru_cache(maxsize=_KEPT)(
-        lambda documents: static_token_layout(plan, mesh, sequence, window, documents, member)
+        lambda documents: static_token_layout(plan, mesh, sequence, window, documents, member, other_windows)
     )
 
 
 def static_token_layout(
-    plan: Plan, mesh: Mesh, sequence: int, window: int, documents: Sequence[int], member: int
+    plan: Plan,
+    mesh: Mesh,
+    sequence: int,
+    window: int,
+    documents: Sequence[int],
+    member: int,
+    other_windows: tuple[int, ...] = (),
 ) -> TokenLayout:
     """Token layout of a member for a micro-batch of rows of `sequence` tokens, whatever the plan's balance.
 
     `documents` are the token indices, row after row and ascending, at which documents begin; every row begins one.
+    Layers have the `window`, or one of `other_windows`.
     """
-    return build_token_layout(static_group_layout(plan, mesh, sequence, window, documents), member)
+    whole = static_group_layout(plan, mesh, sequence, window, documents)
+    return build_token_layout(replace(whole, other_windows=other_windows), member)
 
 
 def static_group_layout(plan: Plan, mesh: Mesh, sequence: int, window: int, documents: Sequence[int]) -> GroupLayout:

@@ -76,12 +76,16 @@ NOTHING = Exchange((), ())
 
 @dataclass(frozen=True)
 class Round:
-    """`num_rows` rows of keys, brought by `exchange` from the round before, and the pairs that read them."""
+    """`num_rows` rows of keys, brought by `exchange` from the round before, and the pairs that read them.
+
+    `other_pairs` are those of layers with other windows, in their order; rows travel alike for all.
+    """
 
     num_rows: int
     exchange: Exchange  # `NOTHING` in round 0
     pairs: tuple[Pair, ...]
     return_gradients: Exchange  # of rows passed on no further, to their owner's attention rows; `NOTHING` in round 0
+    other_pairs: tuple[tuple[Pair, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,9 @@ from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.recompute import WHOLE
+from terrace.simulate.attention_tape import AttentionTape
 from terrace.simulate.block_tape import Backend
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, work_in
-from terrace.simulate.mlp_tape import MlpTape
+from terrace.simulate.masks import work_in
 from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation, split_backward
 from terrace.simulate.work import Work
 
@@ -173,7 +173,7 @@ def chain_activation_bytes(
     return BlockActivations(tape=tape, is_recomputed=work.recompute == "full")
 
 
-class _Tape(MlpTape):
+class _Tape(AttentionTape):
     def look_up(self) -> None:
         """Looked-up rows plus learned positions; the tokens belong to the batch."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
@@ -182,6 +182,10 @@ class _Tape(MlpTape):
         whole = work.tokens * hidden * self.item if work.stream_cut > 1 else 0
         stream = self.residual * self.item
         self.sizes |= {INPUT: 0, "rows": stream, OUTPUT: stream}
+        if model.scales.embedding != 1.0:
+            self._add("look up", (INPUT,), "rows", (), whole, matrix + whole)
+            self._add("scale rows", ("rows",), OUTPUT)
+            return
         if not model.learned_positions:
             self._add("look up", (INPUT,), OUTPUT, (), whole, matrix + whole)
             return
@@ -218,13 +222,30 @@ class _Tape(MlpTape):
         model, stream = self.work.model, self.residual * self.item
         parallel = model.parallel_residual
         self.sizes |= dict.fromkeys((INPUT, "attended", "middle", "mlp output", OUTPUT), stream)
-        self._norm("attention norm", INPUT, "attention input")
-        self._attention(self._entered("attention input"), "attended")
-        self._residual("attention residual", INPUT, "attended", "middle")
-        self._norm("mlp norm", INPUT if parallel else "middle", "mlp input")
+        source = self._before("attention", INPUT)
+        self._attention(self._entered(source), "attended")
+        self._residual("attention residual", INPUT, self._after("attention", "attended"), "middle")
+        source = self._before("mlp", INPUT if parallel else "middle")
         feed = self._mlp if model.experts is None else self._mixture
-        feed(self._entered("mlp input"), "mlp output")
-        self._residual("mlp residual", "middle", "mlp output", OUTPUT)
+        feed(self._entered(source), "mlp output")
+        self._residual("mlp residual", "middle", self._after("mlp", "mlp output"), OUTPUT)
+
+    def _before(self, sublayer: str, source: str) -> str:
+        if self.work.model.norms == "after":
+            return source
+        self._norm(f"{sublayer} norm", source, f"{sublayer} input")
+        return f"{sublayer} input"
+
+    def _after(self, sublayer: str, source: str) -> str:
+        if self.work.model.norms != "before":
+            self._norm(f"{sublayer} output norm", source, f"{sublayer} output normalised")
+            source = f"{sublayer} output normalised"
+        if self.work.model.scales.residual != 1.0:
+            # Its gradient is a tensor of its own.
+            self.sizes[f"{sublayer} output scaled"] = self.sizes[source]
+            self._add(f"scale {sublayer} output", (source,), f"{sublayer} output scaled")
+            source = f"{sublayer} output scaled"
+        return source
 
     def logits(self) -> None:
         """Final norm, logits, and the cross-entropy, which computes in fp32 at least."""
@@ -234,14 +255,25 @@ class _Tape(MlpTape):
         vocab = -(-model.vocab_size // work.tensor)
         whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
         if work.tensor > 1:
-            self._norm("final norm", INPUT, "head input")
+            self._final_norm()
             self._exchanged_loss(self._gathered("head input", whole), vocab)
         else:
             self.runs_at_once = True
-            self._norm("final norm", INPUT, "head input", keeps_target=True)
+            self._final_norm(keeps_target=True)
             is_served = "loss" in work.served
-            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend, is_served)
+            capped = model.scales.logit_cap > 0
+            adds = chunk_bytes(
+                work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend, capped, is_served
+            )
             self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
+
+    def _final_norm(self, keeps_target: bool = False) -> None:
+        if self.work.model.scales.logit_divisor == 1.0:
+            self._norm("final norm", INPUT, "head input", keeps_target)
+            return
+        self._norm("final norm", INPUT, "normalised")
+        self.sizes["head input"] = self.sizes["normalised"]
+        self._add("divide logits", ("normalised",), "head input", ("head input",) if keeps_target else ())
 
     def values(self) -> None:
         """Final norm and a product with one output; a loss of it has a few numbers a token."""
@@ -257,123 +289,11 @@ class _Tape(MlpTape):
         # The label's place, whether it is here, whether it counts; the log-sum.
         self.sizes["statistics of tokens"] = tokens * (_TOKEN_BYTES + 2 + self.wide)
         keeps: tuple[str, ...] = (source, "statistics of tokens")
-        adds = chunk_bytes(tokens, vocab, self.work.model.hidden_size, self.item, self.wide, self.backend)
+        hidden, capped = self.work.model.hidden_size, self.work.model.scales.logit_cap > 0
+        adds = chunk_bytes(tokens, vocab, hidden, self.item, self.wide, self.backend, capped)
         # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are computed again.
         if tokens <= chunk_rows(vocab, self.backend):
             self.sizes["logits"] = self.logits_bytes = tokens * vocab * self.item
             keeps = (*keeps, "logits")
             adds -= self.logits_bytes
         self._add("loss", (source,), OUTPUT, keeps, forward_adds=adds, backward_adds=adds)
-
-    def _attention(self, source: str, target: str) -> None:
-        model, tokens = self.work.model, self.work.tokens
-        key = tokens * self.kv_heads * model.head_dim
-        rotary = model.rotary_dim > 0
-        sizes = {"query": self.query, "key": key, "value": key}
-        self.sizes |= {name: numel * self.item for name, numel in sizes.items()}
-        parts = {"query": self.heads, "key": self.kv_heads, "value": self.kv_heads}
-        stages = {name: [name] for name in parts}  # the tensors that a product's result passes, the last one first
-        for name in ("query", "key"):
-            if rotary:
-                stages[name].append(f"{name} before RoPE")
-            if model.qk_norm:
-                stages[name].append(f"{name} before norm")
-        for name, heads in parts.items():
-            self.sizes |= dict.fromkeys(stages[name], self.sizes[name])
-            weight = heads * model.head_dim * self.hidden
-            self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
-            if model.qk_norm and name != "value":
-                self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads)
-        if rotary:
-            for name in ("query", "key"):
-                whole = self.sizes[name]
-                self._add("RoPE", (f"{name} before RoPE",), name, forward_adds=whole, backward_adds=whole)
-        self.sizes["mixed"] = self.query * self.item
-        self._core()
-        # Fused kernels write heads merged already; plain products and pieces need a contiguous copy.
-        merged = "mixed"
-        if (self._plain or self.in_pieces) and not self.work.is_spread:
-            merged = "merged"
-            self.sizes[merged] = self.sizes["mixed"]
-            self._add("merge heads", ("mixed",), merged)
-        weight = self.heads * model.head_dim * self.hidden
-        self._product("attention output", merged, target, weight, (source, "query", "key", "value"), self.whole)
-
-    @property
-    def _plain(self) -> bool:
-        return not self.work.flash
-
-    def _seen(self) -> tuple[str, ...]:
-        # Windows and masks make attention copy its keys and values.
-        copied = copied_bytes(self.work, self.backend, self.sizes["key"], self.sizes["query"])
-        if not copied:
-            return "query", "key", "value"
-        for name in ("key", "value"):
-            self.sizes[f"copied {name}"] = copied
-            self._add(f"copy {name}", (name,), f"copied {name}")
-        return "query", "key", "value", "copied key", "copied value"
-
-    def _core(self) -> None:
-        if self.work.is_spread:
-            self._spread_core()
-            return
-        model, reads = self.work.model, self._seen()
-        statistics = self.work.tokens * self.heads * self.wide
-        if not self._plain:
-            self.sizes["log-sums"] = statistics
-            # The gradient of the output, times the output, is summed per token and head.
-            self._add("attention", reads, "mixed", (*reads, "mixed", "log-sums"), backward_adds=statistics)
-            return
-        # In fp32, with scaled queries; torch repeats keys for every query head, the form for a CPU does not.
-        inputs = ("scaled query", "scaled key", "wide value")
-        keyed = self.sizes["key"] // self.item if self.backend == "cpu" else self.query
-        sequence = self.work.sequence
-        keys = min(sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else sequence
-        scores = self.work.tokens * self.heads * keys
-        self.sizes |= dict.fromkeys(inputs[1:], keyed * self.wide)
-        self.sizes |= {"scaled query": self.query * self.wide, "softmax": scores * self.wide}
-        # Without grouped heads in fp32 or fp64, widening is a no-op, so the values are the layer's own tensor.
-        if self.item == self.wide and model.num_kv_heads == model.num_heads:
-            inputs = ("scaled query", "scaled key", "value")
-        adds = 2 * self.sizes["softmax"]
-        # torch adds a mask to the scores; the form for a CPU has it in the product.
-        forward_adds = adds // 2 if self.backend == "cpu" else adds
-        self._add("attention", reads, "mixed", (*inputs, "softmax"), forward_adds=forward_adds, backward_adds=adds)
-
-    def _spread_core(self) -> None:
-        """Attention over context ranks (terrace.runtime.context); it keeps its operands and output where it runs.
-
-        Under Ulysses these are separate tensors, built from the all-to-all messages. A ring holds the keys of two
-        rounds and one message of keys, in the backward with their gradients. `balance = "cost"` is counted at its upper
-        bound: all of `most_attended` arrives in messages, and a row's partial results are summed in fp32 at least, next
-        to one result.
-        """
-        work, reads, output = self.work, ("query", "key", "value"), "mixed"
-        row = work.most_attended * work.model.head_dim * self.item  # of a head
-        query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
-        self.sizes["log-sums"] = work.most_attended * work.attended_heads * self.wide
-        # Keys received, sent and of the round itself; in the backward also gradients of the round, received and sent.
-        rounds = 0 if work.places == 1 else 2 if work.places == 2 else 3
-        forward_adds, backward_adds = rounds * keys, self.sizes["log-sums"]
-        if rounds:
-            backward_adds = 4 * keys if work.places == 2 else 5 * keys + self.sizes["log-sums"]
-            # Keys are decoded as they are taken. Their codes are made, joined and sent, while others arrive; in the
-            # backward of a longer ring they take no more than what arrives decoded otherwise.
-            codes = math.ceil(work.codes * keys)
-            forward_adds += codes if work.places == 2 else 3 * codes
-            backward_adds += codes if work.places == 2 else 0
-        # A Ulysses rank receives all parts but its own.
-        of_others = (query + keys) * (work.ulysses - 1) // work.ulysses
-        if work.balance == "cost":
-            # The balancer may assign every token to another rank, so all of them may arrive in messages.
-            merged, of_others = query // self.item * self.wide, query + keys
-            forward_adds += merged
-            backward_adds += merged + keys // self.item * (2 * self.wide - self.item) + query + keys
-        kept: tuple[str, ...] = (*reads, output)
-        if work.ulysses > 1 or work.balance == "cost":
-            kept = ("attended query", "attended key", "attended value", "attended output")
-            self.sizes |= dict.fromkeys(kept[1:3], keys // 2) | dict.fromkeys((kept[0], kept[3]), query)
-            # The layer's own output, and gradients of its operands, are alive while attention's tensors are sent back.
-            forward_adds = max(forward_adds - self.sizes[output], of_others)
-            backward_adds = max(query + backward_adds, query + keys + of_others)
-        self._add("attention", reads, output, (*kept, "log-sums"), forward_adds, backward_adds)

@@ -1,6 +1,7 @@
 """Cost of attention on a cluster's devices and links, for the balancer of `balance = "cost"`."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, forward_flops
@@ -32,7 +33,7 @@ def attention_cost(
         (4 if block in recomputed else 3) * (forward_flops(model, block, 1, 1) - (itself if block in layers else 0))
         for block in range(model.num_blocks)
     )
-    return WorkCost.of(
+    found = WorkCost.of(
         cluster,
         heads=max(1, model.num_heads // rows),
         kv_heads=max(1, model.num_kv_heads // rows),
@@ -43,3 +44,4 @@ def attention_cost(
         compute=compute,
         forwards=1 + sum(block in recomputed for block in layers) / model.num_layers,
     )
+    return replace(found, other_windows=tuple(each for each in model.windows if each != model.sliding_window))

@@ -67,6 +67,9 @@ class BlockTape:
         self, name: str, source: str, target: str, num_rows: int, norm: str, keeps_target: bool = False
     ) -> None:
         numel = self.sizes[target] // self.item
+        # Of a weight and an offset the sum is kept, once.
+        moved = f"weight of {name}"
+        self.sizes[moved] = self.item * (numel // num_rows) if self.work.model.norm_offset else 0
         statistics, normalised = f"statistics of {name}", f"normalised by {name}"
         widened = f"widened by {name}"
         keeps: tuple[str, ...] = (source,)
@@ -86,6 +89,8 @@ class BlockTape:
                 self.sizes[widened] = numel * self.wide
                 keeps = (widened, statistics, normalised)
             adds = 3 * numel * self.wide  # gradients of the operations that it consists of
+        if self.sizes[moved]:
+            keeps = (*keeps, moved)
         self._add(name, (source,), target, (*keeps, target) if keeps_target else keeps, backward_adds=adds)
 
     def _gathered(self, source: str, whole: int) -> str:

@@ -29,8 +29,9 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.attention_kernel import AttentionChoice
-from terrace.model.config import ModelConfig, model_of
+from terrace.model.config import DecoderBlock, ModelConfig, model_of
 from terrace.model.part_kernel import Part
+from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
 from terrace.plan.kinds import Kinds
 from terrace.plan.memory import tensor_buffers
@@ -41,7 +42,7 @@ from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.simulate.activations import BlockActivations, activations_of, recomputing
 from terrace.simulate.block_tape import Backend
-from terrace.simulate.masks import has_flash_attention, mask_bytes
+from terrace.simulate.masks import has_flash_attention, mask_bytes, work_in
 from terrace.simulate.states import (
     StageBlocks,
     axis_degree,
@@ -122,7 +123,7 @@ def footprint(
     if num_stages > 1:
         _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
-    steady["batch"] += (num_micros if documents else 1) * mask_bytes(work, backend)
+    steady["batch"] += (num_micros if documents else 1) * _mask_bytes(work, kinds.specs, backend)
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
     pending = states.gradients[stage.order[0]] if num_micros > plan.unit else 0
     updating = steady | {"buffers": steady["buffers"] + states.updating}
@@ -256,6 +257,15 @@ def work_of(
         expert_chunks=plan.num_chunks,
     )
     return replace(work, codes=_codes(cluster, plan, work))
+
+
+def _mask_bytes(work: Work, specs: Sequence[BlockSpec], backend: Backend) -> int:
+    """Bytes of the masks of a micro-batch, one set for each window of the layers."""
+    layers = [block for block in specs if isinstance(block, DecoderBlock) and block.attends]
+    windows = {block.config.sliding_window: block for block in layers}
+    if not windows:
+        return mask_bytes(work, backend)
+    return sum(mask_bytes(work_in(work, block, backend), backend) for block in windows.values())
 
 
 def _codes(cluster: Cluster, plan: Plan, work: Work) -> float:

@@ -72,6 +72,7 @@ def attention_s(
     causal: bool = True,
     dtype: str = "bf16",
     kernel: AttentionKernel = "sdpa",
+    capped: bool = False,
 ) -> tuple[float, float]:
     """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
 
@@ -79,7 +80,8 @@ def attention_s(
     the share of the peak of its `kernel`; its traffic is neglected (Dao 2307.08691, section 2). Without it
     there are two batched products forward and four backward over the full square, and the scores pass through memory:
     with bf16, 4 bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al.
-    2205.05198, section 4.1, lists the stored tensors).
+    2205.05198, section 4.1, lists the stored tensors); `capped` scores pass once more, in fp32 at least, read and
+    written. FlexAttention's cap is not priced: it is of registers.
     """
     pairs = batch * heads
     if flash:
@@ -90,7 +92,11 @@ def attention_s(
         forward = seconds / (slower[0] * share())
         backward = _FLASH_BACKWARD * seconds / (slower[1] * share(backward=True))
         return forward + device.kernels.launch_s, backward + device.kernels.launch_s
-    return _plain_attention_s(device, pairs, queries, keys, head_dim, dtype)
+    forward, backward = _plain_attention_s(device, pairs, queries, keys, head_dim, dtype)
+    if capped:
+        passes = memory_s(device, 2 * max(4, FORMATS[dtype].element_bytes) * pairs * queries * keys)
+        return forward + passes, backward + passes
+    return forward, backward
 
 
 @lru_cache(maxsize=65536)

@@ -255,6 +255,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
         causal=causal,
         dtype=work.compute,
         kernel=kernel,
+        capped=work.model.scales.attention_cap > 0,
     )
     if work.ring == 1:
         return first, (0.0, 0.0)
@@ -284,9 +285,14 @@ def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     layout = 0 if work.flash else 2 * item * (query + 2 * key)
     bias = item * intermediate if model.mlp_bias else 0
     norms += item * (query + key) if model.qk_norm else 0
+    doubled = model.norms == "both"
+    norms *= 2 if doubled else 1
+    # A pass of its own over the queries, and over the gradients of what each half of a layer adds.
+    rope += 2 * item * query if model.query_factor != 1.0 else 0
     forward = 2 * norms + residual + (3 if model.gated_mlp else 2) * item * intermediate + rope + layout
     backward = 5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + bias
     num_kernels = (5 if intermediate else 4) + (1 if rope else 0) + (1 if layout else 0) + (2 if model.qk_norm else 0)
+    num_kernels += (2 if doubled else 0) + (1 if model.query_factor != 1.0 else 0)
     return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, num_kernels + 2)
 
 
@@ -319,7 +325,8 @@ def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: i
 def _look_up_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     model, item = work.model, FORMATS[work.compute].element_bytes
     row = item * model.hidden_size
-    rows = work.tokens * (2 + (2 if model.learned_positions else 0)) * row
+    scaled = model.scales.embedding != 1.0
+    rows = work.tokens * (2 + (2 if model.learned_positions or scaled else 0)) * row
     # The gradient is dense: zeros for the whole matrix, to which the rows are added.
     weights = math.ceil(model.vocab_size / work.tensor) * model.hidden_size
     weight_s = memory_s(device, item * weights + rows + work.tokens * row, 2)
@@ -334,6 +341,8 @@ def _logits_seconds(device: Device, work: Work, accumulate: bool) -> BlockSecond
     # The hidden size is whole: tensor columns cut the vocabulary, too.
     words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
     logits = _LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
+    if model.scales.logit_cap:
+        logits += 4 * item * tokens * words  # the cap and its slopes, read and written
     norm = item * tokens * hidden / work.stream_cut
     weight_s = gemm_s(device, hidden, tokens, words, 1, work.compute)
     if accumulate:

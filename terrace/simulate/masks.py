@@ -69,13 +69,14 @@ def has_flash_attention(
     takes half precision and heads of up to 256; the other fused one takes fp32, longer heads and masks too, but no
     grouped heads (torch's documentation): under a mask these are repeated. All other cases use plain products. On a CPU
     plain products are used for short rows, or pieces of rows, in bf16; with documents, pieces may be short, so plain
-    products are assumed.
+    products are assumed. Of fused kernels flex alone caps scores.
     """
     masked = documents or 0 < model.sliding_window < sequence
     is_grouped = model.num_kv_heads != model.num_heads
-    kernel = expected(AttentionCase(backend, compute, model.head_dim, is_grouped, masked), attention)
-    if kernel in ("varlen", "flex"):
-        return True
+    capped = model.scales.attention_cap > 0
+    kernel = expected(AttentionCase(backend, compute, model.head_dim, is_grouped, masked, capped), attention)
+    if kernel in ("varlen", "flex") or capped:
+        return kernel == "flex"
     if backend == "cpu":
         if kernel == "sdpa":  # whole rows
             return compute != "bf16" or sequence > CPU_PLAIN_SEQUENCE

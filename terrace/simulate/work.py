@@ -78,10 +78,9 @@ class Work:
     def kernel_on(self, backend: str) -> AttentionKernel:
         """The kernel that serves where torch has all of them."""
         model = self.model
-        is_grouped = model.num_kv_heads != model.num_heads
-        return expected(
-            AttentionCase(backend, self.compute, model.head_dim, is_grouped, self.is_masked), self.attention
-        )
+        is_grouped, is_capped = model.num_kv_heads != model.num_heads, model.scales.attention_cap > 0
+        case = AttentionCase(backend, self.compute, model.head_dim, is_grouped, self.is_masked, is_capped)
+        return expected(case, self.attention)
 
     @property
     def is_spread(self) -> bool:

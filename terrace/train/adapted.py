@@ -30,7 +30,7 @@ def run_blocks_of(run: RunConfig, device: torch.device) -> list[nn.Module]:
     choose_kernel(blocks, run.train.attention)
     if run.train.kernels == "liger":
         check(run.model, device, DTYPES[run.plan.compute], parts_of(run))
-    serve(blocks, run.train.kernels, device)
+    serve(blocks, run.train.kernels, device, parts_of(run))
     if run.lora is not None:
         add_adapters(blocks, run.model, run.lora)
     return blocks

@@ -17,5 +17,5 @@ def attention_words(run: RunConfig, device: torch.device) -> str:
     if is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan):
         return f"attention pairs: {pair_kernels.describe(device, dtype)}"
     case = attention_case(run, device.type)
-    options = {"is_grouped": case.is_grouped, "is_cut": case.is_cut}
+    options = {"is_grouped": case.is_grouped, "is_cut": case.is_cut, "is_capped": case.is_capped}
     return f"attention: {describe(device, dtype, case.head_dim, **options, choice=run.train.attention)}"

@@ -43,6 +43,7 @@ from terrace.runtime.scaled_products import Scaling
 from terrace.simulate.step import Prediction
 from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
+from terrace.train.rules import parts_of
 
 _SOURCE = "measured at the start of the run"
 _SMALL_BYTES, _LARGE_BYTES = 4_096, 1_048_576  # per rank; around the sizes of a small model's messages
@@ -160,10 +161,12 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
     experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
-    config, dtype = replace(run.model, num_layers=1, vocab_size=1, experts=experts), DTYPES[run.plan.compute]
+    # Where layers differ in their windows, the widest stands for all.
+    config = replace(run.model, num_layers=1, vocab_size=1, kinds=(), experts=experts)
+    dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     choose_kernel(blocks, run.train.attention)
-    serve(blocks, run.train.kernels, engine.device)
+    serve(blocks, run.train.kernels, engine.device, parts_of(run))
     initialise(blocks, config, 0, dtype, engine.device)
     scaling, specs = Scaling.of(run.plan, engine.device), block_specs(config)
     if scaling is not None:

@@ -28,7 +28,7 @@ from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.balance import check_balance, telling_choices
 from terrace.plan.layout import Layout
-from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.routes import lossy_messages
@@ -40,7 +40,7 @@ from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import with_rate
-from terrace.train.rules import check_attention, check_kernels, check_moved, parts_of
+from terrace.train.rules import check_attention, check_kernels, check_moved, check_positions, parts_of
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
@@ -246,12 +246,21 @@ def section(name: str, value: Any) -> Any:
                 f"cannot read {value}: No such file or directory; --model takes a folder or a config.json, so download "
                 "a model of the Hub first (hf download NAME --local-dir FOLDER)"
             )
+        if Path(value).suffix in (".safetensors", ".bin", ".pt", ".gguf"):
+            raise ConfigError(f"{value} is a file of weights: give its folder, which also has the config.json")
         return read_table(Path(value, "config.json") if os.path.isdir(value) else Path(value))
     if value in PRESETS:
         return {"preset": value}
     if Path(value).suffix not in (".toml", ".json") and not os.path.exists(value):
         raise PlanError(f"no plan preset or file {value!r}{did_you_mean(value, PRESETS)}")
-    return {key: given for key, given in read_table(Path(value)).items() if key != TASK}
+    if os.path.isdir(value):
+        raise PlanError(
+            f"{value} is a folder, not a plan: name a preset or a file; a run's own plan is in its config.toml"
+        )
+    table = read_table(Path(value))
+    if name == "plan" and isinstance(table.get("plan"), (str, dict)):
+        raise PlanError(f"{value} is the file of a run, of which a plan is a section: give it as --config {value}")
+    return {key: given for key, given in table.items() if key != TASK}
 
 
 def _check(run: RunConfig) -> None:
@@ -262,9 +271,8 @@ def _check(run: RunConfig) -> None:
     check_evaluation(run)
     check_attention(run)
     check_kernels(run)
+    check_positions(run)
     run.num_micros()
-    if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
-        raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:
         raise ModelError(
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "

@@ -78,7 +78,9 @@ class ContextBatches:
         self._member = self._group.members.index(rank)
         self._num_local_tokens = local_tokens(plan, self._mesh, batches.sequence)
         # An equal token layout comes back as the same object, so that the engine reuses its device layout.
-        self._static_token_layout = static_token_layouts(plan, self._mesh, batches.sequence, cost.window, self._member)
+        self._static_token_layout = static_token_layouts(
+            plan, self._mesh, batches.sequence, cost.window, self._member, cost.other_windows
+        )
 
     def step(self, step: int, with_places: bool = False) -> LocalStep:
         first_row = step * self._batches.batch if with_places else None

@@ -6,6 +6,8 @@ with a tokenizer that has neither it is not predicted. Windows do not overlap, e
 the others and predicts only the tokens that are left. This is the rolling log-likelihood of lm-eval. Windows of several
 documents share a row, each isolated (terrace.model.attention), so that short ones are no slower.
 
+Of conversations the trained tokens alone are predicted, with all before them in sight.
+
 With L the sum of -ln p over the predicted tokens, n their number and b the UTF-8 bytes of all texts: loss L / n,
 perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models with different tokenizers.
 """
@@ -16,8 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from terrace.base.errors import ConfigError, DataError
+from terrace.data.chat import Ids, Mask
 from terrace.model.decoder import IGNORE_INDEX, token_loss
 from terrace.model.experts.config import refuse_looking_ahead
 from terrace.train.trained import Trained
@@ -28,7 +32,7 @@ _HEAD_TOKENS = 256  # tokens whose logits are made at a time: for a large vocabu
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """`nats` is the sum of -ln p over `num_tokens` predicted tokens."""
+    """`nats` is the sum of -ln p over `num_tokens` predicted tokens; `num_bytes` is 0 where not all tokens count."""
 
     nats: float
     num_tokens: int
@@ -62,13 +66,41 @@ def evaluate(
     `progress` receives the running result after each row. Raises `ConfigError` for a context that the model does not
     support, and `DataError` for texts with tokens outside its vocabulary or with nothing to predict.
     """
+    context, counted = _checked_context(model, context), _Counted()
+    return _summed(model, counted, counted.windows(model, texts, context), context, progress)
+
+
+def evaluate_chats(
+    model: Trained,
+    chats: Iterable[tuple[Ids, Mask, str]],
+    *,
+    context: int | None = None,
+    progress: Callable[[Evaluation], None] | None = None,
+) -> Evaluation:
+    """As `evaluate`, on conversations as `terrace.data.chat_tokens.read_chats` yields them: on the tokens alone that
+    training on them trains. Each sees its own conversation; one that is longer than `context` is refused.
+    """
+    context, counted = _checked_context(model, context), _Counted()
+    return _summed(model, counted, counted.chats(model, chats, context), context, progress)
+
+
+def _checked_context(model: Trained, context: int | None) -> int:
     refuse_looking_ahead(model.config.experts)
     context = model.context if context is None else context
     if context < 1:
         raise ConfigError(f"context = {context} must be at least 1")
     if model.config.learned_positions and context > model.config.max_positions:
         raise ConfigError(f"context = {context} is longer than the {model.config.max_positions} positions of the model")
-    counted = _Counted()
+    return context
+
+
+def _summed(
+    model: Trained,
+    counted: "_Counted",
+    windows: Iterable["_Window"],
+    context: int,
+    progress: Callable[[Evaluation], None] | None,
+) -> Evaluation:
     nats, num_tokens = 0.0, 0
 
     def found() -> Evaluation:
@@ -76,8 +108,10 @@ def evaluate(
             nats=nats, num_tokens=num_tokens, num_documents=counted.num_documents, num_bytes=counted.num_bytes
         )
 
+    # Where RoPE follows the length of a row, a window that is long enough for that has a row of its own.
+    alone = 0 < model.config.rope_limit < context
     # Texts are a stream: counts are running, and no window is kept.
-    for row in _rows(counted.windows(model, texts, context), max(context, _ROW_TOKENS)):
+    for row in _rows(windows, 1 if alone else max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
         num_tokens += sum(window.num_predicted for window in row)
         if progress is not None:
@@ -88,17 +122,16 @@ def evaluate(
 
 
 class _Window(NamedTuple):
-    tokens: list[int]  # each predicts the next
-    num_predicted: int  # the last ones
+    tokens: list[int]
+    labels: list[int]  # the next tokens, or `IGNORE_INDEX`
 
     @property
     def size(self) -> int:
-        return len(self.tokens) - 1
+        return len(self.labels)
 
     @property
-    def labels(self) -> list[int]:
-        num_seen = self.size - self.num_predicted
-        return [IGNORE_INDEX] * num_seen + self.tokens[1 + num_seen :]
+    def num_predicted(self) -> int:
+        return self.size - self.labels.count(IGNORE_INDEX)
 
 
 class _Counted:
@@ -110,15 +143,34 @@ class _Counted:
         before, vocabulary = model.tokenizer.text_tokens.context, model.config.vocab_size
         for text in texts:
             ids = [*([] if before is None else [before]), *model.tokenizer.encode(text).tolist()]
-            # Without this check the embedding would fail with an index error, or on a GPU later.
-            if max(ids, default=0) >= vocabulary:
-                raise DataError(f"the data has token {max(ids)}, but the model has {vocabulary} only")
+            _check_vocabulary(ids, vocabulary)
             self.num_documents += 1
             self.num_bytes += len(text.encode())
             for start in range(0, len(ids) - 1, context):
                 end = min(start + context, len(ids) - 1)
                 # The last window reaches back for a whole context.
-                yield _Window(ids[max(0, end - context) : end + 1], end - start)
+                begin = max(0, end - context)
+                yield _Window(ids[begin:end], [IGNORE_INDEX] * (start - begin) + ids[start + 1 : end + 1])
+
+    def chats(self, model: Trained, chats: Iterable[tuple[Ids, Mask, str]], context: int) -> Iterator[_Window]:
+        for ids, mask, where in chats:
+            tokens = ids.tolist()
+            _check_vocabulary(tokens, model.config.vocab_size)
+            # Cut in two, an answer would not see what it answers.
+            if len(tokens) - 1 > context:
+                raise DataError(
+                    f"{where}: the conversation has {len(tokens)} tokens, and {context + 1} at most are evaluated: "
+                    "raise --context, or leave it out"
+                )
+            self.num_documents += 1
+            labels = [token if counts else IGNORE_INDEX for token, counts in zip(tokens[1:], mask[1:], strict=True)]
+            yield _Window(tokens[:-1], labels)
+
+
+def _check_vocabulary(ids: list[int], vocabulary: int) -> None:
+    # Without this check the embedding would fail with an index error, or on a GPU later.
+    if max(ids, default=0) >= vocabulary:
+        raise DataError(f"the data has token {max(ids)}, but the model has {vocabulary} only")
 
 
 def _rows(windows: Iterable[_Window], limit: int) -> Iterator[list[_Window]]:
@@ -134,14 +186,19 @@ def _rows(windows: Iterable[_Window], limit: int) -> Iterator[list[_Window]]:
         yield row
 
 
-@torch.no_grad()
 def _nats(model: Trained, row: list[_Window]) -> float:
     device = next(model.blocks[0].parameters()).device
     tokens, labels, positions = (
         # Positions restart in every window, which isolates them from each other.
         torch.tensor([[part for window in row for part in taken(window)]], device=device)
-        for taken in (lambda w: w.tokens[:-1], lambda w: w.labels, lambda w: range(w.size))
+        for taken in (lambda w: w.tokens, lambda w: w.labels, lambda w: range(w.size))
     )
+    return nats_of(model, tokens, labels, None if len(row) == 1 else positions)
+
+
+@torch.no_grad()
+def nats_of(model: Trained, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> float:
+    """The sum of -ln p of `labels` (B, S) after `tokens` (B, S), with `positions` within documents, if there are."""
     x = tokens
     for block in model.blocks[:-1]:
         x = block(x, positions)
@@ -149,5 +206,6 @@ def _nats(model: Trained, row: list[_Window]) -> float:
     # The head runs on a part of the row at a time: logits are the largest tensor.
     for start in range(0, labels.shape[1], _HEAD_TOKENS):
         part = slice(start, start + _HEAD_TOKENS)
-        total += float(token_loss(model.blocks[-1](x[:, part], positions[:, part]), labels[:, part]))
+        places = None if positions is None else positions[:, part]
+        total += float(token_loss(model.blocks[-1](x[:, part], places), labels[:, part]))
     return total

@@ -31,6 +31,15 @@ BYTES = "bytes"
 _SUMS = "checksums.json"  # of the other files of SOURCE
 
 
+def no_run_words(folder: Path) -> str:
+    """Why `folder` is no run folder, and which folder above it is one, as where a checkpoint of a run was named."""
+    why = f"{folder} is not a run folder: it has no config.toml"
+    above = next(
+        (each for each in list(folder.parents)[:3] if str(each) != "." and (each / "config.toml").is_file()), None
+    )
+    return why if above is None else f"{why}; did you mean {str(above)!r}?"
+
+
 def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> dict[str, Any]:
     """Table of a run with defaults from the folder `model`.
 

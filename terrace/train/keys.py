@@ -37,7 +37,7 @@ class TrainConfig:
     keep_best: str = ""  # what is evaluated whose best checkpoint is kept: "holdout" or a name in data.eval
     peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
-    weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
+    weights: str = ""  # folder with the initial weights, of Hugging Face or DCP; empty: from scratch
     high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
     kernels: PartChoice = "torch"  # or "liger", of the parts between products: terrace.model.part_kernel
@@ -102,8 +102,11 @@ class TrainConfig:
                 "between 0 and 1"
             )
         longest = self.steps - self.warmup_steps
-        if (self.decay_steps if whole else self.decay_steps * self.steps) > longest:
+        wanted = self.decay_steps if whole else self.decay_steps * self.steps
+        if wanted > longest:
+            warm = max(0, self.steps - math.ceil(wanted))  # that leaves room for the decay
             raise ConfigError(
-                f"train.decay_steps = {self.decay_steps} is longer than the {counted(longest, 'step')} after the "
-                f"warm-up, train.steps - train.warmup_steps: use at most {max(0, longest)}"
+                f"train.decay_steps = {self.decay_steps} is longer than the {counted(max(0, longest), 'step')} after "
+                f"the warm-up, train.steps - train.warmup_steps: "
+                + (f"use at most {longest}" if longest > 0 else f"set train.warmup_steps to at most {warm}")
             )

@@ -36,6 +36,7 @@ from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
 from terrace.plan.context import is_context_parallel
 from terrace.runtime.batch import Batch
+from terrace.runtime.compiled import compiler_named
 from terrace.runtime.engine import Engine
 from terrace.runtime.finite import NonFiniteError
 from terrace.runtime.step_sums import StepResult
@@ -83,6 +84,7 @@ def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
         dog.guard(),
         holding,
         following as followed,
+        compiler_named() if job.run.train.compile else nullcontext(),
     ):
         if why_not:
             followed.note(why_not)

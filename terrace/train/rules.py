@@ -19,8 +19,23 @@ if TYPE_CHECKING:
 def attention_case(run: "RunConfig", backend: str) -> AttentionCase:
     """Inputs of attention in the layers of a run on devices of a type."""
     model = run.model
-    is_cut = run.has_documents or 0 < model.sliding_window < run.train.sequence
-    return AttentionCase(backend, run.plan.compute, model.head_dim, model.num_kv_heads != model.num_heads, is_cut)
+    is_cut = run.has_documents or any(0 < window < run.train.sequence for window in model.windows)
+    is_grouped, is_capped = model.num_kv_heads != model.num_heads, model.scales.attention_cap > 0
+    return AttentionCase(backend, run.plan.compute, model.head_dim, is_grouped, is_cut, is_capped)
+
+
+def check_positions(run: "RunConfig") -> None:
+    """Raise `ConfigError` for rows whose rotary positions follow from something that no rank knows."""
+    limit, sequence = run.model.rope_limit, run.train.sequence
+    if not 0 < limit < sequence:
+        return
+    spread = is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan)
+    if run.has_documents or spread:
+        what = "ranks attend together" if spread else "rows hold several documents"
+        raise ConfigError(
+            f"train.sequence = {sequence} is beyond the {limit} positions from which on this model's RoPE follows the "
+            f"longest row of all, and {what}: use at most {limit}, or whole rows of one document"
+        )
 
 
 def check_attention(run: "RunConfig") -> None:

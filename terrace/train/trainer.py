@@ -38,7 +38,7 @@ from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_balance, read_cluster, read_optimizer, read_plan, resolved_plan
 from terrace.train.trainer_report import TrainerReport
-from terrace.train.user_blocks import hidden_dims, move_buffers, named, places, spread
+from terrace.train.user_blocks import declared_of, hidden_dims, move_buffers, named, places, spread
 from terrace.train.whole import whole_values
 
 
@@ -63,7 +63,7 @@ class Trainer:
     - `activation=(sequence, hidden)`: the shape of the tensor between blocks, for one sample. A pipeline and a context
       axis need it; with experts on several ranks, the numbers of chunks are chosen from it.
     - `declared`: the meaning of parameters' dims; a tensor and a context axis need it, and blocks of
-      `terrace.model.decoder`.
+      `terrace.model.decoder`. Blocks of `terrace.blocks_of` with a declaration have it.
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
     - `predict`: time the blocks and the links during the first step, about a second, to predict the following steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
@@ -116,7 +116,7 @@ class Trainer:
             self.cluster = read_cluster(cluster, self._joined.world_size, self._joined.machines)
             self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.update)
             # Without declared dims, the hidden size tells which dim a pipeline's messages have.
-            declared = declared or hidden_dims(specs, activation)
+            declared = declared or declared_of(self._blocks) or hidden_dims(specs, activation)
             self._resolve_plan(with_dims(specs, declared), num_micros, activation)
             if self.plan.balance == "cost":
                 raise ConfigError(
@@ -341,7 +341,16 @@ class Trainer:
 
     def _micro_batches(self, tensors: Mapping[str, Tensor]) -> list[Batch]:
         local, step = self._local_batches, self.num_steps
-        return micro_batches(self.engine, tensors, is_local=local, ignored=self._ignored, step=step)
+        found = micro_batches(self.engine, tensors, is_local=local, ignored=self._ignored, step=step)
+        program = self.engine.program
+        tensor, shapes = program.tensor, {tuple(batch.labels.shape) for batch in found}
+        # A context axis cuts micro-batches itself, and checks them.
+        if tensor.degree > 1 and not is_context_parallel(program.mesh, self.plan) and shapes != {tensor.shape}:
+            raise ConfigError(
+                f"micro-batches have labels of {sorted(shapes)}, and the messages of the tensor axis are sized for "
+                f"{tensor.shape}: set plan.micro_batch, and activation, to what the step gets"
+            )
+        return found
 
     def _full_name(self, block: str, name: str) -> str:
         module = self._blocks[self.names.index(block)]

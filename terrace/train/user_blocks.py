@@ -63,6 +63,12 @@ def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[
                 yield module, name, owners[id(param)]
 
 
+def declared_of(blocks: Sequence[nn.Module]) -> tuple[BlockSpec, ...]:
+    """The specs that blocks of `terrace.blocks_of` have from a declaration; none without one."""
+    found = [getattr(block, "declared", None) for block in blocks]
+    return tuple(spec for spec in found if isinstance(spec, BlockSpec)) if None not in found else ()
+
+
 def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) -> tuple[BlockSpec, ...]:
     """The specs with dims of the hidden size declared as such, which sizes a pipeline's messages."""
     if activation is None:

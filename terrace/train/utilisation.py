@@ -70,13 +70,14 @@ def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batc
         rerun += 2 * tokens * forward if again[index] == WHOLE else 0
     layers = range(1, model.num_blocks - 1)
     each = 4 * batch * model.num_heads * model.head_dim  # of one pair in every sequence, forward
-    window: int = model.sliding_window
+    # Windows differ from layer to layer.
+    seen = sum(causal_pairs(sequence, model.of_layer(index).sliding_window) for index in range(model.num_layers))
     square = each * sequence**2
     # Recomputed layers run their attention once more, too.
     rerun += square * sum(again[index] == WHOLE or "attention" in again[index] for index in layers)
     return StepFlops(
         products=products,
-        attention=3 * len(layers) * each * causal_pairs(sequence, window),
+        attention=3 * each * seen,
         hardware=products + 3 * len(layers) * square + rerun,
     )
 

@@ -219,7 +219,7 @@ def test_a_file_without_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_name_that_no_file_can_have_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ("plan", "--model", "x" * 5000, "--cluster", "local", "--batch", "8", "--seq", "8")
+    plan = ("plan", "--model", "x" * 5000, "--cluster", "local", "--batch", "8", "--sequence", "8")
     for words in (plan, ("report", "x" * 300)):
         assert main(words) == 2
         said = capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_tables_and_prints_spell_it_out(monkeypatch: pytest.MonkeyPatch) -> None
         ("train", EVIL),
         ("generate", EVIL, "--prompt", "a"),
         ("report", EVIL),
-        ("plan", "--model", EVIL, "--cluster", "local", "--batch", "8", "--seq", "8"),
+        ("plan", "--model", EVIL, "--cluster", "local", "--batch", "8", "--sequence", "8"),
         (EVIL,),
     ],
 )

@@ -264,8 +264,17 @@ class Scene:
         _well(self.command("export", self.folder / "finished", self.folder / "exported", "--shard-bytes", "9000"))
         self._torn_cache(inputs)
         (self.folder / "plan").mkdir()
-        task = ("--model", inputs / "config.json", "--cluster", inputs / "cluster.toml", "--batch", "8", "--seq", "32")
-        _well(self.command("plan", *task, "--best", "1", "--limit", "20", "--output", self.folder / "plan/plan.toml"))
+        task = (
+            "--model",
+            inputs / "config.json",
+            "--cluster",
+            inputs / "cluster.toml",
+            "--batch",
+            "8",
+            "--sequence",
+            "32",
+        )
+        _well(self.command("plan", *task, "--best", "1", "--limit", "20", "--out", self.folder / "plan/plan.toml"))
         (self.folder / "probed").mkdir()
         probe = ("probe", "--cluster", inputs / "cluster.toml", "--seconds", "0.3")
         _well(self.command(*probe, "--out", self.folder / "probed" / "cluster.toml"))

@@ -28,6 +28,30 @@ def test_every_alias_is_a_plan_or_a_key_of_a_run() -> None:
         ("generate run --seq-len 3", "generate run --seq-len 3", []),  # no keys of a run
         ("generate run --prompt fsdp", "generate run --prompt fsdp", []),
         ("train --plan zero3 --data fsdp", "train --plan zero3 --data fsdp", []),
+        (
+            "plan --seq 8 --output=p.toml",
+            "plan --sequence 8 --out=p.toml",
+            ["--seq is --sequence here", "--output is --out here"],
+        ),
+        (
+            "scale --train.batch 8 --out a.svg",
+            "scale --batch 8 --picture a.svg",
+            ["--train.batch is --batch here", "--out is --picture here"],
+        ),
+        (
+            "train --batch 8 --output_dir a",
+            "train --train.batch 8 --folder a",
+            ["--batch is --train.batch here", "--output_dir is --folder here"],
+        ),
+        ("data prepare --seq 8", "data prepare --train.sequence 8", ["--seq is --train.sequence here"]),
+        ("data lengths docs --seq 8", "data lengths docs --sequence 8", ["--seq is --sequence here"]),
+        (
+            "generate --run a --top_p .9",
+            "generate a --top-p .9",
+            ["--top_p is --top-p here", "--run a is the first word here: terrace generate a"],
+        ),
+        ("export out --run=a", "export a out", ["--run a is the first word here: terrace export a"]),
+        ("export a b --run", "export a b --run", []),  # without a value: refused as it stands
         ("", "", []),
     ],
 )

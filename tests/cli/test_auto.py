@@ -164,7 +164,7 @@ def test_a_plan_is_searched_for_the_machine(
     monkeypatch.setattr(here, "gpus_here", lambda: machine(8))
     model = Path(__file__).parents[2] / "docs" / "gpt-350m.json"
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--model", str(model), "--cluster", "auto", "--batch", "64", "--seq", "1024"]) == 0
+    assert main(["plan", "--model", str(model), "--cluster", "auto", "--batch", "64", "--sequence", "1024"]) == 0
     assert "cluster auto: 1 system x 8 node = 8 x NVIDIA H100" in capsys.readouterr().out
 
 

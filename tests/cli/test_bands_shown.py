@@ -83,7 +83,7 @@ def test_new_words_fit_in_eighty_columns(here: Planning) -> None:
 
 
 def test_utilisation_has_the_full_square_beside_it_where_it_is_asked_for(here: Planning) -> None:
-    words = ("plan", "--nodes", "1", "--best", "1", "--seq", "512")
+    words = ("plan", "--nodes", "1", "--best", "1", "--sequence", "512")
     plain = here.say(*words, batch=64).out
     assert "attention's full square" not in plain
     asked = here.say(*words, "--force", "--full-attention-flops", batch=64).out

@@ -110,7 +110,7 @@ def test_a_bad_argument_is_one_line(here: Here, words: tuple[str, ...], said: st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("trian",), "invalid choice: 'trian'"),
+        (("trian",), "there is no command 'trian'; did you mean 'train'?"),
         (("explain", "--lines", "x"), "argument --lines: invalid int value: 'x'"),
         (("explain", "--plan", "zero9"), "no plan preset"),
         (("generate",), "the following arguments are required: FOLDER"),

@@ -140,7 +140,7 @@ def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Planning) -> None
 
 
 def test_scale_prints_curves_and_draws_them(here: Planning) -> None:
-    words = ("--nodes", "4", "--plan", "zero3", "--price", "2.5", "--output", "curve.svg")
+    words = ("--nodes", "4", "--plan", "zero3", "--price", "2.5", "--picture", "curve.svg")
     code, out, _ = here.say("scale", *words, batch=64)
     assert code == 0
     for part in ("weak scaling", "strong scaling", "100.0 %", "per million", "wrote curve.svg"):
@@ -152,7 +152,7 @@ def test_scale_prints_curves_and_draws_them(here: Planning) -> None:
 
 
 def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Planning) -> None:
-    assert here.say("plan", "--nodes", "2", "--axes", "data", "--output", "best.toml", batch=32)[0] == 0
+    assert here.say("plan", "--nodes", "2", "--axes", "data", "--out", "best.toml", batch=32)[0] == 0
     code, out, _ = here.say("scale", "--nodes", "2", "--plan", "best.toml", batch=32)
     assert code == 0
     assert "plan planned: params" in out
@@ -186,8 +186,8 @@ def test_bad_input_of_scale_is_one_line(here: Planning, words: list[str], said: 
 
 
 def test_planning_needs_no_torch(here: Planning) -> None:
-    task = ("--cluster", "dgx-a100", "--nodes", "1", "--batch", "8", "--seq", "128")
-    done = without_torch("plan", "--model", here.model, *task, "--output", here.folder / "plan.toml")
+    task = ("--cluster", "dgx-a100", "--nodes", "1", "--batch", "8", "--sequence", "128")
+    done = without_torch("plan", "--model", here.model, *task, "--out", here.folder / "plan.toml")
     assert done.returncode == 0, done.stderr
 
 
@@ -198,12 +198,14 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(
 ) -> None:
     (here.folder / "folder").mkdir()
     (here.folder / "taken").write_text("a file")
-    assert "cannot be written" in here.refused(command, "--nodes", "1", "--force", "--output", output)
+    assert "cannot be written" in here.refused(
+        command, "--nodes", "1", "--force", {"plan": "--out", "scale": "--picture"}[command], output
+    )
 
 
 def test_a_plan_that_runs_at_no_size_prints_no_curve(here: Planning) -> None:
     (here.folder / "mine.toml").write_text('preset = "ddp"\nmicro_batch = 7\n')
-    code, out, error = here.say("scale", "--plan", "mine.toml", "--output", "curve.svg")
+    code, out, error = here.say("scale", "--plan", "mine.toml", "--picture", "curve.svg")
     assert (code, out) == (2, "")
     assert "runs at no size" in error
     assert not (here.folder / "curve.svg").exists()
@@ -275,9 +277,9 @@ def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.Captu
 
 
 def test_no_output_replaces_what_is_read(here: Planning) -> None:
-    assert "is the file that is read" in here.refused("plan", "--output", here.model, "--force")
-    assert here.say("plan", "--nodes", "1", "--output", "mine.toml")[0] == 0
-    for words in (["scale", "--plan", "mine.toml", "--output"], ["simulate", "mine.toml", "--page"]):
+    assert "is the file that is read" in here.refused("plan", "--out", here.model, "--force")
+    assert here.say("plan", "--nodes", "1", "--out", "mine.toml")[0] == 0
+    for words in (["scale", "--plan", "mine.toml", "--picture"], ["simulate", "mine.toml", "--page"]):
         before = (here.folder / "mine.toml").read_text()
         assert main([*words, "./mine.toml", "--force"]) == 2
         assert "mine.toml is the file that is read" in here.error()

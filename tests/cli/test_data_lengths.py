@@ -95,7 +95,7 @@ def test_other_distributions_are_shown(name: str, capsys: pytest.CaptureFixture[
         (["docs", "--distribution", "bimodal"], "give either a PATH or --distribution NAME"),
         (["--distribution", "bimodal", "--data.column", "x"], "--data has no effect on --distribution"),
         (["--distribution", "bimodal", "--train.steps", "3"], "only keys of the data and of the cluster can be set"),
-        (["--distribution", "bimodal", "--batch", "0"], "--sequence and --batch must be at least 1"),
+        (["--distribution", "bimodal", "--batch", "0"], "--batch 0 must be at least 1"),
         (["nowhere.txt"], "nowhere.txt"),
         (["docs", "--data.path", "tests"], "--data.path has no effect with PATH"),
         (["--distribution", "bimodal", "--batch", str(10**12)], "of these documents, and up to 200,000"),

@@ -90,7 +90,7 @@ def test_a_plan_says_what_tokens_take(here: Planning) -> None:
         (["--plan.micro_batch", "3"], "--plan three-level: batch = 16 is not a multiple"),
         (["--plan", "zero3", "--plan.mapping.node.tensor", "3"], "--plan zero3: "),
         (["--plan.micro_bath", "1"], "did you mean 'plan.micro_batch'"),
-        (["--train.batch", "1"], "--train: only figures of the cluster and keys of a plan"),
+        (["--train.steps", "1"], "--train: only figures of the cluster and keys of a plan"),
     ],
 )
 def test_bad_questions_are_one_line_before_the_search(
@@ -127,7 +127,7 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
 def test_the_found_plan_is_as_long_as_itself(here: Planning) -> None:
     words = ("--nodes", "1", "--pin", "pipeline=2", "--best", "1")
     assert here.say("plan", *words)[0] == 0
-    code, out, _ = here.say("plan", *words, "--plan", "plan.toml", "--output", "other.toml")
+    code, out, _ = here.say("plan", *words, "--plan", "plan.toml", "--out", "other.toml")
     assert code == 0
     assert "0.0 % longer than the best" in joined(out)
     assert "is the file that is read" in here.refused("plan", *words, "--plan", "plan.toml", "--force")

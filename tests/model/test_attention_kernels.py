@@ -150,6 +150,16 @@ def test_output_and_gradients_are_those_of_pieces_and_of_a_softmax(
         torch.testing.assert_close(one, defined, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("window", [0, 30])
+def test_flex_caps_scores_as_pieces_do(window: int) -> None:
+    begins, parts = begins_of([[100, 1, 59], []], 260), inputs(2, 4, 2, 260)
+    pieces = results(parts, make_plan("pieces", begins, window, CPU, torch.float64, 0.3))
+    with kernels_here():
+        found = results(parts, make_plan("flex", begins, window, CPU, torch.float64, 0.3))
+    for one, other in zip(found, pieces, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
 def test_flex_takes_what_a_cpu_gives_it_in_fp32() -> None:
     """Without a backward nothing of torch is put aside."""
     parts = [part.detach().float() for part in inputs(2, 4, 2, 260, 16)]

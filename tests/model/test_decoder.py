@@ -14,7 +14,8 @@ from terrace.base.errors import ModelError
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value, initialise
-from terrace.model.layers import Attention, RMSNorm, Rotary
+from terrace.model.layers import Attention, RMSNorm
+from terrace.model.rotary import Rotary
 from tests.support.toys import run_blocks
 
 _SIZES = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}

@@ -86,7 +86,7 @@ def test_kernels_on_a_gpu() -> None:
         (
             parse_model(GPT2),
             {},
-            {"norms": "layer norms", "gated activations": "no gate", "rotary positions": "learns its positions"},
+            {"norms": "layer norms", "gated activations": "no gate", "rotary positions": "turns none"},
         ),
     ],
 )

@@ -146,7 +146,7 @@ def test_what_a_familys_file_cannot_say() -> None:
     config, dense = parse_model(TABLES["glm4_moe"]), parse_model(TABLES["llama"])
     assert config.experts is not None
     for wrong, message in (
-        (replace(config, experts=None), "a glm4_moe config.json has only models with experts: use one of gpt2, "),
+        (replace(config, experts=None), "a glm4_moe config.json has only models with experts: use one of gemma2, "),
         (replace(dense, experts=config.experts), "a llama config.json has no experts: use one of glm4_moe, mixtral, "),
         (
             replace(config, experts=replace(config.experts, dense_layers=(1,))),
@@ -200,12 +200,7 @@ def test_defaults_are_those_of_transformers() -> None:
             {"shared_expert_intermediate_size": -1},
             "shared_expert_intermediate_size = -1 must be at least 0",
         ),
-        (
-            "qwen2_moe",
-            {"use_sliding_window": True},
-            r"layer_types = \['sliding_attention', 'full_attention'\] \(what its absence means\) is not implemented: "
-            "make all 2 'sliding_attention', or set use_sliding_window to false",
-        ),
+        ("qwen3_moe", {"use_sliding_window": True, "layer_types": None}, "unknown key 'layer_types' for qwen3_moe"),
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}, "mlp_only_layers names layer 2 of 2, counted from 0"),
         ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers = '0' must be"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size = 0 must be at least 1"),

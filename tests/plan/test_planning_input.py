@@ -46,12 +46,12 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def planning(*words: str, batch: int = 16) -> tuple[str, ...]:
-    task = ("--model", "m.json", "--cluster", "lab", "--batch", str(batch), "--seq", "16")
+    task = ("--model", "m.json", "--cluster", "lab", "--batch", str(batch), "--sequence", "16")
     return ("plan", *task, *words)
 
 
 def planned(*words: str) -> None:
-    assert main(planning("--output", "p.toml", "--force", *words)) == 0
+    assert main(planning("--out", "p.toml", "--force", *words)) == 0
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "head_dim"])
@@ -79,17 +79,17 @@ def test_a_key_twice_in_json_is_refused_and_a_mark_at_the_beginning_is_not(tmp_p
 def test_an_output_that_no_file_can_be_is_one_line(refused: Refused, output: str) -> None:
     planned()
     os.symlink("loop", "loop")
-    assert "cannot be written" in refused(*planning("--output", output))
+    assert "cannot be written" in refused(*planning("--out", output))
     assert "cannot be written" in refused("simulate", "p.toml", "--page", output)
-    assert "cannot be written" in refused("scale", "--plan", "p.toml", "--output", output)
+    assert "cannot be written" in refused("scale", "--plan", "p.toml", "--picture", output)
 
 
 def test_an_output_does_not_replace_what_is_read(refused: Refused) -> None:
     planned()
     before = {name: Path(name).read_text() for name in ("m.json", "p.toml")}
-    assert "read as the model" in refused(*planning("--output", "m.json", "--force"))
+    assert "read as the model" in refused(*planning("--out", "m.json", "--force"))
     assert "read as the plan" in refused("simulate", "p.toml", "--trace", "./p.toml", "--force")
-    assert "read as the plan" in refused("scale", "--plan", "p.toml", "--output", "p.toml", "--force")
+    assert "read as the plan" in refused("scale", "--plan", "p.toml", "--picture", "p.toml", "--force")
     assert before == {name: Path(name).read_text() for name in before}
 
 

@@ -3,11 +3,15 @@
 import math
 import re
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
+from terrace.cli import remedy
 from terrace.cli.no_plan import nothing_words
-from terrace.planner.least_nodes import fits_somewhere, least_nodes
+from terrace.cli.output import on_a_terminal
+from terrace.planner.least_nodes import AtLeast, fits_somewhere, least_nodes
+from terrace.planner.patience import Patience
 from terrace.planner.pins import Pins
 from terrace.planner.search import Search, find
 from terrace.planner.space import Space
@@ -55,6 +59,7 @@ def test_the_fewest_members_are_those_that_searching_every_size_finds(
     space = Space(task=Task(model=DEEP, cluster=cluster, batch=96, sequence=512), axes=axes, pins=pins)
     found = least_nodes(space, limit=400)
     assert found is not None
+    assert not isinstance(found, AtLeast)
     task, estimate = found
     size = task.cluster.tiers[-1].size
     assert size > 2
@@ -90,6 +95,50 @@ def test_the_members_that_are_advised_fit_and_fewer_do_not(here: Planning) -> No
 def test_members_that_help_nothing_are_not_advised(here: Planning) -> None:
     error = here.refused("plan", "--nodes", "1", "--cluster.device.memory_bytes", "1.5e9")
     assert "nor with up to 64 times as many members of 'system'" in error
+
+
+def test_a_search_of_sizes_ends_by_the_clock_and_says_how_far_it_came() -> None:
+    cluster = sized("dgx-a100", 4, 1, memory_bytes=7e9)
+    space = Space(task=Task(model=DEEP, cluster=cluster, batch=96, sequence=512), axes=("data",))
+    whole, ticks, told = least_nodes(space, limit=400), count(), list[str]()
+    assert whole is not None
+    assert not isinstance(whole, AtLeast)
+    fewest = whole[0].cluster.tiers[-1].size
+
+    def within(limit_s: float) -> object:
+        return least_nodes(space, limit=400, patience=Patience(limit_s=limit_s, tell=told.append, clock=ticks.__next__))
+
+    # A second a look. The longer, the further; never beyond the fewest that fit.
+    found = [within(limit_s) for limit_s in (0, 3, 6, 10**9)]
+    sizes = [each.size for each in found[:-1] if isinstance(each, AtLeast)]
+    assert len(sizes) >= 1
+    assert sizes == sorted(sizes)
+    assert 1 < sizes[0] <= sizes[-1] <= fewest
+    assert found[-1] == whole
+    assert told[0].startswith(f"no plan fits; looking for the fewest members of system: {sizes[0]} (")
+
+
+def test_the_error_of_a_search_without_time_names_what_is_known(
+    here: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remedy, "LONGEST_S", 0.0)
+    tight = ("--nodes", "1", "--cluster.device.memory_bytes", "1.568e9", "--headroom", "0%")
+    error = here.refused("plan", *tight, "--axes", "data", batch=480)
+    assert "whether one fits with --axes all was not found out in 0 s" in error
+    least = int(re.findall(r"it takes at least --nodes (\d+), not searched further in 0 s", error)[0])
+    assert least > 1
+
+
+def test_progress_of_a_search_is_shown_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_terminal()("words")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    on_a_terminal()("x" * 500)
+    shown = capsys.readouterr().err
+    assert shown.startswith("\rxxx")
+    assert len(shown) < 500
 
 
 def test_a_search_that_stopped_early_does_not_say_that_nothing_fits_at_all() -> None:

@@ -61,13 +61,13 @@ def test_refused() -> None:
 
 def test_on_the_command_line(here: Planning) -> None:
     """A plan's file says its products, and a search does not take them unasked."""
-    said = here.say("plan", "--allow", "products=fp8", "--output", "a.toml", cluster="dgx-h100", batch=4096)
+    said = here.say("plan", "--allow", "products=fp8", "--out", "a.toml", cluster="dgx-h100", batch=4096)
     assert said.code == 0, said
     text = said.out
     used = "allowed and used: products in fp8: step" in text
     assert used or "allowed and not used: products in fp8: step" in text
     with open("a.toml", "rb") as file:
         assert tomllib.load(file).get("products") == ("fp8" if used else None)
-    assert here.say("plan", "--output", "b.toml", cluster="dgx-h100", batch=4096).code == 0
+    assert here.say("plan", "--out", "b.toml", cluster="dgx-h100", batch=4096).code == 0
     with open("b.toml", "rb") as file:
         assert "products" not in tomllib.load(file)

@@ -160,7 +160,7 @@ def trained(
     """The same on this rank of a plan; log-probabilities by row of the global batch."""
     blocks = MODELS[MODEL].blocks(torch.float64)
     if is_joined:
-        share_prefixes(blocks, 0)
+        share_prefixes(blocks)
     loss, aggregation, _ = LOSSES[name]
     case = Case(plan, num_micros=num_micros, model=MODEL)
     engine = engine_of(world, cluster_of(*sizes), case, blocks, objective=objective_of(loss))

@@ -1,8 +1,11 @@
 """Blocks through torch.compile, whole and in parts: the same numbers while parameters are freed and gathered."""
 
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, TrainingError
 from terrace.cli import prepare
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
@@ -20,6 +23,7 @@ from terrace.program.lowering import build_stages
 from terrace.runtime import compiled
 from terrace.train.config import resolve
 from tests.support.parity import Case, Outcome, check, exact, run, train
+from tests.support.tiny_runs import environment, one_line, write_run
 from tests.support.toys import MODELS, cluster_of
 
 MODEL = "llama tied"
@@ -179,3 +183,38 @@ def test_a_machine_that_cannot_compile_is_told_why(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(ConfigError, match=r"RuntimeError: no compiler found\): install"):
         compiled.check_compiler(torch.device("cpu"))
+
+
+def test_a_compiler_that_fails_in_the_first_step_is_named_in_a_line() -> None:
+    """Torch's own error, with the command and all that the linker has said."""
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    error = CppCompileError(["/opt/c++", "a.cpp", "-o", "a.so"], "/usr/bin/ld: cannot find -lgomp\ncollect2: error")
+    with pytest.raises(TrainingError) as caught, compiled.compiler_named():
+        raise InductorError(error, None) from error
+    said = str(caught.value)
+    assert "(/opt/c++ said: /usr/bin/ld: cannot find -lgomp)" in said
+    assert said.endswith("or give --train.compile false")
+    assert "\n" not in said
+    with pytest.raises(ZeroDivisionError), compiled.compiler_named():  # all others stay as they are
+        raise ZeroDivisionError
+
+
+@pytest.mark.nightly
+def test_a_run_whose_linker_fails_ends_in_a_line(tmp_path: Path) -> None:
+    linker = tmp_path / "c++"
+    linker.write_text(
+        '#!/bin/sh\necho "ld: cannot find -lgomp" >&2\ncase "$*" in *--version*) exec g++ "$@";; esac\nexit 1\n'
+    )
+    linker.chmod(0o755)
+    config = write_run(tmp_path, 1, steps=2)
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(linker)}
+    words = ["train", "--config", str(config), "--train.compile", "true", "--folder", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "terrace", *words], env=environment() | own, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    said = one_line(done.stderr)
+    assert f"{linker} said: ld: cannot find -lgomp" in said
+    assert "or give --train.compile false" in said
+    assert not (tmp_path / "run").exists()

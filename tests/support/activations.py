@@ -31,6 +31,16 @@ MODELS = {
     "gpt2, relu": parse_model(GPT2 | {"activation_function": "relu"}),
 }
 
+# Norms of outputs, multipliers and caps.
+FAMILIES = {
+    "gemma2": parse_model(_LLAMA | {"model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 9}),
+    "gemma3_text": parse_model(_LLAMA | {"model_type": "gemma3_text", "head_dim": 16}),
+    "granite": parse_model(
+        _LLAMA | {"model_type": "granite", "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 3}
+    ),
+    "olmo2": parse_model(_LLAMA | {"model_type": "olmo2"}),
+}
+
 
 def rotary_tables(block: nn.Module) -> list[Tensor]:
     rotary = getattr(getattr(block, "attention", None), "rotary", None)

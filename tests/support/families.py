@@ -1,7 +1,8 @@
 """Small models of every family with random values, and their logits in `transformers` and here."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,49 @@ _ROUTED = _LLAMA | {"num_key_value_heads": 2, "num_experts_per_tok": 3}
 _FINE = {"num_experts": 6, "moe_intermediate_size": 14}
 _GLM: dict[str, Any] = _ROUTED | {"model_type": "glm4_moe", "head_dim": 12, "n_routed_experts": 6}
 _GLM |= {"moe_intermediate_size": 14, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 10}
+_LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 700.0}
+_LONG |= {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.5, 4.0]}  # of heads of 6
+_GEMMA = _LLAMA | {"num_key_value_heads": 2, "head_dim": 10, "query_pre_attn_scalar": 7}
+_GEMMA |= {"hidden_size": 16, "sliding_window": 5}  # whose root is exact in fp32, as transformers keeps it
 TABLES: dict[str, dict[str, Any]] = {
+    "smollm3": _LLAMA
+    | {"model_type": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": None},
+    "smollm3, window, untied": _LLAMA
+    | {"model_type": "smollm3", "num_key_value_heads": 2, "no_rope_layer_interval": 2, "pad_token_id": None}
+    | {"use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": False, "attention_bias": True},
+    "granite": _LLAMA
+    | {"model_type": "granite", "num_key_value_heads": 2, "embedding_multiplier": 12.0, "logits_scaling": 3.0}
+    | {"residual_multiplier": 0.22, "attention_multiplier": 0.3},
+    "olmo2": _LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None},
+    "phi3": _LLAMA | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 7},
+    "phi3, longrope, short": _LLAMA
+    | {"model_type": "phi3", "num_key_value_heads": 4, "pad_token_id": None, "original_max_position_embeddings": 20}
+    | {"rope_parameters": _LONG, "tie_word_embeddings": True},
+    "phi3, longrope, long, partial": _LLAMA
+    | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": None, "original_max_position_embeddings": 11}
+    | {"num_attention_heads": 3, "num_key_value_heads": 1}
+    | {"rope_parameters": _LONG | {"partial_rotary_factor": 0.75}},
+    "llama, yarn": _LLAMA | {"model_type": "llama", "rope_parameters": _YARN},
+    "llama, yarn, mscale": _LLAMA
+    | {"model_type": "llama", "head_dim": 12}
+    | {"rope_parameters": _YARN | {"beta_fast": 4.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "llama, longrope": _LLAMA
+    | {"model_type": "llama", "rope_parameters": _LONG | {"original_max_position_embeddings": 12}},
+    "llama, dynamic, beyond": _LLAMA
+    | {"model_type": "llama", "max_position_embeddings": 11}
+    | {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}},
+    "qwen3, half of the layers with a window": _LLAMA
+    | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 10, "use_sliding_window": True}
+    | {"sliding_window": 5, "max_window_layers": 1},
+    "gemma2": _GEMMA
+    | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "pad_token_id": None},
+    "gemma3_text": _GEMMA
+    | {"model_type": "gemma3_text", "sliding_window_pattern": 2, "pad_token_id": None, "rope_theta": 900.0}
+    | {"rope_local_base_freq": 30.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    "gemma3_text, capped": _GEMMA
+    | {"model_type": "gemma3_text", "pad_token_id": None, "final_logit_softcapping": 2.0, "num_key_value_heads": 4}
+    | {"layer_types": ["full_attention", "sliding_attention"]},
     "llama": _LLAMA | {"model_type": "llama", "num_key_value_heads": 2},
     "llama, tied, biases": _LLAMA
     | {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -89,15 +132,35 @@ class Wide(TorchFunctionMode):
         return function(*given, **options) if function is not torch.Tensor.float else given[0].double()
 
 
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Has `transformers` compute all in fp64, quotients of integers too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Wide():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """What `transformers` loads from a folder."""
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    config = load_model(str(folder))
+    if config.scales.attention_cap:
+        options["attn_implementation"] = "eager"  # no other caps scores
+    if config.experts is not None:
+        options["experts_implementation"] = "eager"  # the others refuse fp64
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
 def their_logits(folder: Path, dtype: torch.dtype) -> Tensor:
     """Logits of what `transformers` loads from a folder."""
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
-    if load_model(str(folder)).experts is not None:
-        options["experts_implementation"] = "eager"  # the others refuse fp64
     if dtype is not torch.float64:
-        return _logits(transformers.AutoModelForCausalLM.from_pretrained(folder, **options))
-    with Wide():
-        return _logits(transformers.AutoModelForCausalLM.from_pretrained(folder, **options))
+        return _logits(loaded(folder, dtype))
+    with in_fp64():
+        return _logits(loaded(folder, dtype))
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise
+from terrace.model.kinds import LayerKind, Scales
+from terrace.model.rope import RopeScaling
 
 VOCAB = 257
 _LLAMA: dict[str, Any] = {
@@ -37,6 +39,18 @@ _EXPERTS = ExpertsConfig(num_experts=6, per_token=2, intermediate_size=12)
 MODELS["mixtral"] = replace(MODELS["llama"], family="mixtral", intermediate_size=12, experts=_EXPERTS)
 _GROUPS = replace(_EXPERTS, gate="sigmoid", num_groups=3, kept_groups=2, biased=True, shared_size=24, dense_layers=(0,))
 MODELS["glm4_moe"] = replace(MODELS["llama"], family="glm4_moe", rotary_dim=2, experts=_GROUPS)
+_KINDS = (LayerKind(sliding_window=5, rope_theta=100.0), LayerKind(rope_theta=1e4))
+_GEMMA: dict[str, Any] = {"norms": "both", "norm_offset": True, "qk_norm": True, "kinds": _KINDS}
+_CAPS = Scales(embedding=4.0, attention=0.6, attention_cap=0.3, logit_cap=2.0)
+MODELS["windows by layer, capped"] = replace(MODELS["llama"], **_GEMMA, scales=_CAPS)
+_SCALES = Scales(embedding=3.0, residual=0.4, attention=0.3, logit_divisor=2.0)
+MODELS["norms after, scaled"] = replace(
+    MODELS["llama"], family="olmo2", norms="after", qk_norm=True, whole_qk_norm=True, scales=_SCALES
+)
+_PAIR = (LayerKind(sliding_window=5, rope_theta=1e4), LayerKind(sliding_window=3))
+MODELS["two windows"] = replace(MODELS["llama"], family="smollm3", sliding_window=5, kinds=_PAIR)
+_LONG = RopeScaling(rope_type="longrope", original_max_position_embeddings=12, short_factor=(1, 2), long_factor=(3, 4))
+MODELS["longrope"] = replace(MODELS["llama"], rope_scaling=_LONG)
 
 
 def make(config: ModelConfig) -> list[nn.Module]:

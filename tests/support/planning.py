@@ -29,7 +29,7 @@ class Planning(CommandLine):
         self.model.write_text(json.dumps(GPT))
 
     def task(self, cluster: str = "frontier", batch: int = 16) -> list[object]:
-        return ["--model", self.model, "--cluster", cluster, "--batch", batch, "--seq", 256]
+        return ["--model", self.model, "--cluster", cluster, "--batch", batch, "--sequence", 256]
 
     def say(self, command: str, *words: str | Path, cluster: str = "frontier", batch: int = 16) -> Said:
         return self.call(command, *self.task(cluster, batch), *words)

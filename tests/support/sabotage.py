@@ -161,7 +161,7 @@ def dropped_pair(engine: Engine) -> None:
         axis = engine.axes[-1]
         assert isinstance(axis, ContextAxis)
         for layout in axis._layouts if engine.rank == 0 else ():
-            layout.ring_steps[-1] = replace(layout.ring_steps[-1], pairs=())
+            layout.ring_steps[-1] = replace(layout.ring_steps[-1], pairs=((),))
 
     _at_taking(engine, drop)
 

@@ -50,9 +50,11 @@ def write_run(folder: Path, *sizes: int, plan: str = "three-level", **train: Any
     return folder / "run.toml"
 
 
-def terrace(*words: str | Path, cwd: Path, timeout_s: float = 330.0) -> "subprocess.CompletedProcess[str]":
+def terrace(
+    *words: str | Path, cwd: Path, timeout_s: float = 330.0, umask: int | None = None
+) -> "subprocess.CompletedProcess[str]":
     """Run `terrace` with these arguments in `cwd` to its end, in a process of its own that starts warm."""
-    return warm.run([*map(str, words)], cwd, environment(), timeout_s)
+    return warm.run([*map(str, words)], cwd, environment(), timeout_s, umask)
 
 
 @contextmanager

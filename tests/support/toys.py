@@ -146,6 +146,13 @@ _NEOX = _SIZES | {"model_type": "gpt_neox", "intermediate_size": 12, "rotary_pct
 _GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+_SMOLLM3 = _LLAMA | {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 3}
+_GRANITE = _LLAMA | {"model_type": "granite", "embedding_multiplier": 5, "residual_multiplier": 0.4}
+_GRANITE |= {"attention_multiplier": 0.3, "logits_scaling": 0.5}
+_GEMMA3 = _LLAMA | {"model_type": "gemma3_text", "head_dim": 6, "sliding_window": 3, "sliding_window_pattern": 2}
+_GEMMA2 = _LLAMA | {"model_type": "gemma2", "head_dim": 6, "sliding_window": 3, "attn_logit_softcapping": 0.1}
+_GEMMA2 |= {"final_logit_softcapping": 1.0}
+
 
 def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed: str = "", **changes: object) -> Model:
     config = replace(parse_model(table), **changes)  # type: ignore[arg-type]
@@ -200,6 +207,13 @@ MODELS = {
     "wide qwen2, 1 kv head": _decoder_model(_QWEN2 | _WIDE | {"num_key_value_heads": 1}),
     "wide qwen3, 2 kv heads": _decoder_model(_QWEN3 | _WIDE),
     "wide llama, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3),
+    "wide smollm3": _decoder_model(_SMOLLM3 | _WIDE),
+    "wide granite": _decoder_model(_GRANITE | _WIDE),
+    "wide olmo2": _decoder_model(_LLAMA | _WIDE | {"model_type": "olmo2"}),
+    "wide olmo2, 1 kv head": _decoder_model(_LLAMA | _WIDE | {"model_type": "olmo2", "num_key_value_heads": 1}),
+    "wide phi3": _decoder_model(_LLAMA | _WIDE | {"model_type": "phi3", "sliding_window": 4}),
+    "wide gemma2": _decoder_model(_GEMMA2 | _WIDE),
+    "wide gemma3": _decoder_model(_GEMMA3 | _WIDE),
     "wide gpt2": _decoder_model(_WIDE_GPT2),
     "wide gpt_neox": _decoder_model(_NEOX | _WIDE),
     "llama, frozen layer": _decoder_model(_LLAMA, _FROZEN_LAYER, tied_embeddings=True),

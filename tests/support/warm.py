@@ -34,12 +34,16 @@ _MOMENT_S, _FEW = 0.03, 4
 class Command:
     """A process that runs, with what of `subprocess.Popen` the tests use."""
 
-    def __init__(self, words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[str], cwd: Path, environment: Mapping[str, str], umask: int | None = None
+    ) -> None:
         start_fork_server(__name__)
         context = multiprocessing.get_context("forkserver")
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         outputs = [there for _, there in pipes]
-        self._process = context.Process(target=_command, args=(tuple(words), str(cwd), dict(environment), outputs))
+        self._process = context.Process(
+            target=_command, args=(tuple(words), str(cwd), dict(environment), outputs, umask)
+        )
         self._process.start()
         for there in outputs:
             there.close()
@@ -80,10 +84,10 @@ class Command:
 
 
 def run(
-    words: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout_s: float
+    words: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout_s: float, umask: int | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run `terrace` with these words to its end; raises `subprocess.TimeoutExpired`."""
-    command = Command(words, cwd, environment)
+    command = Command(words, cwd, environment, umask)
     said, errors = command.communicate(timeout_s)
     return subprocess.CompletedProcess(list(words), command.wait(), said, errors)
 
@@ -95,7 +99,11 @@ def _text(connection: "Connection[Any, Any]") -> IO[str]:
 
 
 def _command(
-    words: Sequence[str], cwd: str, environment: Mapping[str, str], outputs: "Sequence[Connection[Any, Any]]"
+    words: Sequence[str],
+    cwd: str,
+    environment: Mapping[str, str],
+    outputs: "Sequence[Connection[Any, Any]]",
+    umask: int | None,
 ) -> None:
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), number)
@@ -103,6 +111,8 @@ def _command(
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
     os.chdir(cwd)
+    if umask is not None:
+        os.umask(umask)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["terrace", *words]

@@ -105,7 +105,7 @@ _CONFLICTS = (
     "--data.mixture [{path='a'},{path='a'}]",
     "--data.tokenizer nowhere",
     "--lora.rank 0",
-    "--lora.rank 4 --plan.mapping.node.tensor 2",
+    "--lora.rank 4 --plan.mapping.node.tensor 2 --plan.mapping.package.tensor 3",
     "--balance.z 0.1",
     "--balance.bias 0.001",
     "--balance.step 0.01",
@@ -195,8 +195,8 @@ def _options(folder: Path) -> Iterator[Case]:
     # Every option of every command, with the other words that the command needs; nothing that it names is there, so
     # that none comes to its work.
     needed: Mapping[str, tuple[str, ...]] = {
-        "plan": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--seq", "8"),
-        "scale": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--seq", "8"),
+        "plan": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
+        "scale": ("--model", "nowhere", "--cluster", "local", "--batch", "8", "--sequence", "8"),
         "simulate": ("--model", "nowhere"),
         "train": ("--model", "nowhere"),
         "doctor": ("--config", "nowhere"),

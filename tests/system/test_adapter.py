@@ -35,6 +35,7 @@ _GROUPED = _SIZES | {"num_key_value_heads": 2}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.3}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _WINDOW = {"sliding_window": 3}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 _EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}  # the others refuse fp64
 _QWEN = {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
 
@@ -49,6 +50,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", _SIZES),
     "gpt_neox tied": ("GPTNeoX", _SIZES | {"tie_word_embeddings": True, "use_parallel_residual": False}),
     "olmo2": ("Olmo2", _GROUPED),
+    "olmo3": ("Olmo3", _GROUPED | _WINDOW | _MIXED),
+    "gemma3": ("Gemma3", _GROUPED | _WINDOW | _MIXED | {"head_dim": 4, "initializer_range": 0.1}),
     "phi": ("Phi", _SIZES),
     "gemma": ("Gemma", _GROUPED | {"head_dim": 4}),
     "granite scaled": ("Granite", _GROUPED | {"embedding_multiplier": 3.0}),
@@ -61,11 +64,16 @@ _IN_FP32 = [name for name in TAKEN if not name.startswith("gpt")]
 PIPELINE = {"preset": "zero1", "mapping": {"node": {"pipeline": 2}}, "micro_batch": 2}
 
 
+def config_class(family: str) -> Any:
+    """The configuration of a family's text model."""
+    return getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+
+
 def model_of(name: str) -> Any:
     """A tiny model in fp64, the same everywhere."""
     family, table = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**table)
+    config = config_class(family)(**table)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, family + head)(config)
     return model.double()
@@ -138,7 +146,7 @@ def check(pool: LocalPool, name: str, tmp_path: Path, plan: Any) -> None:
 
 
 def test_documents_packed_into_a_sequence_do_not_see_one_another() -> None:
-    for name in ("llama", "mistral sliding", "gpt2", "gpt_neox"):
+    for name in ("llama", "mistral sliding", "gpt2", "gpt_neox", "olmo3", "gemma3"):
         model = model_of(name).eval()
         blocks = terrace.blocks_of(model)
         tokens, _ = batch_of(0)
@@ -166,18 +174,48 @@ def test_what_blocks_would_lose_is_refused(name: str, words: str) -> None:
         ("Gemma2", {"head_dim": 4}, "final_logit_softcapping = 30.0"),
         ("Granite", {"logits_scaling": 1.0005}, "logits_scaling = 1.0005"),
         ("Mixtral", {"output_router_logits": True, "num_local_experts": 2}, "output_router_logits = True"),
-        ("Gemma3", {"head_dim": 4}, "cannot run by itself"),
-        ("Olmo3", {}, "cannot run by itself"),
     ],
 )
 def test_what_the_loss_of_blocks_would_lack_is_refused_by_name(family: str, more: dict[str, Any], words: str) -> None:
-    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**_GROUPED | more)).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(family)(**_GROUPED | more)).eval()
     before = {name: value.clone() for name, value in model.named_parameters()}
     with pytest.raises(ModelError, match=words):
         terrace.blocks_of(model)
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+_MAMBA = {"mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8, "mamba_n_heads": 4, "mamba_d_head": 8}
+_MAMBA2 = {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8}
+_ATTENDS = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "outcome"),
+    [
+        ("Jamba", _ATTENDS | {"mamba_d_state": 4, "mamba_dt_rank": 4}, "take no rows of several documents"),
+        ("Bamba", _MAMBA | {"attn_layer_indices": [1]}, "take no rows of several documents"),
+        ("FalconH1", _MAMBA | {"mamba_d_ssm": 32}, "carry a state from one document of a row to the next"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "has no final norm"),
+        (
+            "Mamba2",
+            {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+            "has no final norm",
+        ),
+    ],
+)
+def test_hybrids_are_taken_or_refused_in_a_line(family: str, more: dict[str, Any], outcome: str) -> None:
+    """Those that are taken keep their rows whole."""
+    sizes = {key: value for key, value in (_SIZES if family == "Mamba2" else _GROUPED).items() if key != "n_head"}
+    torch.manual_seed(0)
+    config = config_class(family)(**sizes | more | {"pad_token_id": None})
+    try:
+        blocks = terrace.blocks_of(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+        found = str(blocks[1].refuses_positions)
+    except ModelError as error:
+        found = str(error)
+    assert outcome in found
+    assert "\n" not in found
 
 
 def test_layers_that_carry_a_state_refuse_positions_before_the_step() -> None:

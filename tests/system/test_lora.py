@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
+from terrace.base.errors import ConfigError, ModelError, TerraceError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.overrides import parse_overrides
@@ -28,8 +28,10 @@ from terrace.model.lora.modules import Value, add_adapters, merged
 from terrace.model.lora.peft import write_adapter
 from terrace.model.spec import BlockSpec
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
+from terrace.plan.slices import slice_blocks
 from terrace.runtime.describe import describe
 from terrace.train.adapted import merged_values
 from terrace.train.config import parse_run, resolve, run_toml
@@ -91,6 +93,7 @@ MODELS |= {  # also in the processes that run `train_adapted`, which import this
     "llama, adapters": _model("llama", EVERY, tie_word_embeddings=True),
     "gpt2, some adapters": _model("gpt2", SOME),
     "deep llama, adapters": _model("llama", EVERY, num_hidden_layers=4),
+    "qwen2, adapters": _model("qwen2", EVERY),
     "mixture, adapters": _model("llama", OF_MIXTURE, EXPERTS, tie_word_embeddings=True),
 }
 
@@ -130,6 +133,42 @@ GRID: dict[tuple[int, ...], list[Case]] = {
 @pytest.mark.parametrize("sizes", GRID, ids=str)
 def test_adapters_equal_plain_pytorch_under_every_plan(pool: LocalPool, sizes: tuple[int, ...]) -> None:
     check(pool, cluster_of(*sizes), GRID[sizes], train_adapted)
+
+
+def cut(sizes: tuple[int, ...], model: str, rows: dict[str, Any], name: str = "zero3", **changes: Any) -> Case:
+    """Adapters beside a tensor axis in the innermost tier."""
+    plan = exact(name, cluster_of(*sizes), mapping={"package": {"tensor": rows}}, **changes)
+    return Case(plan, num_micros=2, model=model)
+
+
+OF_TENSOR: dict[tuple[int, ...], list[Case]] = {
+    (2,): [
+        cut((2,), "llama, adapters", {"rows": 2}),
+        cut((2,), "gpt2, some adapters", {"rows": 2}, sequence_parallel=False, recompute=("block.1",)),
+        cut((2,), "llama, adapters", {"rows": 2}, tensor_chunks=2),
+        cut((2,), "gpt2, some adapters", {"columns": 2}),
+        cut((2,), "mixture, adapters", {"rows": 2}),
+    ],
+    (4,): [
+        cut((4,), "llama, adapters", {"rows": 4}, tensor_chunks=2, recompute=("block.2",)),  # 2 key-value heads
+        cut((4,), "gpt2, some adapters", {"rows": 2, "columns": 2}, sequence_parallel=False),
+        cut((4,), "qwen2, adapters", {"rows": 2, "columns": 2}, name="ddp"),
+    ],
+    (2, 2): [
+        Case(
+            exact("zero1", cluster_of(2, 2), mapping={"package": {"tensor": 2}, "node": {"pipeline": 2}}, **changes),
+            num_micros=4,
+            model="deep llama, adapters",
+        )
+        for changes in ({}, {"schedule": "zb-h1", "tensor_chunks": 3})
+    ],
+}
+
+
+@pytest.mark.parametrize("sizes", OF_TENSOR, ids=str)
+def test_adapters_beside_a_tensor_axis_equal_plain_pytorch(pool: LocalPool, sizes: tuple[int, ...]) -> None:
+    """Losses, gradient norms, parameters; bytes and memory are what the program says, as for any plan."""
+    check(pool, cluster_of(*sizes), OF_TENSOR[sizes], train_adapted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -216,11 +255,6 @@ REFUSED: list[tuple[list[str], type[TerraceError], str]] = [
     (["--lora.rank", "2", "--lora.targets", "[]"], ConfigError, "lora.targets is empty"),
     (["--lora.rank", "2", "--lora.targets", '["embedding.*"]'], ModelError, "matches no weight of a linear layer"),
     (["--lora.rank", "2", "--lora.dropout", "0.1"], ConfigError, "dropout"),
-    (
-        ["--lora.rank", "2", "--plan.mapping.package.tensor", "2"],
-        PlanError,
-        r"\[lora\] has no form under a tensor axis",
-    ),
 ]
 
 
@@ -241,10 +275,32 @@ def test_a_run_with_adapters_survives_being_written(tmp_path: Path) -> None:
     assert "lora" not in tomllib.loads(run_toml(replace(run, lora=None)))
 
 
+def test_memory_of_adapters_beside_a_tensor_axis() -> None:
+    config, cluster = parse_model(FAMILIES["llama"]), cluster_of(2)
+    specs = with_adapters(block_specs(config), EVERY)
+    num_adapters = sum(spec.num_trainable for spec in specs)
+    for name in ("zero3", "ddp"):
+        plan = replace(preset(name, cluster), compute="bf16", mapping={"package": {"tensor": 2}})
+        sliced = slice_blocks(specs, Mesh.of(cluster, plan))
+        found = model_state_bytes(cluster, plan, sliced, 1, sequence=8)
+        # Of a pair one matrix is cut. The other is held by both ranks: sharded, as over data ranks, or whole.
+        shared = sum(
+            param.numel
+            for block in sliced
+            for param in block.params
+            if is_adapter(param.name) and param.replicated_over
+        )
+        assert 0 < shared < num_adapters
+        expected = num_adapters // 2 if name == "zero3" else (num_adapters + shared) // 2
+        assert found["optimizer"] == 3 * 4 * expected
+        assert found["grads"] == 4 * expected
+
+
 def test_a_run_trains_adapters_goes_on_and_writes_text(tmp_path: Path) -> None:
     path = write_run(tmp_path, 2, plan="zero3", steps=4)
     words = ["--config", str(path), "--lora.rank", "4", "--optimizer.lr", "0.05"]
-    done = terrace("train", *words, "--folder", "run", "--train.steps", "2", cwd=tmp_path)
+    rows = ("--plan.mapping.package.tensor", "2")
+    done = terrace("train", *words, *rows, "--folder", "run", "--train.steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first = Checkpoint(latest(tmp_path / "run"))  # type: ignore[arg-type]
     again = terrace("train", "--resume", "run", "--plan", "ddp", "--train.steps", "8", cwd=tmp_path)

@@ -154,6 +154,22 @@ def test_a_longer_context_is_used() -> None:
     assert evaluate(model, TEXTS).nats == evaluate(model, TEXTS, context=32).nats
 
 
+@torch.no_grad()
+def test_windows_beyond_the_limit_of_rope_have_rows_of_their_own() -> None:
+    """Their RoPE follows the length of the window, so each is one pass without others beside it."""
+    model, context = trained("longrope"), 20
+    before = model.tokenizer.text_tokens.context
+    ids = [*([] if before is None else [before]), *TEXTS[4].encode()]
+    assert 0 < model.config.rope_limit < context
+    total = 0.0
+    for start in range(0, len(ids) - 1, context):
+        end = min(start + context, len(ids) - 1)
+        window = ids[max(0, end - context) : end + 1]
+        log_chances = run_blocks(model.blocks, torch.tensor([window[:-1]]))[0].log_softmax(-1)
+        total -= float(log_chances[range(len(window) - 1), window[1:]][start - end :].sum())
+    assert evaluate(model, TEXTS[4:], context=context).nats == pytest.approx(total, rel=1e-12)
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="context = 33 is longer than the 32 positions"):
         evaluate(trained("gpt2"), TEXTS, context=33)

@@ -57,9 +57,10 @@ class ExpertsConfig:
         if self.num_experts % self.num_groups:
             raise ModelError(f"{said('num_groups')} does not divide {said('num_experts')}: change one of them")
         if self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
+            fitting = max(each for each in range(1, self.num_experts // 2 + 1) if self.num_experts % each == 0)
             raise ModelError(
                 f"{said('num_groups')} of {said('num_experts')} leaves a group fewer than the two experts by which it "
-                f"is chosen: use at most {self.num_experts // 2}"
+                f"is chosen: use at most {fitting}"
             )
         if self.kept_groups > self.num_groups:
             raise ModelError(f"{said('kept_groups')} must be at most {said('num_groups')}")

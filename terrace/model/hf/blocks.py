@@ -14,13 +14,17 @@ Shape legend: B batch, S sequence, H hidden, V vocabulary.
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
+from terrace.model.attending import DeclaredAttention
+from terrace.model.hf.declared import Declaration, attend_as_declared, check_modules, declared_specs
+from terrace.model.spec import BlockSpec
 
 # What a layer may ask for: given by a block, or left at the layer's own default.
 _GIVEN = ("hidden_states", "attention_mask", "position_ids", "position_embeddings")
@@ -38,13 +42,16 @@ _DOCUMENT_TOLERANCE, _DOCUMENT_TOLERANCE_16 = 1e-4, 1e-2  # wider: kernels diffe
 _CHECK_TOLERANCE_16 = 1e-3  # the same in 16 bits, where kernels may take other shapes
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[nn.Module]:
     """The blocks of a causal language model of `transformers`, for `terrace.Trainer`.
 
     They share the model's modules: training them trains the model, and `trainer.unload()` gives it plain parameters
     back. A tied output matrix stays tied. The blocks take tokens (B, S), and positions within documents (B, S) where
     given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`. Layers
     that carry a state from token to token (Mamba, linear attention) refuse positions, in the first step that has some.
+
+    With a `declaration` of what the dims of parameters count, the blocks also take a tensor and a context axis:
+    attention then runs by this project's own kernels (terrace.model.hf.declared).
 
     Runs the model once on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder
     of this form, has parameters elsewhere, is in training mode with dropout or noise, or computes more than its blocks.
@@ -67,10 +74,10 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     _check_dropout(model, what)
     context = _Context(model.config, getattr(decoder, "rotary_emb", None))
     learned = _first(decoder, _LEARNED, nn.Module)
-    embedding = _Embedding(lookup, learned, _first(decoder, _EMBEDDED_DROPOUTS, nn.Module))
+    embedding = EmbeddingBlock(lookup, learned, _first(decoder, _EMBEDDED_DROPOUTS, nn.Module))
     count = getattr(model.config, "num_hidden_layers", len(layers))
-    middle = [_Layer(layer, index, context, what) for index, layer in enumerate(list(layers)[:count])]
-    blocks: list[nn.Module] = [embedding, *middle, _Head(norm, output)]
+    middle = [LayerBlock(layer, index, context, what) for index, layer in enumerate(list(layers)[:count])]
+    blocks: list[nn.Module] = [embedding, *middle, HeadBlock(norm, output)]
     # Names first: they are part of the blocks, which the comparison runs as a whole.
     _name(model, blocks, what)
     _check_loss(model.config, what)
@@ -78,7 +85,28 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     reason = _unfit_for_documents(model, blocks, what)
     for block in blocks if reason else ():
         block.refuses_positions = reason  # type: ignore[assignment]
+    if declaration is not None:
+        _declare(model, blocks, output, declaration, what)
     return blocks
+
+
+def _declare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, declaration: Declaration, what: str) -> None:
+    lookup = getattr(blocks[0], "lookup", None)
+    if type(lookup) is not nn.Embedding or type(output) is not nn.Linear or getattr(output, "bias", None) is not None:
+        raise ModelError(
+            f"a declaration of {what} needs a plain nn.Embedding and an output matrix without bias, not "
+            f"{type(lookup).__name__} and {type(output).__name__}: leave it out"
+        )
+    for block, spec in zip(blocks, declared_specs(blocks, declaration), strict=True):
+        block.declared = spec  # type: ignore[assignment]
+        block.epsilons = check_modules(block, spec, what)  # type: ignore[assignment]
+        if isinstance(block, LayerBlock):
+            block.declare(spec, what)
+    _compare(model, blocks, output, what)
+    if _unfit_for_documents(model, blocks, what):
+        raise ModelError(
+            f"the layers of {what} mix tokens outside of the declared attention: leave the declaration out"
+        )
 
 
 class _Context:
@@ -93,10 +121,20 @@ class _Context:
     def is_sliding(self, layer: int) -> bool:
         """Whether a layer attends within a window."""
         # Newer configurations list a kind for each layer; older ones have one window for all.
-        kinds = getattr(self.config, "layer_types", None)
-        if kinds is not None:
-            return str(kinds[layer]) == "sliding_attention"
+        kind = self.kind(layer)
+        if kind is not None:
+            return kind == "sliding_attention"
         return getattr(self.config, "sliding_window", None) is not None
+
+    def kind(self, layer: int) -> str | None:
+        """The kind of a layer, as newer configurations list it."""
+        kinds = getattr(self.config, "layer_types", None)
+        return None if kinds is None else str(kinds[layer])
+
+    def turns(self, rotary: nn.Module, x: Tensor, places: Tensor, layer: int) -> Any:
+        """The rotary tables of a layer; some models have other ones for each kind of layer (Gemma 3, OLMo 3)."""
+        asks = "layer_type" in inspect.signature(rotary.forward).parameters
+        return rotary(x, places, self.kind(layer)) if asks else rotary(x, places)
 
     def mask(self, x: Tensor, places: Tensor, sliding: bool) -> Any:
         """The mask of `transformers` for x (B, S, H): causal, within documents and the window."""
@@ -106,7 +144,9 @@ class _Context:
         return make(config=self.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=places)
 
 
-class _Embedding(nn.Module):
+class EmbeddingBlock(nn.Module):
+    """The input embedding."""
+
     block_name = "embedding"
 
     def __init__(self, lookup: nn.Module, learned: nn.Module | None, dropout: nn.Module | None) -> None:
@@ -121,32 +161,47 @@ class _Embedding(nn.Module):
         return x if self.dropout is None else self.dropout(x)
 
 
-class _Layer(nn.Module):
+class LayerBlock(nn.Module):
+    """A layer of the model."""
+
     def __init__(self, layer: nn.Module, index: int, context: _Context, what: str) -> None:
         super().__init__()
         self.block_name = f"layers.{index}"
         self.layer, self.rotary = layer, context.rotary
-        self._context, self._sliding = context, context.is_sliding(index)
+        self._context, self._index, self._sliding = context, index, context.is_sliding(index)
         self._wants = _wanted(layer, context, what)
+        self.attending: DeclaredAttention | None = None  # of a model with a declaration
+        self.whole_shape: Callable[[], Sequence[int]] | None = None  # (B, S) where an axis keeps x in another shape
+
+    def declare(self, spec: BlockSpec, what: str) -> None:
+        """Attend by this project's own products from now on."""
+        window = int(self._context.config.sliding_window) if self._sliding else 0
+        self.attending = attend_as_declared(self.layer, spec, "layer.", window, what)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Run the layer on x (B, S, H)."""
-        places = _places(x, positions)
+        if positions is None and self.whole_shape is not None:
+            places = torch.arange(self.whole_shape()[1], device=x.device).unsqueeze(0)
+        else:
+            places = _places(x, positions)
         # Each layer gets only the arguments that its forward declares.
         given: dict[str, Any] = {}
-        if "attention_mask" in self._wants:
+        if "attention_mask" in self._wants and self.attending is None:
             given["attention_mask"] = self._context.mask(x, places, self._sliding)
         if "position_ids" in self._wants:
             given["position_ids"] = places
         if "position_embeddings" in self._wants and self.rotary is not None:
-            given["position_embeddings"] = self.rotary(x, places)
+            given["position_embeddings"] = self._context.turns(self.rotary, x, places, self._index)
         # Some releases return a tuple, others the tensor.
-        out = self.layer(x, **given)
+        with nullcontext() if self.attending is None else self.attending.on(positions):
+            out = self.layer(x, **given)
         result: Tensor = out if isinstance(out, Tensor) else out[0]
         return result
 
 
-class _Head(nn.Module):
+class HeadBlock(nn.Module):
+    """The final norm and the output matrix."""
+
     block_name = "head"
 
     def __init__(self, norm: nn.Module, output: nn.Module) -> None:
@@ -193,7 +248,8 @@ def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
                 "hand (docs/python.md)"
             )
     wants = {name for name in _GIVEN[1:] if name in named or (open_ended and name == "position_ids")}
-    if "position_embeddings" in wants and context.rotary is None:
+    asks = "position_embeddings" in wants and parameters["position_embeddings"].default is inspect.Parameter.empty
+    if asks and context.rotary is None:
         raise ModelError(f"the layers of {what} ask for rotary tables, but its decoder has no module rotary_emb")
     return wants
 

@@ -1,13 +1,11 @@
 """From a Hugging Face `config.json` table to the fields of `ModelConfig`, and back.
 
 Strict in the sense of `terrace.model.hf.families`: every key is implemented, harmless, or refused with the
-value to give it. Both spellings of the rotary keys are read (a `rope_parameters` table, and `rope_theta`,
-`rotary_emb_base`, `rotary_pct` at the top); when a file holds both they must agree.
+value to give it. Rotary positions and the kinds of layers are in files of their own beside this one.
 """
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +13,21 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
 from terrace.model.hf.families import FAMILIES, Family
 from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
+from terrace.model.hf.kinds import kinds_of, read_kinds, write_kinds
 from terrace.model.hf.mixtures import OWN_KEYS, read_experts, write_experts
-from terrace.model.rope import RopeScaling, scaling_keys
-
-_ENDLESS = 1e30  # beyond, it is no number that anyone means
+from terrace.model.hf.rope import (
+    ENDLESS,
+    FULL,
+    ORIGINAL,
+    SLIDING,
+    fraction_of,
+    published_scaling,
+    read_rope,
+    read_turns,
+    rope_keys,
+    write_turns,
+)
+from terrace.model.hf.scales import read_scales, write_scales
 
 
 def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,18 +46,18 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     table = _without_aliases(table, family)
     _refuse_values(table, family)
     own_keys = {item.name for item in dataclasses.fields(family.table)}
-    rope_keys = _rope_keys(family)
+    rotary_keys = rope_keys(family)
     for key in table:
-        if key not in own_keys | rope_keys | HARMLESS | family.harmless | ONLY.keys() | family.only.keys():
-            raise ModelError(f"unknown key {key!r} for {name}{did_you_mean(key, own_keys | rope_keys)}")
+        if key not in own_keys | rotary_keys | HARMLESS | family.harmless | ONLY.keys() | family.only.keys():
+            raise ModelError(f"unknown key {key!r} for {name}{did_you_mean(key, own_keys | rotary_keys)}")
     try:
         loaded = load(family.table, {key: table[key] for key in table if key in own_keys}, name)
     except ConfigError as error:
         raise ModelError(str(error)) from error
     fields = {own: getattr(loaded, key) for own, key in family.names.items() if "." not in own}
     fields |= {own: value for own, value in family.constants.items() if "." not in own}
-    if "sliding_window" in fields:
-        fields["sliding_window"] = _read_window(loaded, family)
+    turns = read_turns(loaded, table, family)
+    fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, family, turns)}
     if family.is_mixture:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
     fields |= {"family": name, "scalar_head": _read_head(table, family)}
@@ -69,18 +78,16 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     table |= family.written
     if family.is_mixture:
         table |= write_experts(fields["experts"], family.names)
-    if family.switched_window:
-        has_window = fields["sliding_window"] > 0
-        table |= {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else fields["num_layers"]}
-        if family.alternating_window and has_window:
-            table["layer_types"] = ["sliding_attention"] * fields["num_layers"]
+    table |= write_kinds(fields, family)
     if family.theta_key:
-        scaling = fields["rope_scaling"] or {"rope_type": "default"}
-        kept = ("rope_type", *scaling_keys(scaling["rope_type"]))
-        rope = {key: scaling[key] for key in kept} | {"rope_theta": fields["rope_theta"]}
-        if family.factor_is_free:
-            rope["partial_rotary_factor"] = _factor(fields["rotary_dim"], fields["head_dim"])
-        table["rope_parameters"] = rope
+        theta, scaling = fields["rope_theta"], fields["rope_scaling"]
+        table["rope_parameters"] = write_turns(kinds_of(fields), scaling, theta, family)
+        # Where a family has the key at the top, transformers reads it there.
+        if scaling and ORIGINAL in family.table.__dataclass_fields__:
+            table[ORIGINAL] = scaling[ORIGINAL]
+    table |= write_scales(fields["scales"], fields["head_dim"], family.table)
+    if family.factor_is_free:
+        table["rope_parameters"]["partial_rotary_factor"] = fraction_of(fields["rotary_dim"], fields["head_dim"])
     return table
 
 
@@ -106,11 +113,13 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
         published["sliding_window"] = table["sliding_window"] or None
     if family.theta_key:
         rope = table["rope_parameters"]
+        if family.local_theta_key:
+            published[family.local_theta_key] = rope[SLIDING]["rope_theta"]
+            rope = rope[FULL]
         published[family.theta_key] = rope["rope_theta"]
         if family.factor_key:
             published[family.factor_key] = rope["partial_rotary_factor"]
-        scaled = {key: rope[key] for key in ("rope_type", *scaling_keys(rope["rope_type"]))}
-        published["rope_scaling"] = None if rope["rope_type"] == "default" else scaled
+        published["rope_scaling"] = published_scaling(rope)
     return published
 
 
@@ -167,13 +176,6 @@ def _read_head(table: Mapping[str, Any], family: Family) -> bool:
     return True
 
 
-def _rope_keys(family: Family) -> set[str]:
-    if not family.theta_key:
-        return set()
-    keys = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
-    return keys | {family.theta_key, family.factor_key} - {""}
-
-
 def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[fields["family"]]
     hidden, heads = fields["hidden_size"], fields["num_heads"]
@@ -194,121 +196,11 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
         key = family.names["activation"]
         raise ModelError(f"{key} = {activation!r} is not implemented{did_you_mean(activation, ACTIVATIONS)}")
     fields["activation"] = ACTIVATIONS[activation]
-    theta, factor = _read_rope(table, family) if family.theta_key else (0.0, 0.0)
-    if abs(fields["head_dim"]) > _ENDLESS:
+    if abs(fields["head_dim"]) > ENDLESS:
         sizes = [family.names[name] for name in ("hidden_size", "head_dim") if name in family.names]
-        raise ModelError(f"a head would have more than {_ENDLESS:g} elements: give a smaller {' or '.join(sizes)}")
+        raise ModelError(f"a head would have more than {ENDLESS:g} elements: give a smaller {' or '.join(sizes)}")
+    if fields["head_dim"] > 0 and fields["scales"].get("attention") == fields["head_dim"] ** -0.5:
+        del fields["scales"]["attention"]  # the default, of which there is one way to say
     # Rounded down as the reference does: 0.25 of a head of 90 rotates 22 elements.
-    fields |= {"rope_theta": theta, "rotary_dim": int(fields["head_dim"] * factor)}
-    scaling = _read_scaling(table) if family.theta_key else None
-    return fields | ({} if scaling is None else {"rope_scaling": scaling})
-
-
-def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
-    found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
-    # Newer files keep RoPE in a table, older ones at the top level; both may be present.
-    for where, inner in _rope_tables(table).items():
-        found["theta"][f"{where}.rope_theta"] = inner.get("rope_theta")
-        found["factor"][f"{where}.partial_rotary_factor"] = inner.get("partial_rotary_factor")
-    for key in ("rope_theta", family.theta_key):
-        found["theta"][key] = table.get(key)
-    for key in ("partial_rotary_factor", family.factor_key):
-        found["factor"][key] = table.get(key)
-    # The same number may appear under several keys; disagreeing values are refused.
-    theta = _agreed(found["theta"], family.default_theta)
-    factor = _agreed(found["factor"], family.default_factor)
-    if not family.factor_is_free and factor != family.default_factor:
-        raise ModelError(f"partial_rotary_factor = {factor} is not part of this family: set it to 1.0")
-    return theta, factor
-
-
-def _read_scaling(table: Mapping[str, Any]) -> RopeScaling | None:
-    found: dict[str, RopeScaling | None] = {}
-    for where, inner in _rope_tables(table).items():
-        kind = inner.get("rope_type", inner.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise ModelError(f"{where}.rope_type = {kind!r} is not implemented: use default, linear or llama3")
-        # Older files say `type`, newer ones `rope_type`.
-        if inner.get("type", kind) != kind:
-            raise ModelError(f"{where}.rope_type = {kind!r} and {where}.type = {inner['type']!r} disagree: keep one")
-        known = scaling_keys(kind)
-        for key in inner:
-            others = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-            if key not in others | set(known):
-                raise ModelError(
-                    f"unknown key {where}.{key} for rope_type {kind}{did_you_mean(key, {*known, *others})}"
-                )
-        for key in known:
-            if inner.get(key) is None:
-                raise ModelError(f"{where}.{key} is missing: rope_type {kind} needs it")
-        try:
-            fields = {"rope_type": kind} | {key: inner[key] for key in known}
-            found[where] = None if kind == "default" else load(RopeScaling, fields, where)
-        except ConfigError as error:
-            raise ModelError(str(error)) from error
-    if len(set(found.values())) > 1:
-        raise ModelError("rope_parameters and rope_scaling disagree: keep one of them")
-    return next(iter(found.values()), None)
-
-
-def _rope_tables(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    found = {}
-    for where in ("rope_parameters", "rope_scaling"):
-        inner = table.get(where)
-        if not isinstance(inner, Mapping | None):
-            raise ModelError(f"{where} = {inner!r} must be a table or null")
-        if inner is not None:
-            found[where] = inner
-    return found
-
-
-def _read_window(loaded: Any, family: Family) -> int:
-    window = 0 if loaded.sliding_window is None else int(loaded.sliding_window)
-    num_layers, kinds = loaded.num_hidden_layers, getattr(loaded, "layer_types", None)
-    fix = "leave it out"
-    # Some families have a switch and a number of layers without a window.
-    if family.switched_window:
-        if not loaded.use_sliding_window:
-            window = 0
-        elif family.alternating_window:
-            fix = "set use_sliding_window to false"
-            if window and kinds is None:
-                sliding = [layer % 2 == 0 and layer < loaded.max_window_layers for layer in range(num_layers)]
-                kinds = ["sliding_attention" if each else "full_attention" for each in sliding]
-        elif kinds is None:
-            without = getattr(loaded, "max_window_layers", 0)
-            if without >= num_layers:
-                window = 0
-            elif window and without > 0:
-                raise ModelError(
-                    f"max_window_layers = {without} of {num_layers} layers without a window is not implemented: "
-                    f"set it to 0 or {num_layers}, or use_sliding_window to false"
-                )
-    wanted = "sliding_attention" if window else "full_attention"
-    # All layers share one mask plan, so mixed kinds are refused.
-    if kinds is not None and (len(kinds) != num_layers or set(kinds) != {wanted}):
-        absent = "" if getattr(loaded, "layer_types", None) else " (what its absence means)"
-        raise ModelError(
-            f"layer_types = {list(kinds)}{absent} is not implemented: make all {num_layers} {wanted!r}, or {fix}"
-        )
-    return window
-
-
-def _agreed(found: Mapping[str, Any], default: float) -> float:
-    given = {key: value for key, value in found.items() if value is not None}
-    for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelError(f"{key} = {value!r} must be a number")
-        if not abs(value) < _ENDLESS:
-            raise ModelError(f"{key} = {str(value)[:12]} must be a number below {_ENDLESS:g}")
-    if len(set(given.values())) > 1:
-        listed = " and ".join(f"{key} = {value!r}" for key, value in given.items())
-        raise ModelError(f"{listed} disagree: keep one of them")
-    return float(next(iter(given.values()), default))
-
-
-def _factor(rotary_dim: int, head_dim: int) -> float:
-    """A fraction of `head_dim` that rounds down to `rotary_dim` again."""
-    # Rounding of the quotient may lose one element.
-    factor = rotary_dim / head_dim
-    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
+    turned = fields["rope_theta"] > 0
+    return fields | {"rotary_dim": int(fields["head_dim"] * read_rope(table, family, 1.0)[1]) if turned else 0}

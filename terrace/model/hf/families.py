@@ -1,167 +1,39 @@
 """The Hugging Face `config.json` of each model family, and the meaning of its keys in Terrace.
 
-A family is data: a table class with the keys Terrace implements as fields, with the defaults of `transformers`, the
-names of these keys in `ModelConfig`, and the values fixed by the family. Every other key is either harmless
-(`HARMLESS` of terrace.model.hf.keys, and the family's own), or accepted only with the value Terrace implements
-(`ONLY`), or refused: no key is ignored by accident.
-
-The defining sizes of a model (vocabulary, width, depth, heads) have defaults in `transformers` too, but are required
-here: a forgotten key should not silently train a model of seven billion parameters.
+A family is data: a table class with the keys Terrace implements as fields (terrace.model.hf.key_tables), the names of
+these keys in `ModelConfig`, and the values fixed by the family. Every other key is either harmless (`HARMLESS` of
+terrace.model.hf.keys, and the family's own), or accepted only with the value Terrace implements (`ONLY`), or refused:
+no key is ignored by accident.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from terrace.model.hf.key_tables import (
+    ROOT_OF_HIDDEN,
+    Gemma2Table,
+    Gemma3Table,
+    Glm4MoeTable,
+    GPT2Table,
+    GPTNeoXTable,
+    GraniteTable,
+    LlamaTable,
+    MistralTable,
+    MixtralTable,
+    Olmo2Table,
+    Phi3Table,
+    Qwen2MoeTable,
+    Qwen2Table,
+    Qwen3MoeTable,
+    Qwen3Table,
+    SmolLM3Table,
+)
 
-@dataclass(frozen=True, kw_only=True)
-class _RotaryTable:
-    # keys and defaults that all families with rotary positions share
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int = 2048
-    hidden_act: str = "silu"
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaTable(_RotaryTable):
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class MistralTable(_RotaryTable):
-    num_key_value_heads: int | None
-    head_dim: int | None = None
-    max_position_embeddings: int = 4096 * 32
-    rms_norm_eps: float = 1e-6
-    sliding_window: int | None = 4096
-    layer_types: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen2Table(_RotaryTable):
-    """The implemented keys of `Qwen2Config`, with its defaults. A window applies to all layers or to none."""
-
-    num_key_value_heads: int | None
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3Table(Qwen2Table):
-    head_dim: int | None = 128
-    attention_bias: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTNeoXTable(_RotaryTable):
-    layer_norm_eps: float = 1e-5
-    hidden_act: str = "gelu"
-    use_parallel_residual: bool = True
-    attention_bias: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPT2Table:
-    vocab_size: int
-    n_embd: int
-    n_layer: int
-    n_head: int
-    n_inner: int | None = None
-    n_positions: int = 1024
-    layer_norm_epsilon: float = 1e-5
-    activation_function: str = "gelu_new"
-    tie_word_embeddings: bool = True
-    initializer_range: float = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MixtureTable(_RotaryTable):
-    # keys and defaults that families with experts share
-
-    num_key_value_heads: int | None
-    num_experts_per_tok: int
-    rms_norm_eps: float = 1e-6
-    route: str = "gate"  # Terrace's own
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BalancedTable(_MixtureTable):
-    # Their loss has a part of the router's if its logits are asked for. The gate is a key of Terrace's own.
-
-    gate: str = "softmax"
-    router_size: int = 0
-    output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtralTable(_BalancedTable):
-    num_local_experts: int
-    head_dim: int | None = None
-    max_position_embeddings: int = 4096 * 32
-    rms_norm_eps: float = 1e-5
-    sliding_window: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _QwenMoeTable(_BalancedTable):
-    num_experts: int
-    moe_intermediate_size: int
-    max_position_embeddings: int = 32768
-    norm_topk_prob: bool = False
-    mlp_only_layers: tuple[int, ...] | None = None
-    decoder_sparse_step: int = 1
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen2MoeTable(_QwenMoeTable):
-    """The implemented keys of `Qwen2MoeConfig`. Without `layer_types` a window is in every other layer alone."""
-
-    shared_expert_intermediate_size: int
-    qkv_bias: bool = True
-    max_window_layers: int = 28
-    layer_types: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3MoeTable(_QwenMoeTable):
-    head_dim: int | None = None
-    attention_bias: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Glm4MoeTable(_MixtureTable):
-    n_routed_experts: int
-    moe_intermediate_size: int
-    head_dim: int | None = None
-    max_position_embeddings: int = 131072
-    rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
-    use_qk_norm: bool = False
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    n_shared_experts: int = 1
-    first_k_dense_replace: int = 1
+# Layers with the window where layer_types are absent: none, as the family has no window; all; those behind the first
+# max_window_layers; every other one; those that RoPE does not turn; all but each sliding_window_pattern-th.
+WindowRule = Literal["", "all", "after", "alternating", "unturned", "pattern"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +55,14 @@ class Family:
     factor_key: str = ""  # where older files keep the rotated fraction of a head
     default_factor: float = 1.0
     factor_is_free: bool = False
-    switched_window: bool = False  # whether sliding_window means something only with use_sliding_window
+    local_theta_key: str = ""  # where older files keep the base of layers with a window, if theirs is another
+    default_local_theta: float = 10000.0
+    rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+    no_rope_key: str = ""  # of the layers that are not turned
+    windows: WindowRule = ""
+    mixes: bool = False  # whether layer_types may name both kinds
+    names_kinds: bool = False  # whether layer_types are written even where all are alike
     is_scored: bool = True  # whether transformers has it with a score
-    alternating_window: bool = False  # whether it means every other layer where layer_types is absent
 
     @property
     def scored_architecture(self) -> str:
@@ -209,6 +86,21 @@ _ROTARY_NAMES = _SHARED_NAMES | {
 _BIASED = {"attention_bias": "attention_bias"}
 _GROUPED = _ROTARY_NAMES | {"num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
 _GATED = {"norm": "rms", "gated_mlp": True, "parallel_residual": False}
+_GEMMA = {
+    **_GROUPED,
+    "activation": "hidden_activation",
+    "head_dim": "head_dim",
+    "attention_bias": "attention_bias",
+}
+_GEMMA_CONSTANTS = _GATED | {
+    "mlp_bias": False,
+    "norms": "both",
+    "norm_offset": True,
+    "scales.embedding": ROOT_OF_HIDDEN,
+}
+# Released files have second names, which transformers does not read.
+_GEMMA_HARMLESS = frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"})
+_CAUSAL_ONLY = {"use_bidirectional_attention": (False, None)}
 _ROUTED = _GROUPED | {"experts.per_token": "num_experts_per_tok", "experts.route": "route"}
 _GATES = {"experts.gate": "gate", "experts.router_size": "router_size"}
 _QWEN_ROUTED = (_ROUTED | _GATES) | {
@@ -216,7 +108,6 @@ _QWEN_ROUTED = (_ROUTED | _GATES) | {
     "experts.intermediate_size": "moe_intermediate_size",
     "experts.normalized": "norm_topk_prob",
     "experts.dense_layers": "mlp_only_layers",
-    "sliding_window": "sliding_window",
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -230,25 +121,95 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(
         table=MistralTable,
         architecture="MistralForCausalLM",
-        names=_GROUPED | {"head_dim": "head_dim", "sliding_window": "sliding_window"},
+        names=_GROUPED | {"head_dim": "head_dim"},
         constants=_GATED | {"attention_bias": False, "mlp_bias": False},
         theta_key="rope_theta",
+        windows="all",
     ),
     "qwen2": Family(
         table=Qwen2Table,
         architecture="Qwen2ForCausalLM",
-        names=_GROUPED | {"sliding_window": "sliding_window"},
+        names=_GROUPED,
         constants=_GATED | {"attention_bias": False, "qkv_bias": True, "mlp_bias": False},
         theta_key="rope_theta",
-        switched_window=True,
+        windows="after",
+        mixes=True,
     ),
     "qwen3": Family(
         table=Qwen3Table,
         architecture="Qwen3ForCausalLM",
-        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "sliding_window": "sliding_window"},
+        names=_GROUPED | _BIASED | {"head_dim": "head_dim"},
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
         theta_key="rope_theta",
-        switched_window=True,
+        windows="after",
+        mixes=True,
+    ),
+    "smollm3": Family(
+        table=SmolLM3Table,
+        architecture="SmolLM3ForCausalLM",
+        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
+        constants=_GATED,
+        theta_key="rope_theta",
+        default_theta=2e6,
+        harmless=frozenset({"max_window_layers"}),
+        no_rope_key="no_rope_layers",
+        windows="unturned",
+        mixes=True,
+    ),
+    "granite": Family(
+        table=GraniteTable,
+        architecture="GraniteForCausalLM",
+        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
+        constants=_GATED,
+        is_scored=False,
+        theta_key="rope_theta",
+    ),
+    "olmo2": Family(
+        table=Olmo2Table,
+        architecture="Olmo2ForCausalLM",
+        names=_GROUPED | _BIASED,
+        constants=_GATED | {"mlp_bias": False, "qk_norm": True, "whole_qk_norm": True, "norms": "after"},
+        theta_key="rope_theta",
+    ),
+    "phi3": Family(
+        table=Phi3Table,
+        architecture="Phi3ForCausalLM",
+        names=_GROUPED,
+        constants=_GATED | {"attention_bias": False, "mlp_bias": False},
+        theta_key="rope_theta",
+        factor_key="partial_rotary_factor",
+        factor_is_free=True,
+        rope_types=("default", "longrope"),
+        harmless=frozenset({"auto_map"}),
+        only={"attention_bias": (False,)},
+        windows="all",
+    ),
+    "gemma2": Family(
+        table=Gemma2Table,
+        architecture="Gemma2ForCausalLM",
+        names=_GEMMA,
+        constants=_GEMMA_CONSTANTS,
+        only=_CAUSAL_ONLY,
+        harmless=_GEMMA_HARMLESS,
+        theta_key="rope_theta",
+        windows="pattern",
+        mixes=True,
+        names_kinds=True,
+    ),
+    "gemma3_text": Family(
+        table=Gemma3Table,
+        architecture="Gemma3ForCausalLM",
+        names=_GEMMA,
+        constants=_GEMMA_CONSTANTS | {"qk_norm": True},
+        harmless=_GEMMA_HARMLESS,
+        only=_CAUSAL_ONLY | {"attn_logit_softcapping": (None,)},
+        theta_key="rope_theta",
+        default_theta=1e6,
+        is_scored=False,
+        local_theta_key="rope_local_base_freq",
+        windows="pattern",
+        mixes=True,
+        names_kinds=True,
     ),
     "gpt_neox": Family(
         table=GPTNeoXTable,
@@ -291,13 +252,13 @@ FAMILIES: Mapping[str, Family] = {
         | _GATES
         | {
             "head_dim": "head_dim",
-            "sliding_window": "sliding_window",
             "experts.num_experts": "num_local_experts",
             "experts.intermediate_size": "intermediate_size",
         },
         constants=_GATED | {"attention_bias": False, "mlp_bias": False},
         aliases={"num_experts": "num_local_experts"},
         is_mixture=True,
+        windows="all",
         theta_key="rope_theta",
         default_theta=1e6,
     ),
@@ -308,8 +269,8 @@ FAMILIES: Mapping[str, Family] = {
         constants=_GATED | {"attention_bias": False, "mlp_bias": False, "experts.shared_gate": True},
         is_mixture=True,
         theta_key="rope_theta",
-        switched_window=True,
-        alternating_window=True,
+        windows="alternating",
+        mixes=True,
     ),
     "qwen3_moe": Family(
         table=Qwen3MoeTable,
@@ -322,7 +283,7 @@ FAMILIES: Mapping[str, Family] = {
         only={"shared_expert_intermediate_size": (0,), "use_qk_norm": (True,), "qkv_bias": (False,)},
         is_mixture=True,
         theta_key="rope_theta",
-        switched_window=True,
+        windows="after",
     ),
     "glm4_moe": Family(
         table=Glm4MoeTable,

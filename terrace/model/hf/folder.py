@@ -14,6 +14,7 @@ from typing import Any
 from terrace.base.errors import ModelError
 from terrace.base.schema import read_table
 
+METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -39,7 +40,12 @@ def holds_weights(folder: str) -> bool:
     """Say whether `folder` holds weights in any form, also in one that `weight_files` refuses."""
     if not os.path.isdir(folder):
         return False
-    return any(any(Path(folder).glob(pattern)) for pattern in (INDEX, *_OTHER_WEIGHTS))
+    return any(any(Path(folder).glob(pattern)) for pattern in (INDEX, METADATA, *_OTHER_WEIGHTS))
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether the weights of a folder are those of `torch.distributed.checkpoint`; safetensors come first."""
+    return (folder / METADATA).is_file() and not any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 
 def weight_files(folder: Path) -> dict[str, str] | None:
@@ -66,8 +72,8 @@ def weight_files(folder: Path) -> dict[str, str] | None:
             "with save_pretrained of transformers, or give --train.weights '' to start from scratch"
         )
     raise ModelError(
-        f"{folder} has no weights ({SINGLE} or {INDEX}): name another folder, or give --train.weights '' to start "
-        "from scratch"
+        f"{folder} has no weights ({SINGLE}, {INDEX}, or {METADATA} of DCP): name another folder, or give "
+        "--train.weights '' to start from scratch"
     )
 
 

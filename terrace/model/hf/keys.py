@@ -6,15 +6,14 @@ from typing import Any
 # Keys that do not change the next-token function or its gradient.
 _HARMLESS = """
 _attn_implementation _attn_implementation_autoset _experts_implementation _name_or_path architectures
-attn_implementation bad_words_ids bos_token_id chunk_size_feed_forward classifier_dropout decoder_start_token_id
-do_sample dtype early_stopping eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id
-gradient_checkpointing id2label is_decoder is_llama_config label2id length_penalty max_length min_length model_type
-n_ctx name_or_path no_repeat_ngram_size num_beams num_labels num_return_sequences output_attentions
-output_hidden_states pad_token_id prefix pretraining_tp problem_type repetition_penalty return_dict
+attn_implementation bad_words_ids bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
+decoder_start_token_id do_sample dtype early_stopping eos_token_id finetuning_task forced_bos_token_id
+forced_eos_token_id gradient_checkpointing id2label is_decoder is_llama_config label2id length_penalty max_length
+min_length model_type n_ctx name_or_path no_repeat_ngram_size num_beams num_labels num_return_sequences
+output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type repetition_penalty return_dict
 return_dict_in_generate sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type
-summary_use_proj suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torch_dtype
-torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
-use_cache
+summary_use_proj suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
+transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_cache
 """
 HARMLESS = frozenset(_HARMLESS.split())
 
@@ -58,5 +57,6 @@ ACTIVATIONS: Mapping[str, str] = {
 _LATENT = "its keys and values are products of a shorter, latent vector; glm4_moe has the same gate and other attention"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    "gpt_oss": "its attention has sinks, which take a share of every softmax, and a window in every other layer",
+    "gemma3": "it has images too; its text model alone is model_type gemma3_text",
+    "gpt_oss": "its attention has sinks, which take a share of every softmax",
 }

@@ -4,7 +4,8 @@ A parameter is a whole tensor there, a part of one, or a stack of several:
 
 - experts have a tensor each, which one parameter (experts, out, in) holds here;
 - GPT-2 stores matrices as (in, out), and query, key and value one after the other in `c_attn`;
-- GPT-NeoX stores query, key and value in `query_key_value`, head by head: of head 0 all three, then of head 1.
+- GPT-NeoX stores query, key and value in `query_key_value`, head by head: of head 0 all three, then of head 1;
+- Phi-3 stores query, key and value in `qkv_proj`, gate and up in `gate_up_proj`, one after the other.
 """
 
 import math
@@ -22,7 +23,9 @@ DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.i
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Part `part` of `num_parts` of the tensor `name`; the parts' rows alternate within each of `num_groups` groups.
+    """Part `part` of the tensor `name`, whose parts have `parts` rows each; empty: it is whole.
+
+    Rows of parts alternate within each of `num_groups` groups; parts are then alike.
 
     With `num_stacked`, a stack of tensors, in whose names the index stands in place of "{}".
     """
@@ -33,8 +36,12 @@ class StoredTensor:
     wide: bool = False  # fp32 at least, whatever the dtype of the others
     transposed: bool = False  # stored as (in, out)
     part: int = 0
-    num_parts: int = 1
+    parts: tuple[int, ...] = ()
     num_groups: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        return max(1, len(self.parts))
 
     def nbytes(self, dtype_bytes: int) -> int:
         """Bytes of one of its tensors where files have `dtype_bytes` an element."""
@@ -59,7 +66,7 @@ class Names:
     stacked: Mapping[str, str] = field(default_factory=dict)  # modules with a tensor for each expert
     router_bias: str = ""  # the whole name of the parameter
     positions: str = ""
-    fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its part
+    fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its part of the tensor they share
     by_head: bool = False  # whether the parts take turns head by head
     transposed: bool = False
 
@@ -98,11 +105,26 @@ def _mixture(block: str, experts: tuple[str, str, str], shared: str = "", router
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PARTS = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
+_AFTER = {
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_GEMMA = replace(_LLAMA, layer={**_LLAMA.layer, **_AFTER, "mlp_norm": "pre_feedforward_layernorm"})
+
 NAMES: Mapping[str, Names] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), _LLAMA),
+    "olmo2": replace(_LLAMA, layer={**_LLAMA.layer, **_AFTER}),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "phi3": replace(
+        _LLAMA,
+        layer={
+            **_LLAMA.layer,
+            **dict.fromkeys(_PARTS, "self_attn.qkv_proj"),
+            **dict.fromkeys(("mlp.gate", "mlp.up"), "mlp.gate_up_proj"),
+        },
+        fused={**_PARTS, "mlp.gate": 0, "mlp.up": 1},
+    ),
     "gpt_neox": Names(
         base="gpt_neox.",
         layers="layers",
@@ -178,19 +200,28 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
         return StoredTensor(name=name, shape=spec.part_shape, num_stacked=shape[0])
     if param == GATE_BIAS:
         return StoredTensor(name=f"{layer}{names.router_bias}", shape=shape, wide=True)
-    # Fused tensors hold query, key and value in one matrix.
-    num_parts = len(names.fused) if module in names.fused else 1
+    parts = _parts(config, names, module, shape[0])
     # GPT-2 stores Conv1D weights as (in, out); biases have one dim.
     transposed = names.transposed and len(shape) == 2
-    stored = (num_parts * shape[0], *shape[1:])
+    stored = (sum(parts) or shape[0], *shape[1:])
     return StoredTensor(
         name=f"{layer}{names.layer[module]}.{ending}",
         shape=stored[::-1] if transposed else stored,
         transposed=transposed,
         part=names.fused.get(module, 0),
-        num_parts=num_parts,
-        num_groups=config.num_heads if num_parts > 1 and names.by_head else 1,
+        parts=parts,
+        num_groups=config.num_heads if parts and names.by_head else 1,
     )
+
+
+def _parts(config: ModelConfig, names: Names, module: str, rows: int) -> tuple[int, ...]:
+    # Fused tensors hold query, key and value in one matrix, or gate and up.
+    if module not in names.fused:
+        return ()
+    if module not in _PARTS:
+        return (rows, rows)
+    keys = config.num_kv_heads * config.head_dim
+    return (config.num_heads * config.head_dim, keys, keys)
 
 
 def stored_bytes(config: ModelConfig, dtype_bytes: int) -> int:

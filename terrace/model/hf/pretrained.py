@@ -22,10 +22,11 @@ from torch import Tensor
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.model.config import SCORE, ModelConfig, load_model, to_table
+from terrace.model.dcp.reading import DcpWeights
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
 from terrace.model.hf.families import FAMILIES
-from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
+from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_files, is_dcp, token_ids, weight_files
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
 SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
@@ -47,6 +48,11 @@ class Pretrained:
         self._config = config
         self._open: dict[str, Any] = {}
         self._sums = Checksums(self.folder)
+        self._dcp = DcpWeights(self.folder, lambda: self.config) if is_dcp(self.folder) else None
+        if self._dcp is not None:
+            self._open[METADATA] = self._dcp
+            self._files = dict.fromkeys(self._dcp.keys(), METADATA)
+            return
         index = weight_files(self.folder)
         # Small models have one file and no index.
         self._files = index if index is not None else dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
@@ -101,6 +107,8 @@ class Pretrained:
         if config is not None and config != self._config:
             Pretrained(self.folder, config).check()
             return
+        if self._dcp is not None:
+            self._dcp.check(self.config)
         wanted = {name: source.shape for source in self._sources.values() for name in source.tensors}
         if self.lacks_score:
             del wanted[SCORE]
@@ -178,17 +186,17 @@ def _listed(what: str, names: list[str]) -> Iterator[str]:
 
 
 def _taken(stored: Any, source: StoredTensor) -> Tensor:
-    if source.num_parts > 1 and source.num_groups == 1:
+    if source.parts and source.num_groups == 1:
         # Rows of one part follow one another, so only they are read.
-        rows = source.shape[-1 if source.transposed else 0] // source.num_parts
-        part = slice(source.part * rows, (source.part + 1) * rows)
+        begin = sum(source.parts[: source.part])
+        part = slice(begin, begin + source.parts[source.part])
         tensor: Tensor = stored[:, part] if source.transposed else stored[part]
         return tensor.t() if source.transposed else tensor
     tensor = stored[:] if source.shape else stored[...]
     tensor = tensor.t() if source.transposed else tensor
-    if source.num_parts == 1:
+    if not source.parts:
         return tensor
-    grouped = tensor.reshape(source.num_groups, source.num_parts, -1, *tensor.shape[1:])  # (G, P, d, ...)
+    grouped = tensor.reshape(source.num_groups, len(source.parts), -1, *tensor.shape[1:])  # (G, P, d, ...)
     return grouped[:, source.part].flatten(0, 1)
 
 
@@ -237,7 +245,7 @@ def write_pretrained(
 
 
 # (block, parameter, index in a stack, where it belongs) of one tensor, in the order of its parts
-_Parts = list[tuple[str, str, int, StoredTensor]]
+Parts = list[tuple[str, str, int, StoredTensor]]
 
 
 class _Once:
@@ -252,12 +260,19 @@ class _Once:
         return self._held
 
 
-def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[str, _Parts]]:
-    tensors: dict[str, _Parts] = {}
+def stored_parts(config: ModelConfig) -> dict[str, Parts]:
+    """Name -> parts of each tensor of a model's files, in the order of the blocks."""
+    tensors: dict[str, Parts] = {}
     for (block, param), source in sources(config).items():
         for index, name in enumerate(source.tensors):
             tensors.setdefault(name, []).append((block, param, index, source))
-    shards: list[dict[str, _Parts]] = [{}]
+    # Parts of a fused tensor (query, key, value) are joined in their stored order.
+    return {name: sorted(parts, key=lambda each: each[3].part) for name, parts in tensors.items()}
+
+
+def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[str, Parts]]:
+    tensors = stored_parts(config)
+    shards: list[dict[str, Parts]] = [{}]
     held = 0
     for name, parts in tensors.items():
         size = parts[0][3].nbytes(item)
@@ -265,8 +280,7 @@ def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[
         if shards[-1] and held + size > shard_bytes:
             shards.append({})
             held = 0
-        # Parts of a fused tensor (query, key, value) are joined in their stored order.
-        shards[-1][name] = sorted(parts, key=lambda each: each[3].part)
+        shards[-1][name] = parts
         held += size
     # One file has the name that transformers looks for, and no index.
     if len(shards) == 1:
@@ -274,22 +288,25 @@ def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> Tensor:
+def _stored(parts: Parts, value: Callable[[str, str], Tensor], dtype: str) -> Tensor:
     _, _, index, source = parts[0]
     values = [value(block, param) for block, param, _, _ in parts]
     if source.num_stacked:
         values = [values[0][index]]
     dtype = "fp32" if source.wide and DTYPES[dtype].itemsize < 4 else dtype
-    whole = _joined([each.to(DTYPES[dtype]) for each in values], source)
+    whole = joined([each.to(DTYPES[dtype]) for each in values], source)
     # An infinity that was there before is not the conversion's fault.
     if dtype == "fp16" and whole.isinf().any() and not any(each.isinf().any() for each in values):
         raise ModelError(f"{source.tensors[index]} has values beyond what fp16 holds: write bf16 or fp32")
     return whole
 
 
-def _joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
+def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
+    """The tensor of a file from its parts in Terrace's layout, contiguous and with memory of its own size."""
     whole = parts[0]
-    if source.num_parts > 1:
+    if source.num_groups == 1:
+        whole = torch.cat(parts) if source.parts else whole
+    elif source.parts:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
     whole = (whole.t() if source.transposed else whole).contiguous()
     # A view of something larger cannot be stored: the file would not know what else is in it.

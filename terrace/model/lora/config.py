@@ -10,7 +10,7 @@ are in `terrace.model.lora.modules`.
 
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from terrace.base.alike import once_each
@@ -91,6 +91,7 @@ def _is_routed(param: ParamSpec) -> bool:
 def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockSpec, ...]:
     """`blocks` with everything frozen and the adapters of the targets, in the order of `named_parameters`."""
     chosen = targets(blocks, lora)
+    _check_rank(blocks, chosen, lora.rank)
     weights = [frozenset(weight for name, weight in chosen if name == block.name) for block in blocks]
     # Layers that are alike still share their parameters.
     adapted = once_each(
@@ -98,6 +99,19 @@ def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockS
         [(block.params, own) for block, own in zip(blocks, weights, strict=True)],
     )
     return tuple(replace(block, params=params) for block, params in zip(blocks, adapted, strict=True))
+
+
+def _check_rank(blocks: Sequence[BlockSpec], chosen: Collection[tuple[str, str]], rank: int) -> None:
+    # A rank beyond the smaller side adds parameters but no expressiveness. Named is the matrix with the smallest, since
+    # a rank that it can have all others can have, too.
+    matrices = [param for block in blocks for param in block.params if (block.name, param.name) in chosen]
+    least = min(matrices, key=lambda param: min(param.shape), default=None)
+    if least is not None and rank > min(least.shape):
+        out_size, in_size = least.shape
+        raise ModelError(
+            f"lora.rank = {rank} is more than {least.name}, of {out_size} x {in_size}, can have: use at most "
+            f"{min(least.shape)}, or leave the matrix out of lora.targets"
+        )
 
 
 def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) -> Iterator[ParamSpec]:
@@ -110,12 +124,6 @@ def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) ->
         yield replace(param, trainable=False)
         if param.name in weights:
             (out_size, in_size), (down, up) = param.shape, adapter_names(param.name)
-            # A rank beyond the smaller side adds parameters but no expressiveness.
-            if rank > min(out_size, in_size):
-                raise ModelError(
-                    f"lora.rank = {rank} is more than {param.name}, of {out_size} x {in_size}, can have: use at most "
-                    f"{min(out_size, in_size)}, or leave the matrix out of lora.targets"
-                )
             out_dim, in_dim = param.dims or (("", out_size), ("", in_size))
             pending = [
                 ParamSpec(name=down, shape=(rank, in_size), dims=(("rank", rank), in_dim)),

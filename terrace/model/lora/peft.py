@@ -76,6 +76,13 @@ def _joined(parts: Sequence[_Part], value: Value) -> tuple[Tensor, Tensor]:
     if parts[0][2].num_parts == 1:
         return down.contiguous(), adapters[0][1].contiguous()
     source, rank = parts[0][2], len(adapters[0][0])
+    if source.num_groups == 1:
+        # Parts may differ in their rows; columns of B are by adapter, rows by their place.
+        whole = torch.zeros(sum(source.parts), len(down))
+        for index, ((_, _, own), (_, up)) in enumerate(zip(parts, adapters, strict=True)):
+            begin = sum(own.parts[: own.part])
+            whole[begin : begin + len(up), index * rank : (index + 1) * rank] = up
+        return down.contiguous(), whole
     rows = adapters[0][1].shape[0] // source.num_groups  # d
     whole = torch.zeros(source.num_groups, source.num_parts, rows, len(down))  # (G, P, d, r)
     for index, ((_, _, own), (_, up)) in enumerate(zip(parts, adapters, strict=True)):

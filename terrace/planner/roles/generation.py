@@ -24,7 +24,7 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.model.config import ModelConfig, active_numel, block_specs
+from terrace.model.config import DecoderBlock, ModelConfig, active_numel, block_specs
 from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
@@ -170,11 +170,12 @@ class Replica:
         """Seconds of a pass that adds a token to each of `running` sequences of `tokens` tokens."""
         device = self.cluster.device
         # Norms, residual sums and activation, of one token a sequence.
-        passes_s = pass_seconds(device, self._work(running, 1))[0] + self._attention_s(running, tokens)
+        passes_s = pass_seconds(device, self._work(running, 1))[0]
         found_s = self._head_s(running)
         for block, times in self.kinds.items():
             if block.computes is Computes.RESIDUAL:
-                layer_s = self._products_s(block, running) + passes_s
+                window = block.config.sliding_window if isinstance(block, DecoderBlock) else 0
+                layer_s = self._products_s(block, running) + passes_s + self._attention_s(running, tokens, window)
                 found_s += times * (max(layer_s, device.kernels.host_layer_s) + self._sums_s(running))
         return found_s
 
@@ -205,9 +206,9 @@ class Replica:
         # Few rows leave tiles empty, which costs nothing while weights are read.
         return max(stream_s(device, self.item_bytes * read, 0), flops_s) + _PRODUCTS * device.kernels.launch_s
 
-    def _attention_s(self, running: int, tokens: float) -> float:
+    def _attention_s(self, running: int, tokens: float, window: int) -> float:
         device, model = self.cluster.device, self.model
-        seen = min(tokens, model.sliding_window or tokens)
+        seen = min(tokens, window or tokens)
         flops = 4 * running * seen * model.num_heads // self.rows * model.head_dim
         flops_s = flops / (peak_flops_per_s(device, self.compute) * device.kernels.attention_share(model.head_dim))
         return max(memory_s(device, running * seen * self._layer_token_bytes), flops_s)

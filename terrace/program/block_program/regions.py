@@ -18,10 +18,10 @@ the first part is waited for, of a reduction the last. A recomputed block does n
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terrace.model.spec import BlockSpec, Computes, ParamSpec
-from terrace.plan.dims import hidden_size, is_inner, is_norm
+from terrace.plan.dims import hidden_size, is_inner, is_norm, is_norm_of_heads
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
 from terrace.plan.tensor_traffic import TensorTraffic
@@ -40,6 +40,8 @@ class _Region:
     products: tuple[int, ...]
     output: int
     attends: bool
+    shares: bool = False  # whether rows share key-value heads
+    normed: int = 0  # of the products, the first ones whose results are normalised over all rows
 
 
 _NORM = None  # a parameter of a norm, in a list of regions and norms
@@ -80,17 +82,23 @@ def tensor_steps(
 def _parts(tensor: TensorTraffic, params: Sequence[ParamSpec]) -> list[_Part]:
     found: list[_Part] = []
     products: list[int] = []
+    shares = False
     for param in params:
         if is_norm(param):
             found.append(_NORM)
+        elif is_norm_of_heads(param):
+            region = found[-1]
+            assert region is not None, "a norm of heads is declared after the matrices of its region"
+            found[-1] = replace(region, normed=region.normed + 1)
         elif is_inner(param) and param.dims[0][0] != "hidden":
             # With more rows than key-value heads, every rank holds all of them but projects one.
             one_of = param.dims[0][1] if param.is_replicated_over("rows") else 1
             products.append(_inner(tensor, param.shape[0] // one_of))
+            shares = shares or param.is_replicated_over("rows")
         elif is_inner(param):
             attends = param.dims[1][0] == "heads"
-            found.append(_Region(tuple(products), _inner(tensor, param.shape[1]), attends))
-            products = []
+            found.append(_Region(tuple(products), _inner(tensor, param.shape[1]), attends, shares))
+            products, shares = [], False
     return found
 
 
@@ -158,8 +166,9 @@ class _Writer:
                 continue
             if self.splits:
                 yield from self._enter()
-            for numel in part.products:
+            for index, numel in enumerate(part.products):
                 yield from self._wait(self.columns, numel, *_ALL_REDUCE)
+                yield from self._norms_of_heads(1 if index < part.normed else 0)
             yield from attention if part.attends else ()
             yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
 
@@ -195,8 +204,11 @@ class _Writer:
                 yield from self._leave_backward(again)
             yield from self._wait(self.columns, part.output, *_ALL_REDUCE, behind=_WEIGHTS)
             yield from attention if part.attends else ()
-            if again is not None:
-                yield from (_INPUTS, Await(again))
+            awaits = () if again is None else (_INPUTS, Await(again))
+            # Shared heads read the input by plain operations, values first, which wait for it.
+            yield from awaits if part.shares else ()
+            yield from self._norms_of_heads(part.normed)
+            yield from () if part.shares else awaits
             legs = (Leg.REDUCE,) if self.splits else _ALL_REDUCE
             yield from self._wait(self.rows, self.cut, *legs, behind=_WEIGHTS)
 
@@ -223,6 +235,10 @@ class _Writer:
         tokens = tensor.padded_tokens // tensor.rows.degree if self.splits else tensor.tokens
         for _ in range(number):
             yield from self._wait(self.columns, tokens, Leg.NUMBERS)
+
+    def _norms_of_heads(self, number: int) -> Iterator[BlockStep]:
+        for _ in range(number):
+            yield from self._wait(self.rows, self.tensor.tokens, Leg.NUMBERS)
 
     def _wait(
         self, axes: tuple[str, ...], numel: int, *legs: Leg, behind: Compute | None = None

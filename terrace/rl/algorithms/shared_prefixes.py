@@ -14,14 +14,15 @@ Shape legend: T tokens of a row, N query heads, K key-value heads, D head_dim, L
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.attention import MaskPlan, PerMicroBatch, attend
+from terrace.model.attention import Capped, MaskPlan, PerMicroBatch, attend
+from terrace.model.attention_plans import AttentionPlans
 from terrace.model.layers import Attention
 
 # Masks of shared rows are as large as the squares of their lengths; a guess.
@@ -38,13 +39,14 @@ class _Pieces:
     before: Tensor  # int64, the places for all pieces
     num_before: tuple[int, ...]  # how many of them are for each piece
     masks: tuple[Tensor | None, ...]  # (L, M) each; without one, causal
+    cap: float = 0.0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output (1, N, T, D) of query over key and value (1, K, T, D)."""
         # Split, and gathered at once: the gradient of a slice would be as large as the whole.
         queries = torch.split(query, list(self.sizes), 2)
         mixed = [
-            attend(one, keys, values, mask).transpose(1, 2)
+            attend(one, keys, values, Capped(mask, self.cap) if self.cap else mask).transpose(1, 2)
             for one, keys, values, mask in zip(queries, self._seen(key), self._seen(value), self.masks, strict=True)
         ]
         return torch.cat(mixed, 1).transpose(1, 2)
@@ -59,26 +61,36 @@ class _Pieces:
 
 
 class SharedPrefixPlans:
-    """The mask plans of a model whose rows are trees; a `window` of 0 means none. One object serves all layers."""
+    """The mask plans of a model whose rows are trees; a `window` of 0 means none, and so does a `cap` of scores.
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    One object serves all layers that attend alike.
+    """
+
+    def __init__(self, window: int, cap: float = 0.0) -> None:
+        self._window, self._cap = window, cap
         self._made = PerMicroBatch()
 
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
         """The plan for query (1, N, T, D), whose tokens have `positions` (1, T) in their texts."""
         if positions is None or len(positions) != 1:
             raise ModelError("texts with shared prefixes stand in one row, with positions")
-        return self._made.get(positions, query.dtype, lambda: _cut(positions[0], self._window, query.dtype))
+        return self._made.get(positions, query.dtype, lambda: self._of(positions[0], query.dtype))
+
+    def _of(self, positions: Tensor, dtype: torch.dtype) -> _Pieces:
+        pieces = _cut(positions, self._window, dtype)
+        return replace(pieces, cap=self._cap) if self._cap else pieces
 
 
-def share_prefixes(blocks: Iterable[nn.Module], window: int) -> None:
-    """Have all layers of a decoder's blocks attend as this module says."""
-    plans = SharedPrefixPlans(window)
+def share_prefixes(blocks: Iterable[nn.Module]) -> None:
+    """Have all layers of a decoder's blocks attend as this module says, each with its window."""
+    made: dict[tuple[int, float], SharedPrefixPlans] = {}
     for block in blocks:
         for module in block.modules():
             if isinstance(module, Attention):
-                module.plans = plans
+                own = module.plans
+                assert isinstance(own, AttentionPlans), "a decoder's layers have their own plans until now"
+                kind = own.window, own.cap
+                module.plans = made[kind] = made.get(kind) or SharedPrefixPlans(*kind)
 
 
 def has_shared_prefixes(blocks: Iterable[nn.Module]) -> bool:

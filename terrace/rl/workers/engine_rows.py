@@ -53,7 +53,7 @@ def engine_of(
     """
     specs, blocks = block_specs(settings.model), build_blocks(settings.model)
     if joins(settings, torch.device(device)):
-        share_prefixes(blocks, settings.model.sliding_window)
+        share_prefixes(blocks)
     return Engine(
         blocks,
         names=[spec.name for spec in specs],

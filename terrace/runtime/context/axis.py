@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
+from terrace.model.attending import DeclaredAttention
 from terrace.model.attention import Plans
 from terrace.model.attention_plans import AttentionPlans
+from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock
 from terrace.model.layers import Attention
 from terrace.plan.context import attention_heads, local_tokens
+from terrace.plan.context_rules import windows_of
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
 from terrace.program.program import Program
@@ -24,6 +27,10 @@ from terrace.sequence.static import static_token_layouts
 from terrace.sequence.token_layout import TokenLayout
 from terrace.sequence.traffic import sent_bytes
 
+ATTENTION = Attention, DeclaredAttention
+# Blocks that work on each token by itself.
+ALONE = decoder.Embedding, decoder.Head, decoder.ValueHead, EmbeddingBlock, HeadBlock
+
 
 class ContextAxis(InBlockAxis):
     """Attention backend for context parallelism; replaces each block's mask planner."""
@@ -32,17 +39,25 @@ class ContextAxis(InBlockAxis):
         """Put itself into `blocks`; raises `ModelError` where their windows differ."""
         self.comm, self.in_block = comm, comm.in_block
         self._program, self._device = program, device
-        modules = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
-        self._static = static_token_layouts(program.plan, program.mesh, program.sequence, _window(modules), comm.member)
+        modules = [module for block in blocks for module in block.modules() if isinstance(module, ATTENTION)]
+        windows = _windows(program, modules)
+        self._static = static_token_layouts(
+            program.plan, program.mesh, program.sequence, windows[0], comm.member, windows[1:]
+        )
         of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
         self._declared: dict[tuple[MessageClass, str], int] = defaultdict(int)
         self._layouts: list[DeviceLayout] = []
         self._layout: DeviceLayout | None = None
         # Kept to restore the blocks on `remove`.
-        self._replaced: list[tuple[Attention, Plans]] = [(attention, attention.plans) for attention in modules]
+        self._replaced: list[tuple[Attention | DeclaredAttention, Plans]] = [
+            (attention, attention.plans) for attention in modules
+        ]
+        layers = [_OfWindow(self, index) for index in range(len(windows))]
         for attention in modules:
-            attention.plans = self
+            own = attention.plans
+            index = windows.index(own.window) if isinstance(own, AttentionPlans) else 0
+            attention.plans = layers[index] if index else self
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
@@ -118,26 +133,55 @@ class ContextAxis(InBlockAxis):
         """This object itself: the current micro-batch's layout replaces a mask plan."""
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int = 0) -> Tensor:
+        """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks.
+
+        `window` counts the windows of the model's layers.
+        """
         assert self._layout is not None, "a block runs in a step alone"
-        return attend(query, key, value, self._layout)
+        return attend(query, key, value, self._layout.windows[window])
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
     """Raise `ModelError` naming a block that does not declare how it mixes tokens."""
     for name, block in blocks.items():
-        alone = isinstance(block, (decoder.Embedding, decoder.Head, decoder.ValueHead))
-        if not alone and not any(isinstance(module, Attention) for module in block.modules()):
+        alone = isinstance(block, ALONE)
+        if not alone and not any(isinstance(module, ATTENTION) for module in block.modules()):
             raise ModelError(
                 f"block {name!r} is a {type(block).__name__}, whose attention is not declared, and a context axis "
                 "spreads tokens that attend to one another over ranks: build it with terrace.model.layers.Attention, "
-                "or give the tier to the data axis"
+                "declare a model of transformers (docs/declaring.md), or give the tier to the data axis"
             )
 
 
-def _window(modules: Iterable[Attention]) -> int:
-    windows = {module.plans.window for module in modules if isinstance(module.plans, AttentionPlans)}
-    if len(windows) > 1:
-        raise ModelError(f"layers have the windows {sorted(windows)}, and a context axis takes one: make them the same")
-    return windows.pop() if windows else 0
+class _OfWindow:
+    """The axis for layers with another window than the first."""
+
+    def __init__(self, axis: ContextAxis, index: int) -> None:
+        self._axis, self._index = axis, index
+
+    def plan(self, positions: Tensor | None, query: Tensor) -> "_OfWindow":
+        """This object itself, as of the axis."""
+        return self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As of the axis."""
+        return self._axis.attend(query, key, value, self._index)
+
+
+def _windows(program: Program, modules: Iterable[Attention | DeclaredAttention]) -> tuple[int, ...]:
+    """The windows of all layers of the model, the same on every rank, the widest first."""
+    plans = [module.plans for module in modules if isinstance(module.plans, AttentionPlans)]
+    if any(each.cap for each in plans):
+        raise ModelError("layers cap the scores of attention, which no kernel of a context axis does: use another axis")
+    declared = windows_of(program.blocks)
+    found = {each.window for each in plans}
+    if not declared:
+        if len(found) > 1:
+            raise ModelError(
+                f"layers have the windows {sorted(found)}, and a context axis takes one where blocks do not declare "
+                "theirs: make them the same"
+            )
+        return tuple(found) or (0,)
+    assert found <= set(declared), f"windows {found} of modules, {declared} of the blocks"
+    return declared

@@ -1,7 +1,9 @@
 """A `TokenLayout` made ready for its device; all layers of a model share it for one micro-batch."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from terrace.model.blockwise import DensePair, dense_mask
 from terrace.plan.context import Heads
 from terrace.runtime.context.peer_exchange import PeerComm, PeerExchange
-from terrace.sequence.token_layout import Mask, Pair, PairKind, TokenLayout, num_rows
+from terrace.sequence.token_layout import Mask, Pair, PairKind, Run, TokenLayout, num_rows
 
 
 class UlyssesHeads:
@@ -39,7 +41,7 @@ class RingStep:
     num_rows: int
     exchange: PeerExchange
     return_gradients: PeerExchange
-    pairs: tuple[Pair, ...]
+    pairs: tuple[tuple[Pair, ...], ...]  # for each window of the layers
 
 
 class DeviceLayout:
@@ -58,21 +60,38 @@ class DeviceLayout:
                 each.num_rows,
                 PeerExchange.of(each.exchange, member, device),
                 PeerExchange.of(each.return_gradients, member, device),
-                each.pairs,
+                (each.pairs, *each.other_pairs),
             )
             for each in token_layout.rounds
         ]
-        self.query_runs = [pair.queries for ring_step in self.ring_steps for pair in ring_step.pairs]
+        self._window = 0
         self._device = device
         self._masks: dict[tuple[int, int, Mask, torch.dtype], Tensor] = {}
         self._pairs: dict[tuple[int, torch.dtype], list[DensePair]] = {}
+
+    @cached_property
+    def query_runs(self) -> list[Run]:
+        """The queries of all pairs."""
+        return [pair.queries for ring_step in self.ring_steps for pair in ring_step.pairs[self._window]]
+
+    @cached_property
+    def windows(self) -> "list[DeviceLayout]":
+        """This layout for the layers of each window, the first of which it is itself."""
+        found = [self]
+        for index in range(1, len(self.ring_steps[0].pairs)):
+            other = copy(self)
+            other._window, other._pairs = index, {}
+            found.append(other)
+        return found
 
     def pairs(self, step: int, dtype: torch.dtype) -> Sequence[DensePair]:
         """Pairs of query and key runs of a round, for queries of `dtype`."""
         if (step, dtype) not in self._pairs:
             # Masks made in inference mode could not be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
-                self._pairs[step, dtype] = [self._dense(pair, dtype) for pair in self.ring_steps[step].pairs]
+                self._pairs[step, dtype] = [
+                    self._dense(pair, dtype) for pair in self.ring_steps[step].pairs[self._window]
+                ]
         return self._pairs[step, dtype]
 
     def _dense(self, pair: Pair, dtype: torch.dtype) -> DensePair:

@@ -16,18 +16,23 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.model import decoder, layers
 from terrace.model.experts.mixture import Mixture
+from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock, LayerBlock
+from terrace.model.lora.config import adapter_names
 from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.dims import is_inner
+from terrace.plan.dims import is_inner, is_norm_of_heads
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.objective import Objective, TokenObjective
 from terrace.runtime.tensor.axis_comm import AxisComm
+from terrace.runtime.tensor.declared import DeclaredCutter, Output, are_declared
 from terrace.runtime.tensor.loss import vocabulary_losses
 from terrace.runtime.tensor.modules import (
+    Adapter,
     ColumnLinear,
     HeadNorm,
+    HeadsNorm,
     Norm,
     RowLinear,
     TensorAxis,
@@ -69,10 +74,13 @@ def parallelise(
             "have a form for that: use one as the objective, or give the tier to the data axis"
         )
     cut = _Cutter(program, rank, axis)
+    if are_declared(blocks) and objective is decoder.token_loss:
+        return list(blocks), _cut_loss(objective, *cut.declared(blocks), axis)
     if not isinstance(first, decoder.Embedding) or not isinstance(last, (decoder.Head, decoder.ValueHead)):
         raise ModelError(
             f"a tensor axis needs a decoder's embedding and head as first and last block, not {type(first).__name__} "
-            f"and {type(last).__name__}: give the tier to the data axis"
+            f"and {type(last).__name__}: declare a model of transformers (docs/declaring.md), or give the tier to the "
+            "data axis"
         )
     embedding = cut.embedding(first)
     middle = [cut.layer(index, block) for index, block in enumerate(blocks) if 0 < index < len(blocks) - 1]
@@ -81,9 +89,19 @@ def parallelise(
     head = cut.head(last, embedding.weight if last.weight is first.weight else None)
     # A tied output matrix belongs to the embedding's block.
     part = cut.part(0 if last.weight is first.weight else len(blocks) - 1, "weight")[0]
+    return [embedding, *middle, head], _cut_loss(objective, head, part, axis, last.cap)
+
+
+def _cut_loss(
+    objective: Objective, head: VocabParallelHead | Output, part: slice, axis: TensorAxis, cap: float = 0.0
+) -> Objective:
+    """`objective` of hidden states; `head` has this rank's `part` of the output matrix, whose values come later.
+
+    A `cap` of logits of 0 is none.
+    """
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:
-        return vocabulary_losses(hidden, head.weight, labels, part, axis.both)
+        return vocabulary_losses(hidden, head.weight, labels, part, axis.both, cap)
 
     def numbers(module: nn.Module, inputs: Tensor, labels: Tensor) -> TokenNumbers:
         return TokenNumbers(-losses(module(inputs), labels), None)
@@ -91,8 +109,7 @@ def parallelise(
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
         return losses(hidden, labels).sum()
 
-    cut_objective = replace(objective, numbers=numbers) if isinstance(objective, TokenObjective) else loss
-    return [embedding, *middle, head], cut_objective
+    return replace(objective, numbers=numbers) if isinstance(objective, TokenObjective) else loss
 
 
 class _Cutter:
@@ -106,14 +123,29 @@ class _Cutter:
         """This rank's part of a whole parameter."""
         return rank_slices(self._specs[block][name], self._mesh, self._rank)
 
+    def declared(self, blocks: Sequence[nn.Module]) -> tuple[Output, slice]:
+        """Cut declared blocks in place; returns the output matrix, and which part of it this rank has."""
+        first, *middle, last = blocks
+        assert isinstance(first, EmbeddingBlock), "blocks_of begins with it"
+        assert isinstance(last, HeadBlock), "blocks_of ends with it"
+        is_tied = last.output.weight is first.lookup.weight
+        owner, name = (0, "lookup.weight") if is_tied else (len(blocks) - 1, "output.weight")
+        cutter = DeclaredCutter(self._specs, self._axis, self._linear, self._parameter)
+        table = cutter.embedding(first, self.part(0, "lookup.weight")[0])
+        for index, block in enumerate(middle, start=1):
+            assert isinstance(block, LayerBlock), "blocks_of has these between its ends"
+            cutter.layer(index, block)
+        return cutter.head(len(blocks) - 1, last, table if is_tied else None), self.part(owner, name)[0]
+
     def embedding(self, module: decoder.Embedding) -> VocabParallelEmbedding:
         positions = None if module.positions is None else self._parameter(0, "positions")
-        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, self.part(0, "weight")[0], self._axis)
+        part = self.part(0, "weight")[0]
+        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, part, self._axis, module.scale)
 
     def head(self, module: decoder.Head, tied: nn.Parameter | None) -> VocabParallelHead:
         block = len(self._blocks) - 1
         weight = self._parameter(block, "weight") if tied is None else tied
-        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis)
+        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis, module.divisor)
 
     def value_head(self, module: decoder.ValueHead) -> ValueParallelHead:
         block = len(self._blocks) - 1
@@ -126,9 +158,7 @@ class _Cutter:
         # A list: replacing modules while walking them would skip some.
         for name, child in list(module.named_modules()):
             parent = module.get_submodule(name.rpartition(".")[0])
-            if isinstance(child, LoraLinear):
-                raise ModelError("adapters have no form under a tensor axis: give the tier to the data axis")
-            if isinstance(child, nn.Linear):
+            if isinstance(child, (nn.Linear, LoraLinear)):
                 stand_in = self._linear(block, name, child)
                 # The parent of a RowLinear is a region: its input comes from the residual stream.
                 if isinstance(stand_in, RowLinear):
@@ -137,7 +167,7 @@ class _Cutter:
             elif isinstance(child, Mixture):
                 self._experts(block, name, child)
             elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
-                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] == "head_dim"
+                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] != "hidden"
                 norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
                 setattr(parent, name.rpartition(".")[2], norm)
         for region in regions:
@@ -153,16 +183,19 @@ class _Cutter:
                 setattr(child, parameter, self._parameter(block, f"{name}.{owner}.{parameter}"))
         mixture.routed = routed_in_parts(mixture.routed, self._axis)  # type: ignore[assignment, method-assign]
 
-    def _linear(self, block: int, name: str, module: nn.Linear) -> ColumnLinear | RowLinear | WholeLinear:
+    def _linear(self, block: int, name: str, module: nn.Linear | LoraLinear) -> ColumnLinear | RowLinear | WholeLinear:
         weight = self._parameter(block, f"{name}.weight")
         bias = None if module.bias is None else self._parameter(block, f"{name}.bias")
-        spec = self._specs[block][f"{name}.weight"]
+        spec, adapter = self._specs[block][f"{name}.weight"], None
+        if isinstance(module, LoraLinear):
+            down, up = (self._parameter(block, each) for each in adapter_names(f"{name}.weight"))
+            adapter = Adapter(down, up, module.scale)
         # The output dim tells the direction: back into the residual stream, or out of it.
         if spec.dims[0][0] == "hidden":
-            return RowLinear(weight, bias, self._axis)
+            return RowLinear(weight, bias, self._axis, adapter)
         if not is_inner(spec):
-            return WholeLinear(weight, bias, self._axis)
-        return ColumnLinear(weight, bias, self._used(spec), self._axis)
+            return WholeLinear(weight, bias, self._axis, adapter)
+        return ColumnLinear(weight, bias, self._used(spec), self._axis, adapter)
 
     def _used(self, spec: ParamSpec) -> slice | None:
         """Output features read by this rank's queries: None for all of a slice, one head of whole key-value heads."""
@@ -177,14 +210,19 @@ class _Cutter:
     def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
         assert isinstance(module.eps, float), "every norm here has an epsilon"
         bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
-        norm = Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis)
-        if isinstance(module, layers.RMSNorm):
-            norm.normal = module.normal
+        is_rms = isinstance(module, layers.RMSNorm)
+        offset = module.offset if is_rms else 0.0
+        norm = Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis, offset)
+        norm.normal = module.normal if is_rms else norm.normal
         return norm
 
     def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
         assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
-        norm = HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis)
+        weight, spec = self._parameter(block, f"{name}.weight"), self._specs[block][f"{name}.weight"]
+        if is_norm_of_heads(spec):
+            norm: HeadNorm = HeadsNorm(weight, module.eps, self._axis, module.offset, self._used(spec))
+        else:
+            norm = HeadNorm(weight, module.eps, self._axis, module.offset)
         norm.normal = module.normal
         return norm
 

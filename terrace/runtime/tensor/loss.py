@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from terrace.model.caps import cap_
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.loss_chunks import chunk_rows, part_rows, slices
 from terrace.runtime.head import gradients_through_logits
@@ -25,18 +26,23 @@ from terrace.runtime.tensor.axis_comm import AxisComm, apply
 OPERANDS = 2
 
 
-def vocabulary_losses(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
+def vocabulary_losses(
+    hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm, cap: float = 0.0
+) -> Tensor:
     """Cross entropies of hidden states (B, S, H) against labels (B, S), of their shape, the same on every rank.
 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
     `terrace.model.decoder.token_loss`; the losses are in fp32 at least, and 0 where a label does not count.
+    A `cap` of logits of 0 is none.
     """
-    return apply(_Losses, hidden.flatten(0, 1), weight, labels.flatten(), part, comm).view(labels.shape)
+    return apply(_Losses, hidden.flatten(0, 1), weight, labels.flatten(), part, comm, cap).view(labels.shape)
 
 
 class _Losses(Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm, cap: float
+    ) -> Tensor:
         here = (labels >= part.start) & (labels < part.stop)
         # Labels of other ranks point at row 0 and are masked out later.
         local = (labels - part.start).masked_fill(~here, 0)
@@ -45,7 +51,7 @@ class _Losses(Function):
         numbers = torch.empty(3, len(labels), dtype=wide, device=hidden.device)
         chunks = slices(len(hidden), chunk_rows(len(weight), hidden.device.type))
         for chunk in chunks:
-            logits = hidden[chunk] @ weight.detach().t()
+            logits = cap_(hidden[chunk] @ weight.detach().t(), cap)
             _take_numbers(logits[:, :valid], local[chunk], here[chunk], numbers[:, chunk])
         # One message for all three numbers of all tokens.
         peaks, sums, found = comm.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
@@ -55,12 +61,12 @@ class _Losses(Function):
         counted = labels != IGNORE_INDEX
         # A single chunk is small enough to keep; more are computed again.
         ctx.kept = hidden, logits if len(chunks) == 1 else None, local, here, scale, counted, valid
-        ctx.weight = weight
+        ctx.weight, ctx.cap = weight, cap
         losses: Tensor = (scale - found.sum(0)).masked_fill(~counted, 0.0)
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, logits, local, here, scale, counted, valid = ctx.kept
         # Frees the kept logits as soon as they are turned into gradients.
         del ctx.kept
@@ -70,8 +76,10 @@ class _Losses(Function):
         def to_gradient(x: Tensor, chunk: slice) -> None:
             _to_gradient(x, local[chunk], here[chunk], scale[chunk], factor[chunk], valid)
 
-        needs = {"of_hidden": needs_hidden, "of_weight": needs_weight}
-        return *gradients_through_logits(hidden, ctx.weight, logits, to_gradient, **needs), None, None, None
+        found = gradients_through_logits(
+            hidden, ctx.weight, logits, to_gradient, of_hidden=needs_hidden, of_weight=needs_weight, cap=ctx.cap
+        )
+        return *found, None, None, None, None
 
 
 def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) -> None:

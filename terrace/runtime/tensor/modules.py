@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.decoder import check_positions
+from terrace.model.decoder import check_positions, scaled
 from terrace.model.layers import Normal, rms_norm
 from terrace.plan.tensor_traffic import row_tokens
 from terrace.runtime.batch import Batch
@@ -71,15 +71,22 @@ class TensorAxis(InBlockAxis):
         assert not self._input.is_arriving, "the first product of a region is of a weight that is cut, so it awaits all"
         return await_input(y, self.rows, self._input)
 
-    def leave(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream."""
+    def leave(self, x: Tensor, weight: nn.Parameter, more: Tensor | None = None) -> Tensor:
+        """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream.
+
+        `more` (B, S, H/C) is a part of the same sum.
+        """
+        in_parts = self.splits_tokens and self.num_chunks > 1
+        y = x if in_parts else F.linear(x, weight)
+        if more is not None and not in_parts:
+            y = y + more
         if not self.splits_tokens:
-            return self.rows.total(F.linear(x, weight))
+            return self.rows.total(y)
         held = self._input
         del self._input  # it lives as long as the graph of its region
-        if self.num_chunks > 1:
-            return product_scatter(self.pad(x), weight, self.rows, held)
-        return reduce_output(self.pad(F.linear(x, weight)), self.rows, held)
+        if in_parts:
+            return product_scatter(self.pad(x), weight, None if more is None else self.pad(more), self.rows, held)
+        return reduce_output(self.pad(y), self.rows, held)
 
     def pad(self, x: Tensor) -> Tensor:
         """From x (B, S, ...) to (T', ...)."""
@@ -139,6 +146,20 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, 0, 0, size - x.shape[0])) if x.shape[0] < size else x
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """This rank's part of an adapter: `down` (rank, inputs) and `up` (outputs, rank), cut as the weight beside them.
+
+    The weight's product is a sum over the axis that cuts its inputs, and so is the adapter's: a rank adds its own
+    x_l A_l^T B^T to its own product, and one message carries both sums. The matrix that is not cut has a part of its
+    gradient on each rank.
+    """
+
+    down: nn.Parameter
+    up: nn.Parameter
+    scale: float
+
+
 class _StandIn(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis) -> None:
         super().__init__()
@@ -146,14 +167,40 @@ class _StandIn(nn.Module):
         self._axis = axis
 
 
-class ColumnLinear(_StandIn):
+class _Linear(_StandIn):
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis, adapter: Adapter | None = None
+    ) -> None:
+        super().__init__(weight, bias, axis)
+        # Under the names that they have beside the weight.
+        self.lora_a: nn.Parameter | None = None if adapter is None else adapter.down
+        self.lora_b: nn.Parameter | None = None if adapter is None else adapter.up
+        self._scale = 0.0 if adapter is None else adapter.scale
+
+    def adapted(self, x: Tensor, used: slice | None = None, num_same: int = 1) -> Tensor | None:
+        """The adapter's product for x (..., inputs), of the outputs `used`; None without an adapter."""
+        down, up = self.lora_a, self.lora_b
+        if down is None or up is None:
+            return None
+        inner = F.linear(x, share(down, num_same)) * self._scale
+        return F.linear(inner, share(up if used is None else up[used], num_same))
+
+
+class ColumnLinear(_Linear):
     """From (B, S, H/C) to (B, S, n): a rank has some rows of the weight, so some columns of the result.
 
     `used` is the part of the output that this rank needs where it holds all of it (key-value heads), else None.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, used: slice | None, axis: TensorAxis) -> None:
-        super().__init__(weight, bias, axis)
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        used: slice | None,
+        axis: TensorAxis,
+        adapter: Adapter | None = None,
+    ) -> None:
+        super().__init__(weight, bias, axis, adapter)
         self._used = used
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,40 +211,46 @@ class ColumnLinear(_StandIn):
             y, bias = axis.product(x, self.weight), self.bias
         else:
             y, bias = axis.reads_input(F.linear(x, self.weight[used])), None if self.bias is None else self.bias[used]
+        more = self.adapted(x, used)  # after the weight's product, which waits for all of the input
         # Columns hold parts of the input features, so their products are summed before the bias.
-        y = axis.columns.total(y)
+        y = axis.columns.total(y if more is None else y + more)
         return y if bias is None else y + share(bias, axis.columns.degree)
 
 
-class WholeLinear(_StandIn):
+class WholeLinear(_Linear):
     """From the residual stream to features that no axis cuts, of each token where it is."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, add the bias."""
-        bias = None if self.bias is None else share(self.bias, self._axis.num_same)
-        return F.linear(x, share(self.weight, self._axis.num_same), bias)
+        num = self._axis.num_same
+        y = F.linear(x, share(self.weight, num), None if self.bias is None else share(self.bias, num))
+        more = self.adapted(x, num_same=num)
+        return y if more is None else y + more
 
 
-class RowLinear(_StandIn):
+class RowLinear(_Linear):
     """From (B, S, n) to the residual stream: a rank has some columns of the weight, so a part of a sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the rows, add the bias once."""
-        y = self._axis.leave(self._axis.columns.copy(x), self.weight)
+        x = self._axis.columns.copy(x)
+        y = self._axis.leave(x, self.weight, self.adapted(x))
         return y if self.bias is None else y + share(self.bias, self._axis.num_same)
 
 
 class Norm(_StandIn):
     """A norm over features that the columns have parts of; (..., H/C) to (..., H/C)."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis, offset: float = 0.0
+    ) -> None:
         super().__init__(weight, bias, axis)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.normal: Normal = rms_norm  # or another kernel of it, where a rank has all features
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: by its mean square without a bias, by mean and variance with one."""
-        weight = share(self.weight, self._axis.num_same)
+        weight = _moved(share(self.weight, self._axis.num_same), self.offset)
         bias = None if self.bias is None else share(self.bias, self._axis.num_same)
         # A rank has all features: torch's fused norm does.
         if self._axis.columns.degree == 1:
@@ -224,24 +277,52 @@ class HeadNorm(nn.Module):
     it.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = weight
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.normal: Normal = rms_norm
         self._axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., D)."""
-        return self.normal(x, share(self.weight, self._axis.columns.degree), self.eps)
+        return self.normal(x, _moved(share(self.weight, self._axis.columns.degree), self.offset), self.eps)
+
+
+class HeadsNorm(HeadNorm):
+    """RMS norm over all heads together, of which a rank has some, (..., n) to (..., n); the rows sum mean squares.
+
+    `used` is the part of the weight of the heads that this rank uses, where it holds all key-value heads. Rows that
+    share a head count it once each, as often as any other.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis, offset: float, used: slice | None) -> None:
+        super().__init__(weight, eps, axis, offset)
+        self._used = used or slice(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., n)."""
+        rows, weight = self._axis.rows, _moved(share(self.weight, self._axis.columns.degree), self.offset)[self._used]
+        if rows.degree == 1:
+            return self.normal(x, weight, self.eps)
+        # Statistics in fp32 at least.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = rows.sum_numbers(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * rows.degree)
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
+
+
+def _moved(weight: Tensor, offset: float) -> Tensor:
+    return weight + offset if offset else weight
 
 
 class VocabParallelEmbedding(nn.Module):
     """Tokens (B, S) to the residual stream; a rank looks up the part of the vocabulary that it has."""
 
-    def __init__(self, weight: nn.Parameter, positions: nn.Parameter | None, part: slice, axis: TensorAxis) -> None:
+    def __init__(
+        self, weight: nn.Parameter, positions: nn.Parameter | None, part: slice, axis: TensorAxis, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.weight, self.positions = weight, positions
+        self.weight, self.positions, self.scale = weight, positions, scale
         self._part = part
         self._axis = axis
 
@@ -254,7 +335,7 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (tokens < self._part.start) | (tokens >= self._part.stop)
         # Rows of other ranks are zero here and come in by the sum.
         found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, S, H)
+        found = scaled(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.scale)  # (B, S, H)
         if axis.splits_tokens:
             x = axis.rows.scatter(axis.spread(axis.pad(found)))
         else:
@@ -284,15 +365,17 @@ class VocabParallelHead(nn.Module):
     The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.
     """
 
-    def __init__(self, weight: nn.Parameter, norm: Norm, axis: TensorAxis) -> None:
+    def __init__(self, weight: nn.Parameter, norm: Norm, axis: TensorAxis, divisor: float = 1.0) -> None:
         super().__init__()
         self.weight = weight
         self.norm = norm
+        self.divisor = divisor  # of logits
         self._axis = axis
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Normalise x, wherever its tokens stand, and gather it from rows and columns."""
-        return self._axis.whole(self.norm(x))
+        x = self.norm(x)
+        return self._axis.whole(x if self.divisor == 1.0 else x / self.divisor)
 
 
 class ValueParallelHead(nn.Module):

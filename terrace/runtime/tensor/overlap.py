@@ -29,9 +29,13 @@ def arriving_linear(x: Tensor, weight: nn.Parameter, held: RegatheredInput, shap
     return apply(_Arriving, x, weight, held, shape)
 
 
-def product_scatter(x: Tensor, weight: nn.Parameter, comm: AxisComm, held: RegatheredInput) -> Tensor:
-    """This rank's part (m, H) of the sum over the rows of x (T, n) times the transposed weight (H, n)."""
-    return apply(_ProductScatter, x, weight, comm, held)
+def product_scatter(
+    x: Tensor, weight: nn.Parameter, more: Tensor | None, comm: AxisComm, held: RegatheredInput
+) -> Tensor:
+    """This rank's part (m, H) of the sum over the rows of x (T, n) times the transposed weight (H, n), plus `more`
+    (T, H).
+    """
+    return apply(_ProductScatter, x, weight, more, comm, held)
 
 
 class _Arriving(Function):
@@ -59,7 +63,9 @@ class _Arriving(Function):
 
 class _ProductScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, more: Tensor | None, comm: AxisComm, held: RegatheredInput
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.comm, ctx.held = weight, comm, held
         values, tokens = weight.detach(), x.shape[0] // comm.degree
@@ -70,6 +76,8 @@ class _ProductScatter(Function):
         for start, stop in chunk_bounds(tokens, held.num_chunks):
             comm.in_block.computes(ComputeKind.OUTPUTS)
             product = F.linear(by_rank[:, start:stop].flatten(0, 1), values)
+            if more is not None:
+                product += more.view(comm.degree, tokens, -1)[:, start:stop].flatten(0, 1)
             # The product must live until its message has been read.
             under_way.append((comm.start_reduce(part[start:stop], product), product))
         # The region's input has been used by its last product.
@@ -79,7 +87,7 @@ class _ProductScatter(Function):
         return part
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         comm, held, gradient = ctx.comm, ctx.held, gradients[0].contiguous()
         bounds = chunk_bounds(gradient.shape[0], held.num_chunks)
@@ -101,4 +109,4 @@ class _ProductScatter(Function):
         own = None
         if ctx.needs_input_grad[1] and not record_product(ctx.weight, rows, x):
             own = rows.t().mm(x)
-        return inputs.flatten(0, 1), own, None, None
+        return inputs.flatten(0, 1), own, rows if ctx.needs_input_grad[2] else None, None, None

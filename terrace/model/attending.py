@@ -1,0 +1,46 @@
+"""Attention of a layer that another library has written: its own projections, and this project's products in between.
+
+Tokens see what they see in `terrace.model.attention`; where keys are on other ranks, an axis replaces `plans`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError
+from terrace.model.attention import Plans, attend
+from terrace.model.attention_plans import AttentionPlans
+
+
+class DeclaredAttention(nn.Module):
+    """The attention of one layer, without parameters: heads as the layer has projected them, to their outputs."""
+
+    def __init__(self, window: int, is_grouped: bool) -> None:
+        super().__init__()
+        self.plans: Plans = AttentionPlans(window, is_grouped=is_grouped)
+        self.window, self.is_running = window, False
+        self._positions: Tensor | None = None
+
+    @contextmanager
+    def on(self, positions: Tensor | None) -> Iterator[None]:
+        """While the body runs, the layer attends by this, with documents by `positions` (B, S)."""
+        before = self.is_running, self._positions
+        self.is_running, self._positions = True, positions
+        try:
+            yield
+        finally:
+            self.is_running, self._positions = before
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Outputs (B, N, S, D) of query (B, N, S, D) over keys and values (B, K, S, D).
+
+        Raises `ModelError` for another `scale` of the scores than 1 / sqrt(D).
+        """
+        size = query.shape[3]
+        if scale is not None and abs(scale * size**0.5 - 1) > 1e-6:
+            raise ModelError(
+                f"the layer scales its scores by {scale:.6g}, and declared attention by 1 / sqrt({size}): leave the "
+                "declaration out"
+            )
+        return attend(query, key, value, self.plans.plan(self._positions, query))

@@ -1,0 +1,1 @@
+"""Folders of `torch.distributed.checkpoint` (DCP): tensors read and written by name."""

@@ -1,0 +1,163 @@
+"""Names that other programs give the parameters of a model in a DCP folder.
+
+A DCP folder holds the state dict of a program, so names begin with the keys around the model: `model.` where it was
+saved as `{"model": ...}`, nothing in torchtitan. Behind them stand the names of Hugging Face, or torchtitan's own.
+torchtitan's Llama turns neighbouring elements of a head as a pair, and Hugging Face's the two halves of a head: the
+rows of query and key are reordered. Its Qwen 3 turns halves.
+
+Source: `state_dict_adapter.py` of torchtitan's llama3 and qwen3; newer releases call the output matrix `lm_head`, and
+put `qkv_linear` before `wq`, `wk` and `wv`.
+
+Shape legend: N heads, D head size, H hidden.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from terrace.base.errors import ModelError
+from terrace.base.printable import printable
+from terrace.model.config import ModelConfig
+from terrace.model.hf.names import NAMES
+
+HUGGING_FACE, TORCHTITAN = "hf", "torchtitan"
+NAMINGS = (HUGGING_FACE, TORCHTITAN)
+OPTIMIZER = "optimizer"  # key of optimizer states in a state dict
+
+_EMBEDDING = "model.embed_tokens.weight"
+_TITAN_ENDS = {
+    _EMBEDDING: "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_TITAN_LAYER = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+# Beside a model without a key of its own.
+_OTHERS = (f"{OPTIMIZER}.", "optim.", "lr_scheduler.", "train_state", "dataloader")
+_TITAN_FAMILIES = ("llama", "qwen3")
+# Names that modules of transformers have since release 5 where its files keep another: the output matrix of GPT-NeoX.
+_IN_FILES = {"lm_head.weight": "embed_out.weight"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+
+
+def _titan_name(name: str) -> str | None:
+    """torchtitan's name of a parameter that Hugging Face calls `name`; None where it has none."""
+    if name in _TITAN_ENDS:
+        return _TITAN_ENDS[name]
+    found = _LAYER.fullmatch(name)
+    theirs = None if found is None else _TITAN_LAYER.get(found[2])
+    return None if found is None or theirs is None else f"layers.{found[1]}.{theirs}.weight"
+
+
+def program_name(name: str, naming: str) -> str:
+    """The name that a program has for a tensor of a Hugging Face file; raises `ModelError` where it has none."""
+    if naming == HUGGING_FACE:
+        return next((own for own, in_files in _IN_FILES.items() if in_files == name), name)
+    found = _titan_name(name)
+    if found is None:
+        raise ModelError(f"torchtitan has no name for {name}: take the names of Hugging Face ({HUGGING_FACE})")
+    return found
+
+
+def check_dense(config: ModelConfig) -> None:
+    """Raise `ModelError` for a mixture: its experts are stacks under names that differ between releases."""
+    if config.experts is not None:
+        raise ModelError(
+            f"a DCP folder is read and written of dense models alone, and this {config.family} has experts: take "
+            "safetensors (save_pretrained, terrace export --format hf)"
+        )
+
+
+def check_titan(config: ModelConfig) -> None:
+    """Raise `ModelError` for a model that torchtitan does not have under its names."""
+    if config.family not in _TITAN_FAMILIES:
+        raise ModelError(
+            f"torchtitan's names are known of {' and '.join(_TITAN_FAMILIES)} models alone, and this is "
+            f"{config.family}: take the names of Hugging Face ({HUGGING_FACE})"
+        )
+
+
+def heads_of(config: ModelConfig, name: str) -> int:
+    """Heads whose rows torchtitan has in another order in the tensor that Hugging Face calls `name`, or 0."""
+    if config.family != "llama":
+        return 0
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(module, 0)
+
+
+def to_titan(value: Tensor, num_heads: int) -> Tensor:
+    """Rows of halves (N 2 D/2, H) as rows of neighbours (N D/2 2, H)."""
+    rows = value.reshape(num_heads, 2, -1, value.shape[-1]) if num_heads else value  # (N, 2, D/2, H)
+    return rows.transpose(1, 2).flatten(0, 2) if num_heads else value
+
+
+def from_titan(value: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `to_titan`."""
+    rows = value.reshape(num_heads, -1, 2, value.shape[-1]) if num_heads else value  # (N, D/2, 2, H)
+    return rows.transpose(1, 2).flatten(0, 2) if num_heads else value
+
+
+def model_names(names: Collection[str], where: str) -> tuple[str, dict[str, str]]:
+    """(naming, Hugging Face name -> name) of the model among the `names` of a DCP folder `where`.
+
+    Raises `ModelError` where there is no model, or more than one.
+    """
+    # A model without its head leaves out the base of its names, so short names count where there are no long ones.
+    found = next(filter(None, (_embeddings(names, short=short) for short in (False, True))), [])
+    if not found:
+        raise ModelError(
+            f"{where} has no embedding under a name of Hugging Face or torchtitan, but {_some(names)}: save the state "
+            "dict of the whole model"
+        )
+    if len(found) > 1:
+        keys = [prefix or "no key" for _, prefix in found]
+        raise ModelError(f"{where} has more than one model, under {_some(keys)}: save the one to load alone")
+    naming, prefix = found[0]
+    own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    own = {name: whole for name, whole in own.items() if not name.startswith(_OTHERS)}
+    if naming == TORCHTITAN:
+        return naming, _from_titan_names(own)
+    if any(name.endswith(NAMES["gpt_neox"].embedding + ".weight") for name in own):
+        own = {_IN_FILES.get(name, name): whole for name, whole in own.items()}
+    return naming, own
+
+
+def _embeddings(names: Collection[str], *, short: bool) -> list[tuple[str, str]]:
+    bases = {f"{'' if short else each.base}{each.embedding}.weight" for each in NAMES.values()}
+    known = [*((HUGGING_FACE, base) for base in sorted(bases)), (TORCHTITAN, _TITAN_ENDS[_EMBEDDING])]
+    return [
+        (naming, name.removesuffix(embedding))
+        for naming, embedding in known
+        for name in names
+        if name == embedding or name.endswith(f".{embedding}")
+    ]
+
+
+def _from_titan_names(own: Mapping[str, str]) -> dict[str, str]:
+    ends = {theirs: ours for ours, theirs in _TITAN_ENDS.items()}
+    layer = {theirs: ours for ours, theirs in _TITAN_LAYER.items()}
+    found = {}
+    for name, whole in own.items():
+        plain = name.replace(".attention.qkv_linear.", ".attention.")
+        plain = ends.get("output.weight" if plain == "lm_head.weight" else plain, plain)
+        parts = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", plain)
+        if parts is not None and parts[2] in layer:
+            plain = f"model.layers.{parts[1]}.{layer[parts[2]]}.weight"
+        found[plain] = whole
+    return found
+
+
+def _some(names: Collection[str], most: int = 3) -> str:
+    return ", ".join(printable(name) for name in sorted(names)[:most]) + (" ..." if len(names) > most else "")

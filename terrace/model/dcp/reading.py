@@ -1,0 +1,135 @@
+"""Tensors of a DCP folder, by the names and with the calls of an open safetensors file.
+
+A tensor is read whole, chunk by chunk. A chunk is what `torch.save` wrote, so torch's own unpickler reads it, which
+admits tensors alone (`weights_only`).
+"""
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.base.errors import ModelError
+from terrace.base.printable import printable
+from terrace.model.config import ModelConfig
+from terrace.model.dcp.metadata import Chunk, DcpTensor, read_metadata
+from terrace.model.dcp.names import TORCHTITAN, check_dense, check_titan, from_titan, heads_of, model_names
+from terrace.model.hf.folder import METADATA
+
+_TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# The errors of `torch.load` on bytes that are damaged or hold anything but a tensor.
+_UNREADABLE = (RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile)
+
+
+class DcpWeights:
+    """The model of a DCP folder, opened for reading: its tensors under the names and in the order of Hugging Face.
+
+    Raises `ModelError` for a `.metadata` that cannot be read or has no model, and for files that are missing or too
+    short.
+    """
+
+    def __init__(self, folder: Path, config: Callable[[], ModelConfig]) -> None:
+        self.folder, self._config = folder, config
+        self._tensors = read_metadata(folder)
+        self.naming, self._names = model_names(self._tensors, str(folder / METADATA))
+        self._check_files()
+        # A tensor may be asked for part by part, as query, key and value of one matrix.
+        self._last: tuple[str, Tensor] | None = None
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for name in self._names.values():
+            for chunk in self._tensors[name].chunks:
+                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.position + chunk.num_bytes)
+        for file, end in sorted(ends.items()):
+            path = self.folder / file
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise ModelError(f"cannot read {path}: {error.strerror}; copy the folder again") from error
+            if size < end:
+                raise ModelError(f"{path} has {size} bytes, and {METADATA} needs {end}: copy the folder again")
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise `ModelError` for a model whose parameters have no known names in a DCP folder."""
+        check_dense(config)
+        if self.naming == TORCHTITAN:
+            check_titan(config)
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+    def metadata(self) -> Mapping[str, str]:
+        """None of the metadata that safetensors files may have."""
+        return {}
+
+    def get_slice(self, name: str) -> "_Slice":
+        """A tensor that is read when it is indexed."""
+        return _Slice(self, name, self._tensors[self._names[name]])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A whole tensor on the CPU, in its stored dtype; raises `ModelError`."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next takes its memory
+            value = self._read(self._names[name], self._tensors[self._names[name]])
+            if self.naming == TORCHTITAN:
+                value = from_titan(value, heads_of(self._config(), name))
+            self._last = name, value
+        return self._last[1]
+
+    def _read(self, name: str, stored: DcpTensor) -> Tensor:
+        if stored.dtype not in _TORCH:
+            raise ModelError(f"{name} in {self.folder} is stored as {stored.dtype}, which is no plain float")
+        dtype = _TORCH[stored.dtype]
+        if len(stored.chunks) == 1:
+            return self._chunk(name, stored.chunks[0], dtype)
+        whole, seen = torch.empty(stored.shape, dtype=dtype), torch.zeros(stored.shape, dtype=torch.bool)
+        for chunk in stored.chunks:
+            box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.shape, strict=True))
+            whole[box] = self._chunk(name, chunk, dtype)
+            seen[box] = True
+        # The chunks have as many elements as the tensor, so an overlap leaves a gap.
+        if not bool(seen.all()):
+            raise ModelError(f"the chunks of {name} in {self.folder} overlap: save the model again")
+        return whole
+
+    def _chunk(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        path = self.folder / chunk.file
+        if not prod(chunk.shape):
+            return torch.empty(chunk.shape, dtype=dtype)
+        try:
+            with path.open("rb") as file:
+                file.seek(chunk.position)
+                content = io.BytesIO(file.read(chunk.num_bytes))
+            found: Any = torch.load(content, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        except _UNREADABLE as error:
+            reason = printable(str(error).partition("\n")[0])[:80]
+            raise ModelError(f"{name} in {path} is damaged ({reason}): copy the folder again") from error
+        if not isinstance(found, Tensor) or found.shape != chunk.shape or found.dtype != dtype or found.is_sparse:
+            raise ModelError(f"{name} in {path} is not the tensor that {METADATA} says: copy the folder again")
+        return found.detach()
+
+
+@dataclass(frozen=True)
+class _Slice:
+    folder: DcpWeights
+    name: str
+    stored: DcpTensor
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def get_dtype(self) -> str:
+        return self.stored.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.folder.get_tensor(self.name)[index]

@@ -1,0 +1,115 @@
+"""Writing a DCP folder: one process writes whole tensors one after the other, as `dcp.save` of one rank would.
+
+`dcp.load` cuts a tensor for its ranks while it reads. Objects (numbers, None) are written once however many names have
+them: several names may lead to one place in a file.
+"""
+
+import os
+import pickle
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from terrace.base.files import respect_umask, write_atomic
+from terrace.model.hf.folder import METADATA
+
+_VERSION = "1.0.0"  # of the format, as torch 2.6 to 2.13 write it; earlier ones ignore it
+
+
+class DcpWriter:
+    """Writes tensors and objects into the files of `folder`, each of at most `file_bytes` unless a tensor is larger.
+
+    `finish` writes `.metadata`, without which the folder is none of DCP. Raises `OSError`.
+    """
+
+    def __init__(self, folder: Path, file_bytes: int) -> None:
+        self.folder, self._limit = folder, file_bytes
+        self.files: list[str] = []
+        self._file: IO[bytes] | None = None
+        self._described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
+        self._objects: dict[str, _StorageInfo] = {}
+
+    def tensor(self, path: tuple[str, ...], value: Tensor) -> None:
+        """Write a tensor whose name is `path`, the keys of a state dict, joined by dots."""
+        value = value.detach().contiguous()
+        start = torch.Size([0] * value.dim())
+        self._add(
+            path,
+            TensorStorageMetadata(
+                properties=TensorProperties(dtype=value.dtype),
+                size=value.shape,
+                chunks=[ChunkStorageMetadata(offsets=start, sizes=value.shape)],
+            ),
+            start,
+            self._write(value, value.nbytes),
+        )
+
+    def alias(self, path: tuple[str, ...], of: tuple[str, ...]) -> None:
+        """Give a tensor that was written a second name, as a tied matrix has."""
+        first, name = ".".join(of), ".".join(path)
+        described = self._described[first]
+        assert isinstance(described, TensorStorageMetadata), f"{first} is no tensor"
+        start = described.chunks[0].offsets
+        self._add(path, described, start, self._places[MetadataIndex(first, start)])
+        assert name in self._described
+
+    def object(self, path: tuple[str, ...], value: Any) -> None:
+        """Write a number, text, None, or a tuple of these."""
+        key = repr((type(value), value))
+        if key not in self._objects:
+            self._objects[key] = self._write(value, 0)
+        self._add(path, BytesStorageMetadata(), None, self._objects[key])
+
+    def finish(self) -> list[str]:
+        """Write `.metadata` and return the names of the files."""
+        self._close()
+        metadata = Metadata(
+            state_dict_metadata=self._described,
+            planner_data=self._paths,
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+        )
+        # Releases before 2.6 have no such field.
+        metadata.version = _VERSION
+        write_atomic(self.folder / METADATA, pickle.dumps(metadata, protocol=4))
+        return [METADATA, *self.files]
+
+    def _add(self, path: tuple[str, ...], described: Any, start: torch.Size | None, place: _StorageInfo) -> None:
+        name = ".".join(path)
+        assert name not in self._described, f"{name} is written twice"
+        self._described[name], self._paths[name] = described, path
+        self._places[MetadataIndex(name, start, None if start is None else 0)] = place
+
+    def _write(self, value: Any, num_bytes: int) -> _StorageInfo:
+        if self._file is not None and self._file.tell() and self._file.tell() + num_bytes > self._limit:
+            self._close()
+        if self._file is None:
+            # As `dcp.save` names the files of rank 0.
+            self.files.append(f"__0_{len(self.files)}.distcp")
+            self._file = (self.folder / self.files[-1]).open("wb")
+        begin = self._file.tell()
+        torch.save(value, self._file)
+        return _StorageInfo(self.files[-1], begin, self._file.tell() - begin)
+
+    def _close(self) -> None:
+        if self._file is None:
+            return
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        respect_umask(self.folder / self.files[-1])
+        self._file = None

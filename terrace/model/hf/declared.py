@@ -1,0 +1,232 @@
+"""Declared blocks of a `transformers` model: what dims of its parameters count, and attention that axes can take over.
+
+A tensor axis cuts parameters by what their dims count, and a context axis spreads the tokens that attend together. The
+declaration says the first; attention lies where the output projection is, and runs through this project's own products
+while a block runs. The model's own forward keeps its own attention.
+
+What is declared is checked before it is used: every parameter has dims, projections are `nn.Linear`, norms compute what
+the axis would put in their place, and the blocks give the model's logits with the attention of this project.
+"""
+
+import copy
+import fnmatch
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError, did_you_mean
+from terrace.model.attending import DeclaredAttention
+from terrace.model.spec import BlockSpec, ParamSpec
+
+_HEADS, _KV_HEADS = "heads", "kv_heads"
+_COUNTED = ("hidden", "intermediate", "vocab", "head_dim", "positions")  # a unit is one element
+_IMPLEMENTATION, _ORIGINAL = "terrace", "sdpa"
+_SITE = "terrace_attention"  # on the model's attention module, not as a child of it
+_EPSILONS = ("eps", "variance_epsilon")
+_NORM_TOLERANCE = 1e-4  # of values near 1; 16-bit norms differ in their last bit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What the dims of a decoder's parameters count.
+
+    - `heads`, `kv_heads`: numbers of query heads and of key-value heads; without the second, as many as the first;
+    - `dims`: a pattern over the model's own names of parameters -> the quantity that each dim counts: `hidden` (the
+      residual stream), `heads`, `kv_heads`, `intermediate` (the inner size of the MLP), `vocab`, `head_dim`,
+      `positions`.
+    """
+
+    heads: int
+    kv_heads: int | None = None
+    dims: Mapping[str, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        for name, number in ((_HEADS, self.heads), (_KV_HEADS, self.kv_heads)):
+            if number is not None and number < 1:
+                raise ModelError(f"{name} = {number} of a declaration must be at least 1")
+        for pattern, names in self.dims.items():
+            for name in names:
+                if name not in (_HEADS, _KV_HEADS, *_COUNTED):
+                    raise ModelError(
+                        f"dims[{pattern!r}] counts {name!r}, which no axis knows"
+                        f"{did_you_mean(name, (_HEADS, _KV_HEADS, *_COUNTED))}"
+                    )
+
+    def of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+        """(Quantity, units) of each dim of the parameter `name`; raises `ModelError` unless one pattern fits it."""
+        fitting = [pattern for pattern in self.dims if fnmatch.fnmatchcase(name, pattern)]
+        if len(fitting) != 1:
+            found = " and ".join(repr(pattern) for pattern in fitting) if fitting else "no pattern"
+            raise ModelError(
+                f"{name} {list(shape)} fits {found} of the declaration, and must fit one: say there what its dims count"
+            )
+        names = self.dims[fitting[0]]
+        if len(names) != len(shape):
+            raise ModelError(f"{name} has the shape {list(shape)}, and dims[{fitting[0]!r}] names {len(names)} dims")
+        # The table of words has whole rows, whichever axis cuts the residual stream.
+        of_table = "features" if "vocab" in names else "hidden"
+        return tuple(
+            (of_table if each == "hidden" else each, self._units(name, each, size))
+            for each, size in zip(names, shape, strict=True)
+        )
+
+    def _units(self, name: str, counted: str, size: int) -> int:
+        if counted not in (_HEADS, _KV_HEADS):
+            return size
+        units = self.heads if counted == _HEADS or self.kv_heads is None else self.kv_heads
+        if size % units:
+            raise ModelError(f"{name} has a dim of {size} declared as {counted}, which are {units}: no whole head each")
+        return units
+
+
+def declared_specs(blocks: Sequence[nn.Module], declaration: Declaration) -> tuple[BlockSpec, ...]:
+    """Specs of the blocks of `terrace.blocks_of` with the dims of a declaration."""
+    owners: dict[int, int] = {}
+    specs = []
+    for index, block in enumerate(blocks):
+        names: Any = block.original_names
+        own = [
+            (name, param) for name, param in block.named_parameters() if owners.setdefault(id(param), index) == index
+        ]
+        params = tuple(
+            ParamSpec(name=name, shape=tuple(param.shape), dims=declaration.of(names[name], tuple(param.shape)))
+            for name, param in own
+        )
+        specs.append(BlockSpec(name=str(block.block_name), params=params))
+    _check_sizes(specs)
+    return tuple(specs)
+
+
+def _check_sizes(specs: Sequence[BlockSpec]) -> None:
+    # A quantity has one size in all of the model, of heads and key-value heads the size of a head.
+    first: dict[str, tuple[int, str]] = {}
+    for spec in specs:
+        for param in spec.params:
+            for size, (counted, units) in zip(param.shape, param.dims, strict=True):
+                key, own = ("hidden" if counted == "features" else counted), size
+                if counted in (_HEADS, _KV_HEADS):
+                    key, own = "a head", size // units
+                known, where = first.setdefault(key, (own, f"{spec.name}.{param.name}"))
+                if known != own:
+                    raise ModelError(
+                        f"{spec.name}.{param.name} {list(param.shape)} would have {key} of {own}, and {where} one of "
+                        f"{known}: correct what its dims count"
+                    )
+
+
+def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: int, what: str) -> DeclaredAttention:
+    """Put this project's attention into a layer, for the forwards of its block; names in `spec` begin with `prefix`.
+
+    Raises `ModelError` for a layer without one output projection of heads, or whose attention cannot be replaced.
+    """
+    dims = {param.name.removeprefix(prefix): [name for name, _ in param.dims] for param in spec.params}
+    outputs = [name for name, names in dims.items() if names == ["hidden", _HEADS]]
+    if len(outputs) != 1:
+        raise ModelError(
+            f"{spec.name} of {what} has {len(outputs)} parameters with the dims (hidden, heads), and attention lies "
+            "before the one that has them: declare the output projection so"
+        )
+    module: Any = layer.get_submodule(outputs[0].rpartition(".")[0].rpartition(".")[0])
+    config = getattr(module, "config", None)
+    if getattr(config, "_attn_implementation", None) not in (_ORIGINAL, _IMPLEMENTATION):
+        raise ModelError(
+            f"{type(module).__name__} of {what} does not attend by attn_implementation = {_ORIGINAL!r}: load the model "
+            "with it"
+        )
+    grouped = any(names[0] == _KV_HEADS for names in dims.values())
+    attention = DeclaredAttention(window, grouped)
+    _register()
+    # A configuration of its own: the masks of the model's own forward go by the model's.
+    module.config = copy.copy(config)
+    module.config._attn_implementation = _IMPLEMENTATION
+    module.__dict__[_SITE] = attention
+    return attention
+
+
+def _register() -> None:
+    # transformers is imported only for its own models.
+    utils = importlib.import_module("transformers.modeling_utils")
+    utils.AttentionInterface.register(_IMPLEMENTATION, _attention)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function of `transformers`: heads (B, N, S, D) to (B, S, N, D)."""
+    attention: DeclaredAttention = module.__dict__[_SITE]
+    if not attention.is_running:
+        functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+        found: tuple[Tensor, Tensor | None] = functions[_ORIGINAL](module, query, key, value, attention_mask, **options)
+        return found
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} attends with {name}, which declared attention does not have")
+    if (options.get("sliding_window") or 0) != attention.window:
+        raise ModelError(
+            f"{type(module).__name__} attends within {options['sliding_window']} tokens, and its configuration says "
+            f"{attention.window or 'all'}: leave the declaration out"
+        )
+    if options.get("dropout"):
+        raise ModelError(
+            f"{type(module).__name__} drops {options['dropout']} of its scores: set attention_dropout to 0"
+        )
+    return attention(query, key, value, options.get("scaling")).transpose(1, 2).contiguous(), None
+
+
+def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, float]:
+    """Epsilons of the norms of a block, by the module's name.
+
+    Raises `ModelError` for a module whose stand-in under a tensor axis would compute something else.
+    """
+    epsilons: dict[str, float] = {}
+    for param in spec.params:
+        name, _, ending = param.name.rpartition(".")
+        module = block.get_submodule(name)
+        counted = [each for each, _ in param.dims]
+        if counted in (["hidden"], ["head_dim"]) and ending == "weight":
+            epsilons[name] = _checked_norm(module, f"{spec.name}.{name}", what)
+        elif (
+            len(counted) == 2
+            and "vocab" not in counted
+            and type(module) is not nn.Linear
+            and "positions" not in counted
+        ):
+            raise ModelError(
+                f"{spec.name}.{name} of {what} is a {type(module).__name__}: a declared matrix belongs to an nn.Linear"
+            )
+    return epsilons
+
+
+@torch.no_grad()
+def _checked_norm(module: Any, name: str, what: str) -> float:
+    eps = next((float(found) for key in _EPSILONS if isinstance(found := getattr(module, key, None), float)), None)
+    if eps is None:
+        raise ModelError(f"{name} of {what} is declared as a norm and has no epsilon ({' or '.join(_EPSILONS)})")
+    weight, bias = module.weight, getattr(module, "bias", None)
+    x = torch.linspace(-1.5, 2.0, 3 * weight.numel(), dtype=weight.dtype, device=weight.device).view(3, -1)
+    # A weight of ones would hide that it is added to 1.
+    before = weight.detach().clone()
+    try:
+        weight.copy_(torch.linspace(0.5, 1.5, weight.numel()))
+        found = module(x)
+        wanted = normed(x, weight, bias, eps)
+    finally:
+        weight.copy_(before)
+    if found.shape != x.shape or (found - wanted).abs().max() > (_NORM_TOLERANCE if x.dtype.itemsize > 2 else 0.05):
+        raise ModelError(
+            f"{name} of {what} is a {type(module).__name__} that computes neither torch's rms_norm nor its layer_norm, "
+            "which a tensor axis would put in its place: leave the declaration out"
+        )
+    return eps
+
+
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """torch's rms norm, or with a bias its layer norm."""
+    if bias is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)

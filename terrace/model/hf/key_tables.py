@@ -1,0 +1,228 @@
+"""The keys of `config.json` that each model family implements, with the defaults of `transformers`.
+
+terrace.model.hf.families gives them their meaning. The defining sizes of a model (vocabulary, width, depth, heads) have
+defaults in `transformers` too, but are required here: a forgotten key should not silently train a model of seven
+billion parameters.
+"""
+
+from dataclasses import dataclass
+
+ROOT_OF_HIDDEN = "root of hidden"  # as a family's constant: the embedding times sqrt(H)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RotaryTable:
+    # keys and defaults that all families with rotary positions share
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaTable(_RotaryTable):
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralTable(_RotaryTable):
+    num_key_value_heads: int | None
+    head_dim: int | None = None
+    max_position_embeddings: int = 4096 * 32
+    rms_norm_eps: float = 1e-6
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Table(_RotaryTable):
+    """The implemented keys of `Qwen2Config`, with its defaults. The first `max_window_layers` have no window."""
+
+    num_key_value_heads: int | None
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Table(Qwen2Table):
+    head_dim: int | None = 128
+    attention_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmolLM3Table(LlamaTable):
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32768
+    tie_word_embeddings: bool = True
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: int = 4
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteTable(LlamaTable):
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo2Table(_RotaryTable):
+    num_key_value_heads: int | None = None
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Table(_RotaryTable):
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 4096
+    original_max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GemmaTable:
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int = 8192
+    hidden_activation: str = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    query_pre_attn_scalar: float = 256.0
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma2Table(_GemmaTable):
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Table(_GemmaTable):
+    max_position_embeddings: int = 131072
+    sliding_window_pattern: int = 6
+    final_logit_softcapping: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoXTable(_RotaryTable):
+    layer_norm_eps: float = 1e-5
+    hidden_act: str = "gelu"
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Table:
+    vocab_size: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_inner: int | None = None
+    n_positions: int = 1024
+    layer_norm_epsilon: float = 1e-5
+    activation_function: str = "gelu_new"
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MixtureTable(_RotaryTable):
+    # keys and defaults that families with experts share
+
+    num_key_value_heads: int | None
+    num_experts_per_tok: int
+    rms_norm_eps: float = 1e-6
+    route: str = "gate"  # Terrace's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BalancedTable(_MixtureTable):
+    # Their loss has a part of the router's if its logits are asked for. The gate is a key of Terrace's own.
+
+    gate: str = "softmax"
+    router_size: int = 0
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralTable(_BalancedTable):
+    num_local_experts: int
+    head_dim: int | None = None
+    max_position_embeddings: int = 4096 * 32
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _QwenMoeTable(_BalancedTable):
+    num_experts: int
+    moe_intermediate_size: int
+    max_position_embeddings: int = 32768
+    norm_topk_prob: bool = False
+    mlp_only_layers: tuple[int, ...] | None = None
+    decoder_sparse_step: int = 1
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2MoeTable(_QwenMoeTable):
+    """The implemented keys of `Qwen2MoeConfig`. Without `layer_types` a window is in every other layer alone."""
+
+    shared_expert_intermediate_size: int
+    qkv_bias: bool = True
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeTable(_QwenMoeTable):
+    head_dim: int | None = None
+    attention_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeTable(_MixtureTable):
+    n_routed_experts: int
+    moe_intermediate_size: int
+    head_dim: int | None = None
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = 1

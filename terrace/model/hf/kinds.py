@@ -1,0 +1,137 @@
+"""The keys of `config.json` that say how each layer attends, to `ModelConfig.kinds` and back.
+
+Windows are named by `sliding_window` and, layer by layer, by `layer_types`; where these are absent each family has a
+rule of its own. `no_rope_layers` has a 1 for every layer whose queries and keys are turned.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.errors import ModelError
+from terrace.model.windows import widest_window
+
+if TYPE_CHECKING:
+    from terrace.model.hf.families import Family
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+_MOST_LAYERS = 10**5  # absurd numbers are refused where all sizes are; until then they must not fill memory
+
+
+def read_kinds(
+    loaded: Any, family: "Family", turns: Mapping[str, tuple[float, Mapping[str, Any] | None]]
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say how layers attend: windows, RoPE, and fields of kinds where layers differ.
+
+    `turns` are base and scaling for each kind of layer. Raises `ModelError` for layers that are not implemented.
+    """
+    num_layers = max(0, min(loaded.num_hidden_layers, _MOST_LAYERS)) if hasattr(loaded, "num_hidden_layers") else 0
+    turned = _turned(loaded, num_layers)
+    window, kinds = _window(loaded, family), _named(loaded, family, turned)
+    if kinds is None:
+        kinds = [SLIDING if window else FULL] * num_layers
+    found: list[dict[str, Any]] = [
+        {
+            "sliding_window": window if kind == SLIDING else 0,
+            "rope_theta": turns[kind][0] if is_turned else 0.0,
+            "rope_scaling": turns[kind][1] if is_turned else None,
+        }
+        for kind, is_turned in zip(kinds, turned, strict=True)
+    ]
+    if not found:  # a family without kinds, or no layers
+        return {"rope_theta": turns[FULL][0], "rope_scaling": turns[FULL][1], "sliding_window": window}
+    widest = widest_window([window if kind == SLIDING else 0 for kind in kinds])
+    # The widest layer that is turned speaks for all.
+    main = max(found, key=lambda kind: (kind["rope_theta"] > 0, kind["sliding_window"] == widest))
+    alike = all(kind == found[0] for kind in found)
+    return main | {"sliding_window": widest} | ({} if alike else {"kinds": tuple(found)})
+
+
+def kinds_of(fields: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The fields of the kind of every layer."""
+    alike = {key: fields[key] for key in ("sliding_window", "rope_theta", "rope_scaling")}
+    return fields["kinds"] or [alike] * fields["num_layers"]
+
+
+def write_kinds(fields: Mapping[str, Any], family: "Family") -> dict[str, Any]:
+    """The keys that `read_kinds` reads as these fields of a `ModelConfig`, but for RoPE."""
+    num_layers, table, kinds = fields["num_layers"], dict[str, Any](), kinds_of(fields)
+    windows = [kind["sliding_window"] for kind in kinds]
+    if family.windows:
+        has_window = max(windows) > 0
+        table["sliding_window"] = max(windows)
+        if family.windows in ("after", "unturned", "alternating"):
+            table["use_sliding_window"] = has_window
+        if family.windows in ("after", "alternating"):
+            table["max_window_layers"] = 0 if has_window else num_layers
+        if family.mixes and (len(set(windows)) > 1 or (has_window and family.windows != "after") or family.names_kinds):
+            table["layer_types"] = [SLIDING if window else FULL for window in windows]
+    if family.no_rope_key:
+        table[family.no_rope_key] = [int(kind["rope_theta"] > 0) for kind in kinds]
+    return table
+
+
+def _turned(loaded: Any, num_layers: int) -> list[bool]:
+    if not hasattr(loaded, "no_rope_layers"):
+        return [True] * num_layers
+    named, every = loaded.no_rope_layers, loaded.no_rope_layer_interval
+    if named is None:
+        if every < 1:
+            raise ModelError(f"no_rope_layer_interval = {every} must be at least 1: a layer in so many is not turned")
+        return [bool((layer + 1) % every) for layer in range(num_layers)]
+    if len(named) < num_layers or set(named) - {0, 1}:
+        raise ModelError(
+            f"no_rope_layers = {list(named)} must have a 1 (turned) or a 0 for each of the {num_layers} layers"
+        )
+    return [bool(each) for each in named[:num_layers]]
+
+
+def _window(loaded: Any, family: "Family") -> int:
+    window = getattr(loaded, "sliding_window", None)
+    switched = getattr(loaded, "use_sliding_window", True)
+    if window is None or not family.windows or not switched:
+        return 0
+    return int(window)
+
+
+def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] | None:
+    # The kind of each layer; None: all have the window, if there is one.
+    kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(turned)
+    if kinds is None and family.windows == "pattern" and not window:
+        # Their layers are of two kinds all the same, with a RoPE each.
+        raise ModelError("sliding_window = None needs layer_types, which name no window: give one of them")
+    if kinds is None:
+        sliding = _sliding(loaded, family, turned)
+        return None if sliding is None or not window else [SLIDING if each else FULL for each in sliding]
+    if len(kinds) != num_layers or set(kinds) - {SLIDING, FULL}:
+        raise ModelError(
+            f"layer_types = {list(kinds)} is not implemented: name {SLIDING!r} or {FULL!r} for each of the "
+            f"{num_layers} layers, or leave it out"
+        )
+    if SLIDING in kinds and not window:
+        raise ModelError(
+            f"layer_types = {list(kinds)} is not implemented without a window: make all {num_layers} {FULL!r}, or "
+            "give sliding_window"
+        )
+    if window and not family.mixes and set(kinds) != {SLIDING}:
+        raise ModelError(
+            f"layer_types = {list(kinds)} is not implemented: make all {num_layers} {SLIDING!r}, or leave it out"
+        )
+    return list(kinds)
+
+
+def _sliding(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[bool] | None:
+    layers = range(len(turned))
+    match family.windows:
+        case "after":  # the first layers have none
+            without = getattr(loaded, "max_window_layers", 0)
+            return [layer >= without for layer in layers]
+        case "alternating":
+            return [layer % 2 == 0 and layer < loaded.max_window_layers for layer in layers]
+        case "unturned":
+            return [not each for each in turned]
+        case "pattern":
+            every = getattr(loaded, "sliding_window_pattern", 2)
+            if every < 1:
+                raise ModelError(f"sliding_window_pattern = {every} must be at least 1: a layer in so many sees all")
+            return [bool((layer + 1) % every) for layer in layers]
+    return None

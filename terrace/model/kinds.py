@@ -1,0 +1,81 @@
+"""How layers attend where they do not all attend alike, and constants that multiply or cap. Pure: needs no torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrace.base.errors import ModelError
+from terrace.model.rope import RopeScaling
+from terrace.model.sizes import LARGEST_SIZE
+from terrace.model.windows import widest_window
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """How one layer attends, in a model whose layers differ in it; the fields are as in `ModelConfig`."""
+
+    sliding_window: int = 0
+    rope_theta: float = 0.0  # 0: queries and keys are not turned
+    rope_scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Constants that multiply or cap what a model computes. Raises `ModelError` for numbers that cannot be.
+
+    A cap c turns x into c tanh(x / c): of the scores of attention before the mask, of logits before the loss.
+    """
+
+    embedding: float = 1.0  # of the rows looked up; rounded to the dtype of the embedding
+    residual: float = 1.0  # of what attention and MLP add to the residual stream
+    attention: float = 0.0  # of a product of query and key; 0: 1 / sqrt(head_dim)
+    logit_divisor: float = 1.0
+    attention_cap: float = 0.0  # 0: none
+    logit_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("embedding", "residual", "logit_divisor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ModelError(f"scales.{name} = {getattr(self, name)} must be positive and finite")
+        for name in ("attention", "attention_cap", "logit_cap"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ModelError(f"scales.{name} = {getattr(self, name)} must be at least 0 and finite")
+
+
+def with_scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a model or a kind with the RoPE scaling that its own fields make."""
+    scaling = fields.get("rope_scaling")
+    return {**fields, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
+
+
+def check_kinds(config: Any) -> None:
+    """Raise `ModelError` where the layers of a `ModelConfig` cannot attend as it says, or says twice."""
+    kinds: Sequence[LayerKind] = config.kinds
+    model = LayerKind(
+        sliding_window=config.sliding_window, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
+    )
+    for kind in (model, *kinds):
+        if not 0 <= kind.sliding_window <= LARGEST_SIZE:
+            raise ModelError(
+                f"sliding_window = {kind.sliding_window} must be at least 1 and at most {LARGEST_SIZE}: "
+                "set it to null for no window"
+            )
+        if not 0 <= kind.rope_theta < math.inf:
+            raise ModelError(f"rope_theta = {kind.rope_theta} must be positive and finite")
+        if kind.rope_scaling is not None:
+            kind.rope_scaling.check(config.rotary_dim, kind.rope_theta)
+    if not kinds:
+        return
+    if len(kinds) != config.num_layers:
+        raise ModelError(
+            f"kinds are given of {len(kinds)} layers, and the model has {config.num_layers}: name each one's"
+        )
+    # Two ways to say one thing would make equal models compare unequal.
+    if len(set(kinds)) == 1:
+        raise ModelError("kinds are all alike: leave them out, and give their window and RoPE to the model")
+    widest = widest_window([kind.sliding_window for kind in kinds])
+    if config.sliding_window != widest:
+        raise ModelError(
+            f"sliding_window = {config.sliding_window} must be the widest of the layers' windows, {widest}"
+        )

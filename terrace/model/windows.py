@@ -1,0 +1,8 @@
+"""Sliding windows of layers. Pure: needs no torch, and nothing else."""
+
+from collections.abc import Collection
+
+
+def widest_window(windows: Collection[int]) -> int:
+    """The widest of some windows, of which 0 is none at all."""
+    return 0 if 0 in windows else max(windows, default=0)

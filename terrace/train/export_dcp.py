@@ -1,0 +1,213 @@
+"""From a checkpoint to a folder of `torch.distributed.checkpoint`, with the optimizer's states.
+
+The state dict is that of a program that saves
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+
+of a `transformers` model and `torch.optim.AdamW`, or that of torchtitan, whose parameters have no key "model". One
+block is in memory at a time, with its states.
+
+Source: `_flatten_optim_state_dict` of `torch.distributed.checkpoint.state_dict`, torch 2.13.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.base.errors import CheckpointError, ModelError
+from terrace.base.files import folder_atomic, write_atomic
+from terrace.checkpoint.reading import Checkpoint
+from terrace.model.config import ModelConfig, parse_model, to_table
+from terrace.model.dcp.names import (
+    HUGGING_FACE,
+    OPTIMIZER,
+    TORCHTITAN,
+    check_dense,
+    check_titan,
+    heads_of,
+    program_name,
+    to_titan,
+)
+from terrace.model.dcp.writing import DcpWriter
+from terrace.model.hf.config import published_table
+from terrace.model.hf.folder import CONFIG, carried_files, token_ids
+from terrace.model.hf.names import output_name
+from terrace.model.hf.pretrained import DTYPES, Parts, joined, stored_parts
+from terrace.runtime.states import ADAMW, FROZEN, KINDS
+from terrace.train.adapted import lora_of, merged_values
+from terrace.train.config import RunConfig
+from terrace.train.schedule import learning_rate
+
+_VALUE = "value"
+_MOMENTS = KINDS[ADAMW][1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DcpExport:
+    """What to write: `dtype` of the parameters, None as they are stored; the names of `naming`; states or not."""
+
+    dtype: str | None = None
+    naming: str = HUGGING_FACE
+    states: bool = True
+    file_bytes: int
+    source: Path | None = None
+    end_of_text: int | None = None
+
+
+def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: DcpExport) -> list[str]:
+    """Writes a checkpoint of a run to `folder` for `torch.distributed.checkpoint`; returns the names of the files.
+
+    Beside them stand config.json and the tokenizer's files. Raises `ModelError` for a folder that is not empty or
+    cannot be written and for a model without names there, and `CheckpointError` for states that torch's AdamW does not
+    have.
+    """
+    config = parse_model(checkpoint.facts["model"])
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} is there and not an empty folder: name a new one")
+    check_dense(config)
+    if options.naming == TORCHTITAN:
+        check_titan(config)
+    if options.states:
+        _check_states(checkpoint)
+    dtype = DTYPES[options.dtype or stored_dtype(checkpoint)]
+    ends = token_ids(options.source, options.end_of_text)
+    table = published_table(to_table(config), str(dtype).removeprefix("torch."), ends)
+    try:
+        with folder_atomic(folder) as made:
+            writer = DcpWriter(made, options.file_bytes)
+            state = _StateDict(writer, config, options, _settings(run, checkpoint.step), checkpoint.num_updates)
+            for name, stored in _tensors(checkpoint, config, options.states):
+                state.add(name, stored)
+            if config.tied_embeddings and not config.scalar_head:
+                writer.alias(state.path(output_name(config)), of=state.path(next(iter(stored_parts(config)))))
+            files = writer.finish()
+            others: dict[str, str | bytes] = {CONFIG: json.dumps(table, indent=2, sort_keys=True) + "\n"}
+            others |= carried_files(options.source, options.end_of_text)
+            for name, content in others.items():
+                write_atomic(made / name, content)
+    except OSError as error:
+        raise ModelError(f"cannot write {folder}: {error.strerror or error}") from error
+    return sorted([*files, *others])
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype of a checkpoint's parameters: fp32, bf16 or fp64."""
+    return checkpoint.stored[0] if checkpoint.stored else "fp32"
+
+
+def _check_states(checkpoint: Checkpoint) -> None:
+    groups = {group for layout in checkpoint.layout.values() for group, _ in layout.values()} - {FROZEN}
+    fix = "give --weights-only"
+    if lora_of(checkpoint) is not None:
+        raise CheckpointError(
+            f"{checkpoint.folder} has adapters, which are folded into the weights; their states belong to no "
+            f"weight: {fix}"
+        )
+    for group in sorted(groups - {ADAMW}):
+        raise CheckpointError(
+            f"{checkpoint.folder} has states of {group}, and a DCP folder gets those of adamw alone: {fix}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    # A tensor under its Hugging Face name, by kind: its value, and what AdamW has of it.
+    values: dict[str, Tensor]
+    decays: bool
+
+
+def _tensors(checkpoint: Checkpoint, config: ModelConfig, states: bool) -> Iterator[tuple[str, _Stored]]:
+    by_block: dict[str, dict[str, Parts]] = {}
+    for name, parts in stored_parts(config).items():
+        by_block.setdefault(parts[0][0], {})[name] = parts
+    for block, found in _blocks(checkpoint, states):
+        for name, parts in by_block.get(block, {}).items():
+            kinds = found[parts[0][1]]
+            yield (
+                name,
+                _Stored(
+                    values={
+                        kind: joined([found[param][kind] for _, param, _, _ in parts], parts[0][3]) for kind in kinds
+                    },
+                    decays=len(found[parts[0][1]][_VALUE].shape) > 1,
+                ),
+            )
+
+
+def _blocks(checkpoint: Checkpoint, states: bool) -> Iterator[tuple[str, dict[str, dict[str, Tensor]]]]:
+    # (block, parameter -> kind -> whole tensor in Terrace's layout)
+    if not states:
+        for block, values in groupby(merged_values(checkpoint), key=lambda each: each[0]):
+            yield block, {name: {_VALUE: value} for _, name, value in values}
+        return
+    for block in checkpoint.layout:
+        found = {}
+        for name, kinds in checkpoint.read(block).items():
+            first = next(iter(kinds))  # the value
+            found[name] = {_VALUE: kinds[first]} | {kind: kinds[kind] for kind in _MOMENTS if kind in kinds}
+        yield block, found
+
+
+class _StateDict:
+    # Writes tensors under the keys of a program's state dict.
+    def __init__(
+        self, writer: DcpWriter, config: ModelConfig, options: DcpExport, settings: Mapping[str, Any], step: int
+    ):
+        self._writer, self._config, self._options = writer, config, options
+        self._settings, self._step = settings, torch.tensor(float(step))
+
+    def path(self, name: str) -> tuple[str, ...]:
+        own = program_name(name, self._options.naming)
+        return (own,) if self._options.naming == TORCHTITAN else ("model", own)
+
+    def add(self, name: str, stored: _Stored) -> None:
+        values = {kind: self._ordered(name, value) for kind, value in stored.values.items()}
+        value = values.pop(_VALUE)
+        self._writer.tensor(self.path(name), value if self._options.dtype is None else self._rounded(name, value))
+        if not values:
+            return
+        own = program_name(name, self._options.naming)
+        for kind, state in values.items():
+            self._writer.tensor((OPTIMIZER, f"state.{own}.{kind}"), state)
+        self._writer.tensor((OPTIMIZER, f"state.{own}.step"), self._step)
+        for key, setting in self._settings.items():
+            # torchtitan's one group decays everything.
+            if key == "weight_decay" and not stored.decays and self._options.naming == HUGGING_FACE:
+                setting = 0.0
+            self._writer.object((OPTIMIZER, f"param_groups.{own}.{key}"), setting)
+
+    def _ordered(self, name: str, value: Tensor) -> Tensor:
+        return to_titan(value, heads_of(self._config, name)) if self._options.naming == TORCHTITAN else value
+
+    def _rounded(self, name: str, value: Tensor) -> Tensor:
+        found = value.to(DTYPES[str(self._options.dtype)])
+        if found.isinf().any() and not value.isinf().any():
+            raise ModelError(f"{name} has values beyond what {self._options.dtype} holds: write bf16 or fp32")
+        return found
+
+
+def _settings(run: RunConfig, step: int) -> dict[str, Any]:
+    # The group of a parameter in torch.optim.AdamW, and what a schedule of torch adds to it. `lr` is that of the next
+    # step, as after scheduler.step().
+    optimizer = run.optimizer
+    return {
+        "lr": learning_rate(step, run.train, optimizer),
+        "initial_lr": optimizer.lr,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    }
