@@ -9,9 +9,10 @@ A part that liger does not serve stays with torch. Pure: needs no torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from terrace.model.config import ModelConfig
+if TYPE_CHECKING:
+    from terrace.model.config import ModelConfig
 
 PartChoice = Literal["torch", "liger"]
 Part = Literal["norms", "gated activations", "rotary positions", "loss"]
@@ -26,7 +27,7 @@ _DTYPES = ("bf16", "fp16", "fp32")
 class PartsCase:
     """A model on a device, as far as the kernels differ in it."""
 
-    model: ModelConfig
+    model: "ModelConfig"
     backend: str  # "cpu" or "cuda"
     dtype: str  # "bf16", ...
     rows: int = 1  # ranks of a tensor axis that share heads and inner features
@@ -69,7 +70,7 @@ def _norms(case: PartsCase) -> str:
     return _too_long(max(case.model.hidden_size, heads))
 
 
-def _gated(model: ModelConfig, rows: int) -> str:
+def _gated(model: "ModelConfig", rows: int) -> str:
     if not model.gated_mlp:
         return "the model's MLP has no gate"
     if model.activation not in GATED:

@@ -21,6 +21,7 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
 from terrace.simulate.held import activations_by_block
+from terrace.simulate.work import Work
 from terrace.train.config import resolve
 from terrace.train.rules import parts_words
 
@@ -151,9 +152,13 @@ def test_parts_that_are_served_keep_less() -> None:
     made = {"cluster": "dgx-h100"}, {"plan": {"preset": "ddp", "compute": "bf16"}, "train": {"sequence": 512}}
     run = resolve(None, *made)
     served = replace(run, train=replace(run.train, kernels="liger"))
-    assert run.step().work.served == ()
-    assert served.step().work.served == PARTS
-    before, after = (activations_by_block(each.step().work, each.plan, each.blocks(), "cuda") for each in (run, served))
+    works = [each.step().work for each in (run, served)]
+    held = []
+    for work, parts in zip(works, ((), PARTS), strict=True):
+        assert isinstance(work, Work)
+        assert work.served == parts
+        held.append(activations_by_block(work, run.plan, run.blocks(), "cuda"))
+    before, after = held
     inner = run.plan.micro_batch * 512 * run.model.intermediate_size * 2
     # The activation of the gate is computed again; a chunk of logits has no copy in fp32.
     assert before[1].kept - after[1].kept == inner

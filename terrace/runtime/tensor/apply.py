@@ -210,10 +210,10 @@ class _Cutter:
     def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
         assert isinstance(module.eps, float), "every norm here has an epsilon"
         bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
-        is_rms = isinstance(module, layers.RMSNorm)
-        offset = module.offset if is_rms else 0.0
+        offset = module.offset if isinstance(module, layers.RMSNorm) else 0.0
         norm = Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis, offset)
-        norm.normal = module.normal if is_rms else norm.normal
+        if isinstance(module, layers.RMSNorm):
+            norm.normal = module.normal
         return norm
 
     def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
