@@ -5,7 +5,8 @@
     bandwidth   copies on the device, from and to pinned host memory
     codecs      block codecs: the reference bit for bit, and bandwidth against a copy
     training    a Llama-style stack of about 1 B parameters in bf16 by each contestant: the engine, plain PyTorch,
-                both compiled, FSDP2; step time, share of the peak (MFU), memory; then layers of an 8 B model
+                both compiled, FSDP2, the engine with liger-kernel; step time, share of the peak (MFU), memory; then
+                layers of an 8 B model
     prediction  `terrace probe`, then `terrace train` on its cluster file: step and memory predicted beside measured
     attention   torch's kernels by head size and length, forward and backward
     products    bf16 products in a burst, for 30 s, and while copies run
@@ -42,6 +43,7 @@ PARTS = (
     Part("training:engine", 60),
     Part("training:plain compiled", 75),
     Part("training:engine compiled", 75),
+    Part("training:engine liger", 75),
     Part("prediction", 120),
     Part("codecs", 60),
     Part("bandwidth", 30),

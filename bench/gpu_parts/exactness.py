@@ -10,6 +10,8 @@ from bench.gpu_parts.setting import Row, Setting
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
+from terrace.model.liger_parts import serve
+from terrace.model.part_kernel import PartChoice
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
@@ -26,7 +28,14 @@ def rows(setting: Setting, which: str) -> Iterator[Row]:
 
 
 def new_engine(
-    config: ModelConfig, plan: Plan, device: str, micros: int, *, watch: Callable[[], object], compiled: bool = False
+    config: ModelConfig,
+    plan: Plan,
+    device: str,
+    micros: int,
+    *,
+    watch: Callable[[], object],
+    compiled: bool = False,
+    kernels: PartChoice = "torch",
 ) -> Engine:
     """An engine on one rank; `watch` is called at every instruction."""
 
@@ -39,7 +48,9 @@ def new_engine(
     # On meta: the engine fills its own buffers from `initial`.
     cluster = local_cluster({"node": 1})
     options = {"device": device, "initial": initial, "progress": progress, "compiled": compiled}
-    return engine_of(build_blocks(config), cluster, plan, micros, **options)
+    blocks = build_blocks(config)
+    serve(blocks, kernels, torch.device(device))
+    return engine_of(blocks, cluster, plan, micros, **options)
 
 
 def parity(setting: Setting) -> Iterator[Row]:

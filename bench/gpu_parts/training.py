@@ -3,7 +3,8 @@
     python -m bench.gpu --only "training:engine compiled"
 
 Contestants are the engine, a plain PyTorch loop and FSDP2's `fully_shard` on a world of one; "compiled" passes every
-block through `torch.compile`. All train one batch from the values of seed 0, with the same clipping and fused AdamW.
+block through `torch.compile`, and "engine liger" has the kernels of liger-kernel instead, where it is installed. All
+train one batch from the values of seed 0, with the same clipping and fused AdamW.
 The stack has about 1 B parameters; "8B" takes layers of Llama 3 8B's shape, as many as memory holds states for.
 """
 
@@ -22,9 +23,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bench.common import ADAMW, decoder, free_port, local_cluster, micro_batches, torch_adamw
 from bench.gpu_parts.exactness import new_engine
 from bench.gpu_parts.setting import SECONDS, Row, Setting
+from terrace.model import liger, liger_trial
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.model.part_kernel import PartChoice
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.runtime.batch import Batch as MicroBatch
@@ -33,6 +36,7 @@ from terrace.train.utilisation import step_flops
 GOAL_MFU = 0.5
 GOAL_RATIO = 1.0
 MICROS = 2
+LIGER = "engine liger"
 _STATE_BYTES = 20  # of a parameter: bf16 copy and gradient, fp32 sum, master and two moments
 _FOR_STATES = 0.6  # of the memory; the rest holds activations
 
@@ -44,7 +48,14 @@ def rows(setting: Setting, contestant: str) -> Iterator[Row]:
     """Step time, share of the peak, memory and loss."""
     who, is_compiled = contestant.removeprefix("8B ").split()[0], contestant.endswith("compiled")
     config, shape = stack(setting, is_large=contestant.startswith("8B"))
-    step = CONTESTANTS[who](setting, config, is_compiled)
+    if contestant == LIGER:
+        if reason := liger.why_missing() if setting.is_cuda else "its kernels are for CUDA":
+            yield Row("liger-kernel", f"not run: {reason}")
+            return
+        yield Row("liger-kernel", f"{liger.words()}: every kernel passes its trial", _passes_trials(setting, config))
+        step = engine(setting, config, is_compiled=False, kernels="liger")
+    else:
+        step = CONTESTANTS[who](setting, config, is_compiled)
     step_s, losses, first_s = timed(setting, step, config, shape)
     size = f"{num_params(config) / 1e9:.2f} B, {config.num_layers} layers, {MICROS} x {shape[0]} x {shape[1]}"
     tokens_per_s = MICROS * shape[0] * shape[1] / step_s
@@ -55,6 +66,11 @@ def rows(setting: Setting, contestant: str) -> Iterator[Row]:
         yield Row("peak memory", f"{allocated:.1f} GB allocated, {reserved:.1f} GB reserved")
     yield Row("loss on one batch", f"{losses[0]:.3f} -> {losses[-1]:.3f}", losses[-1] < losses[0])
     yield from _compared(setting, contestant, step_s)
+
+
+def _passes_trials(setting: Setting, config: ModelConfig) -> bool:
+    liger_trial.check(config, torch.device(setting.device), torch.bfloat16)  # raises where one fails
+    return True
 
 
 def stack(setting: Setting, *, is_large: bool) -> tuple[ModelConfig, tuple[int, int]]:
@@ -102,6 +118,9 @@ def _compared(setting: Setting, contestant: str, step_s: float) -> Iterator[Row]
                 ratio = known[theirs] / known[ours]
                 subject = f"the engine's tokens/s over those of {name}, both compiled{', 8B' * bool(size)}"
                 yield Row(subject, f"{ratio:.3f}", setting.goal(ratio >= GOAL_RATIO), f"{GOAL_RATIO:g}")
+    if contestant == LIGER and "engine compiled" in known:
+        ratio = known["engine compiled"] / known[LIGER]
+        yield Row("the engine's tokens/s with liger-kernel over those compiled", f"{ratio:.3f}")
 
 
 def large(setting: Setting) -> ModelConfig:
@@ -135,9 +154,13 @@ def _plan() -> Plan:
     return command_plan({"preset": "ddp", "compute": "bf16"}, local_cluster({"node": 1}))
 
 
-def engine(setting: Setting, config: ModelConfig, is_compiled: bool, plan: Plan | None = None) -> Step:
+def engine(
+    setting: Setting, config: ModelConfig, is_compiled: bool, plan: Plan | None = None, kernels: PartChoice = "torch"
+) -> Step:
     """The engine, under a plan of one device."""
-    made = new_engine(config, plan or _plan(), setting.device, MICROS, watch=lambda: None, compiled=is_compiled)
+    made = new_engine(
+        config, plan or _plan(), setting.device, MICROS, watch=lambda: None, compiled=is_compiled, kernels=kernels
+    )
     return lambda batches: made.step([MicroBatch(*batch) for batch in batches], ADAMW.lr).loss
 
 

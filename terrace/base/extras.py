@@ -13,6 +13,7 @@ EXTRAS = {
     "pyarrow": "data",
     "tensorboard": "metrics",
     "ray": "ray",
+    "liger-kernel": "liger",
 }
 
 

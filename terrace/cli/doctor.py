@@ -123,7 +123,7 @@ def _run_findings(options: argparse.Namespace, rest: Sequence[str], machine: Mac
     try:
         config = resolve_run(options, rest)
         found = check_run(config, machine, _plan_command(options, config))
-        return [*found, *_attention_of_run(config, machine)]
+        return [*found, *_attention_of_run(config, machine), *_parts_of_run(config, machine)]
     except TerraceError as error:
         return [Finding(level="blocks", about="settings", words=str(error))]
 
@@ -136,6 +136,20 @@ def _attention_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
     from terrace.train.attention_words import attention_words
 
     yield Finding(level="fine", about="attention of a run", words=attention_words(run, device).split(": ", 1)[1])
+
+
+def _parts_of_run(run: RunConfig, machine: Machine) -> Iterator[Finding]:
+    # Refused here, as a run is refused, where the package or a device is missing or a kernel fails its trial.
+    if run.train.kernels == "torch" or not _has_torch(machine):
+        return
+    from terrace.comm.collectives import DTYPES
+    from terrace.model.liger_trial import check
+    from terrace.train.rules import parts_of, parts_words
+
+    device = _device(machine)
+    if device.type == run.cluster.device.backend:
+        check(run.model, device, DTYPES[run.plan.compute], parts_of(run))
+    yield Finding(level="fine", about="parts of a run", words=parts_words(run))
 
 
 def _plan_command(options: argparse.Namespace, config: RunConfig) -> str:

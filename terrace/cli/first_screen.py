@@ -21,6 +21,7 @@ from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob
 from terrace.train.rates import rate_words
+from terrace.train.rules import parts_words
 
 _WIDTH = 80  # of a terminal
 
@@ -44,10 +45,10 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
         for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
             section(view)
         if run.train.compile:
-            print(compiles_words(view.programs))
+            print(compiles_words(view.programs, run.train.kernels != "torch"))
     else:
         print("\n".join(map(_folded, (plan_words(run.cluster, run.plan), _cost_words(view), *_warnings(run)))))
-    for line in (*dtype_words(run, verbose), *_pace_words()):
+    for line in filter(None, (parts_words(run), *dtype_words(run, verbose), *_pace_words())):
         print(line if verbose else _folded(line))
     if verbose:
         print()

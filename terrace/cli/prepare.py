@@ -29,6 +29,7 @@ from terrace.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, tra
 from terrace.launch.socket_folder import clear_abandoned
 from terrace.model.config import to_table
 from terrace.model.hf.mixtures import OWN_KEYS
+from terrace.model.liger import why_missing
 from terrace.plan.layout import Layout
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler
@@ -80,6 +81,7 @@ def prepare(
     kept = replace(config.plan, expert_chunks=plan.expert_chunks, expert_gaps=plan.expert_gaps)
     config = replace(config, plan=kept)
     is_compiled = compiles(config)
+    _check_kernels(config)
     config = replace(config, data=config.data.absolute())  # so that config.toml works from any directory
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
     check_tokenizer(tokenizer, config)
@@ -145,6 +147,15 @@ def compiles(config: RunConfig) -> bool:
         print(f"not compiled: {error}", flush=True)
         return False
     return True
+
+
+def _check_kernels(config: RunConfig) -> None:
+    # Now, where it costs nothing; each rank tries the kernels before it makes anything.
+    if config.train.kernels == "torch":
+        return
+    reason = why_missing() if torch.cuda.is_available() else "this machine has no CUDA device"
+    if reason:
+        raise ConfigError(f"train.kernels = {config.train.kernels!r} cannot serve: {reason}; leave train.kernels out")
 
 
 def _sources(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:

@@ -29,22 +29,32 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+Normal = Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps), as `rms_norm`
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., H) by its root mean square, times weight (H).
+
+    `F.rms_norm` computes in fp32 for half-precision input and in the input's precision otherwise.
+    """
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 class RMSNorm(nn.Module):
     """Scale to unit root mean square over the last dim; (..., H) to (..., H).
 
-    `F.rms_norm` computes in fp32 for half-precision input and in the input's precision otherwise. With an `offset` of 1
-    it multiplies by 1 + weight, so that a weight of zero is no weight.
+    With an `offset` of 1 it multiplies by 1 + weight, so that a weight of zero is no weight.
     """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, **where: Any) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size, **where))
+        self.normal: Normal = rms_norm  # or another kernel of it
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., H)."""
-        weight = self.weight + self.offset if self.offset else self.weight
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        return self.normal(x, self.weight + self.offset if self.offset else self.weight, self.eps)
 
 
 def build_norm(config: ModelConfig, **where: Any) -> nn.Module:
@@ -98,7 +108,7 @@ class Attention(nn.Module):
         # Looked up before rotation: it depends on positions and shapes only.
         plan = None if cache is not None and cache.continues else self.plans.plan(positions, query)
         if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+            query, key = self.rotary.both(query, key, positions)
         attends = attend if cache is None else cache.attend
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -28,15 +28,22 @@ def slices(num: int, step: int) -> list[slice]:
 
 
 def chunk_bytes(
-    tokens: int, vocab_size: int, hidden: int, item: int, wide: int, device: str, capped: bool = False
+    tokens: int,
+    vocab_size: int,
+    hidden: int,
+    item: int,
+    wide: int,
+    device: str,
+    capped: bool = False,
+    in_place: bool = False,
 ) -> int:
     """Bytes of a chunk: its logits, the operands of their softmax, a wide sum of weight gradients; slopes of a cap.
 
     `item` is the bytes of an element, `wide` its bytes in fp32 at least. The sum exists in half precision with several
-    chunks.
+    chunks. A kernel that works `in_place` has no operands.
     """
     rows = min(tokens, chunk_rows(vocab_size, device))
     cached = rows if device == "cuda" else min(rows, max(1, CACHED_NUMEL // vocab_size))
-    copies = 2 if device == "cpu" and item < wide else 1  # there torch converts first
+    copies = 2 if device == "cpu" and item < wide else 1 - in_place  # on a CPU torch converts first
     summed = vocab_size * hidden * wide if item < wide and rows < tokens else 0
     return rows * vocab_size * item * (2 if capped else 1) + copies * cached * vocab_size * wide + summed

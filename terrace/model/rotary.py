@@ -63,11 +63,17 @@ class Rotary:
         that merging the heads there is a view, where it would be a copy that is kept for the backward. Raises
         `ModelError` for positions of documents beyond the limit.
         """
+        return self.turn(x, *self.tables_of(x, positions))
+
+    def both(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Query (B, N, S, D) and key (B, K, S, D), each turned as by the call; raises as it does."""
+        return self.turn_both(query, key, *self.tables_of(query, positions))
+
+    def tables_of(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The tables for x (B, N, S, D), each (S, R/2), or (B, S, R/2) with positions."""
         if positions is None:
-            tables = self.tables(x.shape[-2], x.device, x.dtype)
-        else:
-            tables = self._packed.get(positions, x.dtype, lambda: self._of_documents(positions, x.dtype))
-        return self.turn(x, *tables)
+            return self.tables(x.shape[-2], x.device, x.dtype)
+        return self._packed.get(positions, x.dtype, lambda: self._of_documents(positions, x.dtype))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn x (B, N, S, D) by tables (S, R/2) or (B, S, R/2); see the call."""
@@ -80,6 +86,10 @@ class Rotary:
         if self.dim < x.shape[-1]:
             parts.append(rest)
         return torch.cat(parts, dim=-1).transpose(-3, -2)
+
+    def turn_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key, each as by `turn`; a kernel for both may stand here."""
+        return self.turn(query, cos, sin), self.turn(key, cos, sin)
 
 
 def rotary_of(config: ModelConfig) -> Rotary | None:

@@ -21,6 +21,7 @@ PACKAGES = {
     "numpy": "training",
     "safetensors": "checkpoints",
     "triton": "block codecs as kernels on CUDA",
+    "liger-kernel": 'train.kernels = "liger" on CUDA',
     "tokenizers": "a tokenizer.json",
     "transformers": "comparing models with Hugging Face's",
     "jinja2": "chat templates",

@@ -6,7 +6,8 @@ gathered, so a compiled block reads the current values. A compiled backward comp
 **Parts** everywhere else: norms, the product of a gated activation, rotary positions, and the gradient of a chunk of
 logits. Matrix products, messages and attention between them stay as they are, so their weight gradients are recorded
 and computed when the program says (terrace.runtime.linear), a backward may have two parts, ranks may talk in the middle
-of a layer, and operations may be recomputed alone.
+of a layer, and operations may be recomputed alone. Parts that have kernels of their own (terrace.model.liger_parts)
+stay as they are.
 """
 
 import re
@@ -25,6 +26,7 @@ from terrace.model.block_masks import BlockMasked
 from terrace.model.decoder import Head
 from terrace.model.documents import Documents
 from terrace.model.layers import MLP, Attention, RMSNorm
+from terrace.model.liger_parts import is_served
 from terrace.model.rotary import Rotary
 from terrace.plan.context import is_context_parallel
 from terrace.plan.dims import is_router
@@ -38,9 +40,14 @@ _COMMAND, _OUTPUT = re.compile(r"^Command:\s*(\S+)", re.M), re.compile(r"^Output
 _FIX = "install what it wants (a C++ compiler with its linker and OpenMP, CXX names one; on CUDA Triton)"
 
 
-def why_parts(programs: Sequence[Program]) -> str:
-    """Why blocks of these programs are compiled in parts; empty where whole blocks can be."""
+def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
+    """Why blocks of these programs are compiled in parts; empty where whole blocks can be.
+
+    With `has_kernels` some of their parts have kernels of their own.
+    """
     program = programs[0]
+    if has_kernels:
+        return "other parts have kernels of liger-kernel"
     if program.tensor.degree > 1:
         return "with a tensor axis blocks talk to other ranks in the middle of a layer"
     if is_context_parallel(program.mesh, program.plan):
@@ -57,9 +64,9 @@ def why_parts(programs: Sequence[Program]) -> str:
     return ""
 
 
-def compiles_words(programs: Sequence[Program]) -> str:
-    """A line that says how blocks are compiled, and why so."""
-    why = why_parts(programs)
+def compiles_words(programs: Sequence[Program], has_kernels: bool = False) -> str:
+    """A line that says how blocks are compiled, and why so; arguments as for `why_parts`."""
+    why = why_parts(programs, has_kernels)
     return f"torch.compile: the parts between products, since {why}" if why else "torch.compile: whole blocks"
 
 
@@ -139,13 +146,15 @@ def compile_parts(modules: Iterable[nn.Module], backend: str = "inductor") -> in
     """Compile the parts of blocks of `terrace.model`, each at its first run; returns how many there are."""
     number = 0
     for each in (each for module in modules for each in module.modules()):
-        if isinstance(each, (RMSNorm, nn.LayerNorm)):
+        if isinstance(each, (RMSNorm, nn.LayerNorm)) and not is_served(each, "normal"):
             each.compile(backend=backend)
-        elif isinstance(each, MLP) and each.gate is not None:
+        elif isinstance(each, MLP) and each.gate is not None and not is_served(each, "_gated"):
             _fuse(each, "_gated", backend)
-        elif isinstance(each, Head):
+        elif isinstance(each, Head) and not is_served(each, "to_gradient"):
             _fuse(each, "to_gradient", backend)
         elif isinstance(each, Attention) and isinstance(each.rotary, Rotary):
+            if is_served(each.rotary, "turn_both"):
+                continue
             _fuse(each.rotary, "turn", backend)  # one object serves all layers
         else:
             continue

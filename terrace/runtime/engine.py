@@ -13,6 +13,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.comm.groups import Timeouts
 from terrace.comm.pace import Pacer
 from terrace.model.experts.balance import BalanceConfig
+from terrace.model.liger_parts import any_served
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance import check_balance, telling_choices
 from terrace.plan.context import is_context_parallel
@@ -105,7 +106,7 @@ class Engine:
         self.program = own_program(rank, cluster, plan, specs, num_micros, sequence, given=program, verified=verified)
         check_balance(balance, self.program.mesh, plan, specs)
         # Whole compiled blocks compute the gradients of their weights themselves.
-        whole_blocks = compiled and not why_parts([self.program])
+        whole_blocks = compiled and not why_parts([self.program], any_served(blocks))
         self.rank, self.device = rank, torch.device(device)
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))

@@ -260,8 +260,11 @@ class _Tape(AttentionTape):
         else:
             self.runs_at_once = True
             self._final_norm(keeps_target=True)
+            is_served = "loss" in work.served
             capped = model.scales.logit_cap > 0
-            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend, capped)
+            adds = chunk_bytes(
+                work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend, capped, is_served
+            )
             self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
 
     def _final_norm(self, keeps_target: bool = False) -> None:

@@ -30,6 +30,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.attention_kernel import AttentionChoice
 from terrace.model.config import DecoderBlock, ModelConfig, model_of
+from terrace.model.part_kernel import Part
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
 from terrace.plan.kinds import Kinds
@@ -223,10 +224,12 @@ def work_of(
     backend: Backend | None = None,
     documents: bool = False,
     attention: AttentionChoice = "auto",
+    served: Sequence[Part] = (),
 ) -> Work:
     """The work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
 
-    `documents` tells that a row may hold several; `attention` is the kernel that the run asks for.
+    `documents` tells that a row may hold several; `attention` is the kernel that the run asks for, and liger-kernel
+    has kernels of the parts `served`.
     """
     expert, rows = Mesh.of(cluster, plan).expert_degrees
     # Nothing is recomputed here: the plan's patterns are applied per block.
@@ -248,6 +251,7 @@ def work_of(
         ),
         documents=documents,
         attention=attention,
+        served=tuple(served),
         expert=expert,
         expert_rows=rows,
         expert_chunks=plan.num_chunks,

@@ -155,8 +155,12 @@ class MlpTape(_GateTape):
         self._product(up, source, up, weight, whole=beside)
         if self.work.model.gated_mlp:
             self._product(gate, source, gate, weight, whole=beside)
-            self._activation(f"{of}activation", gate, active)
-            self._add(f"{of}gating", (active, up), product, (active, up))
+            if "gated activations" in self.work.served:
+                # Its gradients are written over gate and up; they count as new here, so a peak is never too low.
+                self._add(f"{of}gating", (gate, up), product, (gate, up))
+            else:
+                self._activation(f"{of}activation", gate, active)
+                self._add(f"{of}gating", (active, up), product, (active, up))
             self._product(f"{of}down", product, target, weight, (source, up, gate), self.whole)
         else:
             self._activation(f"{of}activation", up, active)

@@ -9,6 +9,7 @@ from terrace.base.errors import PlanError
 from terrace.base.hashing import hashed_once
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.config import ModelConfig
+from terrace.model.part_kernel import Part
 from terrace.plan.context import Heads, count_local_tokens
 from terrace.sequence.capacity import most_attended
 
@@ -56,6 +57,7 @@ class Work:
     products: str | None = None  # of layers, in 8 bits (terrace.plan.products); None: in `compute`
     documents: bool = False
     attention: AttentionChoice = "auto"
+    served: tuple[Part, ...] = ()  # parts with kernels of liger-kernel (terrace.model.part_kernel)
     expert: int = 1
     expert_rows: int = 1
     expert_chunks: tuple[int, int] = (1, 1)

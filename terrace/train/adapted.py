@@ -2,24 +2,35 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from terrace.base.schema import dump, load
 from terrace.checkpoint.reading import Checkpoint
+from terrace.comm.collectives import DTYPES
 from terrace.model.attention_plans import choose_kernel
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
+from terrace.model.liger_parts import serve
+from terrace.model.liger_trial import check
 from terrace.model.lora.config import LoraConfig
 from terrace.model.lora.modules import add_adapters, merged_parameters
 from terrace.train.config import RunConfig
+from terrace.train.rules import parts_of
 
 FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
 
 
-def run_blocks_of(run: RunConfig) -> list[nn.Module]:
-    """Blocks of a run, without values, with adapters if it has any."""
+def run_blocks_of(run: RunConfig, device: torch.device) -> list[nn.Module]:
+    """Blocks of a run on a device, without values, with the run's kernels, and with adapters if it has any.
+
+    Raises `ConfigError` where kernels that the run names fail their trial.
+    """
     blocks = build_blocks(run.model)
     choose_kernel(blocks, run.train.attention)
+    if run.train.kernels == "liger":
+        check(run.model, device, DTYPES[run.plan.compute], parts_of(run))
+    serve(blocks, run.train.kernels, device, parts_of(run))
     if run.lora is not None:
         add_adapters(blocks, run.model, run.lora)
     return blocks

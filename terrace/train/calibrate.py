@@ -30,18 +30,20 @@ from terrace.model.attention_plans import choose_kernel
 from terrace.model.config import block_specs, forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
+from terrace.model.liger_parts import serve
 from terrace.plan.context import is_context_parallel, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport, plain, read_plain
-from terrace.runtime.compiled import compile_blocks
+from terrace.runtime.compiled import compile_blocks, compile_parts
 from terrace.runtime.engine import Engine
 from terrace.runtime.scaled_linear import scale_matrices
 from terrace.runtime.scaled_products import Scaling
 from terrace.simulate.step import Prediction
 from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
+from terrace.train.rules import parts_of
 
 _SOURCE = "measured at the start of the run"
 _SMALL_BYTES, _LARGE_BYTES = 4_096, 1_048_576  # per rank; around the sizes of a small model's messages
@@ -164,6 +166,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     choose_kernel(blocks, run.train.attention)
+    serve(blocks, run.train.kernels, engine.device, parts_of(run))
     initialise(blocks, config, 0, dtype, engine.device)
     scaling, specs = Scaling.of(run.plan, engine.device), block_specs(config)
     if scaling is not None:
@@ -174,7 +177,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
         sizes = (1, local_tokens(run.plan, mesh, run.train.sequence))
     x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
     if run.train.compile:
-        compile_blocks(blocks)
+        compile_blocks(blocks) if run.train.kernels == "torch" else compile_parts(blocks)
         for _ in range(2):  # the tables of RoPE are made by the first call and read by the second: two graphs
             blocks[1](x)
     return lambda: blocks[1](x), forward_flops(config, 1, *sizes)

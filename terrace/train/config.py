@@ -40,7 +40,7 @@ from terrace.train.keys import TrainConfig
 from terrace.train.pair_rules import check_objective, with_whole_pairs
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import with_rate
-from terrace.train.rules import check_attention, check_moved, check_positions
+from terrace.train.rules import check_attention, check_kernels, check_moved, check_positions, parts_of
 
 if TYPE_CHECKING:
     from terrace.simulate.step import Step
@@ -108,6 +108,7 @@ class RunConfig:
                 self.train.sequence,
                 documents=self.has_documents,
                 attention=self.train.attention,
+                served=parts_of(self),
             ),
         )
 
@@ -269,6 +270,7 @@ def _check(run: RunConfig) -> None:
     check_objective(run)
     check_evaluation(run)
     check_attention(run)
+    check_kernels(run)
     check_positions(run)
     run.num_micros()
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:

@@ -8,6 +8,7 @@ from typing import Literal
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.model.attention_kernel import AttentionChoice
+from terrace.model.part_kernel import PartChoice
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
 
@@ -39,6 +40,7 @@ class TrainConfig:
     weights: str = ""  # folder with the initial weights, of Hugging Face or DCP; empty: from scratch
     high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
+    kernels: PartChoice = "torch"  # or "liger", of the parts between products: terrace.model.part_kernel
     attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
     rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log

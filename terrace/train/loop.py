@@ -106,7 +106,7 @@ class RankOfRun:
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
         self.compiling = bool(run.train.compile)  # compiling may take minutes in the first step
         self.engine = Engine(
-            run_blocks_of(run),
+            run_blocks_of(run, device_of()),
             names=[spec.name for spec in run.blocks()],
             cluster=run.cluster,
             plan=run.plan,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from terrace.base.errors import ConfigError
 from terrace.model.attention_kernel import AttentionCase, refusal
+from terrace.model.part_kernel import PARTS, Part, PartsCase, left_to_torch
+from terrace.model.part_kernel import refusal as parts_refusal
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
@@ -48,6 +50,40 @@ def check_attention(run: "RunConfig") -> None:
         )
     if reason := refusal(choice, attention_case(run, run.cluster.device.backend)):
         raise ConfigError(f"train.attention = {choice!r} cannot serve: {reason}; leave train.attention out")
+
+
+def parts_case(run: "RunConfig", backend: str) -> PartsCase:
+    """The parts of a run's blocks between products, on devices of a type."""
+    mesh = Mesh.of(run.cluster, run.plan)
+    return PartsCase(
+        run.model, backend, run.plan.compute, mesh.total("rows"), mesh.total("columns"), run.train.objective
+    )
+
+
+def check_kernels(run: "RunConfig") -> None:
+    """Raise `ConfigError` for kernels of parts that the run's devices, dtype or model do not allow."""
+    if run.train.kernels == "torch":
+        return
+    if reason := parts_refusal(parts_case(run, run.cluster.device.backend)):
+        raise ConfigError(f"train.kernels = {run.train.kernels!r} cannot serve: {reason}; leave train.kernels out")
+
+
+def parts_of(run: "RunConfig") -> list[Part]:
+    """The parts of a run's blocks that kernels of liger-kernel serve."""
+    if run.train.kernels == "torch":
+        return []
+    left = left_to_torch(parts_case(run, run.cluster.device.backend))
+    return [part for part in PARTS if part not in left]
+
+
+def parts_words(run: "RunConfig") -> str:
+    """A line that names the parts that liger-kernel serves, and those that it does not with the reason; or nothing."""
+    if run.train.kernels == "torch":
+        return ""
+    left = left_to_torch(parts_case(run, run.cluster.device.backend))
+    served = ", ".join(parts_of(run))
+    others = "".join(f"; {part} by torch: {reason}" for part, reason in left.items())
+    return f"kernels of liger-kernel: {served}{others}"
 
 
 def check_moved(run: "RunConfig", blocks: Sequence[BlockSpec]) -> None:

@@ -94,7 +94,7 @@ def test_operations_that_are_recomputed_have_the_bits_of_compiled_ones_that_are_
 
 def train_in_parts(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
     """As `train_compiled`, in parts whatever the plan."""
-    with patch("terrace.runtime.engine.why_parts", lambda programs: "a test"):
+    with patch("terrace.runtime.engine.why_parts", lambda *_: "a test"):
         return train_compiled(world, cluster, cases)
 
 

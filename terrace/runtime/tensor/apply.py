@@ -221,14 +221,20 @@ class _Cutter:
         assert isinstance(module.eps, float), "every norm here has an epsilon"
         bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
         offset = module.offset if isinstance(module, layers.RMSNorm) else 0.0
-        return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis, offset)
+        norm = Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis, offset)
+        if isinstance(module, layers.RMSNorm):
+            norm.normal = module.normal
+        return norm
 
     def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
         assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
         weight, spec = self._parameter(block, f"{name}.weight"), self._specs[block][f"{name}.weight"]
         if is_norm_of_heads(spec):
-            return HeadsNorm(weight, module.eps, self._axis, module.offset, self._used(spec))
-        return HeadNorm(weight, module.eps, self._axis, module.offset)
+            norm: HeadNorm = HeadsNorm(weight, module.eps, self._axis, module.offset, self._used(spec))
+        else:
+            norm = HeadNorm(weight, module.eps, self._axis, module.offset)
+        norm.normal = module.normal
+        return norm
 
     def _parameter(self, block: int, name: str) -> nn.Parameter:
         spec = self._specs[block][name]

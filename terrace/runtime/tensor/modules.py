@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.decoder import check_positions, scaled
+from terrace.model.layers import Normal, rms_norm
 from terrace.runtime.batch import Batch
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
@@ -243,6 +244,7 @@ class Norm(_StandIn):
     ) -> None:
         super().__init__(weight, bias, axis)
         self.eps, self.offset = eps, offset
+        self.normal: Normal = rms_norm  # or another kernel of it, where a rank has all features
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: by its mean square without a bias, by mean and variance with one."""
@@ -251,7 +253,7 @@ class Norm(_StandIn):
         # A rank has all features: torch's fused norm does.
         if self._axis.columns.degree == 1:
             if bias is None:
-                return F.rms_norm(x, weight.shape, weight, self.eps)
+                return self.normal(x, weight, self.eps)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
         # Statistics in fp32 at least.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -277,12 +279,12 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight = weight
         self.eps, self.offset = eps, offset
+        self.normal: Normal = rms_norm
         self._axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., D)."""
-        weight = _moved(share(self.weight, self._axis.columns.degree), self.offset)
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        return self.normal(x, _moved(share(self.weight, self._axis.columns.degree), self.offset), self.eps)
 
 
 class HeadsNorm(HeadNorm):
@@ -300,7 +302,7 @@ class HeadsNorm(HeadNorm):
         """Normalise x (..., n)."""
         rows, weight = self._axis.rows, _moved(share(self.weight, self._axis.columns.degree), self.offset)[self._used]
         if rows.degree == 1:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
+            return self.normal(x, weight, self.eps)
         # Statistics in fp32 at least.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = rows.sum_numbers(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * rows.degree)

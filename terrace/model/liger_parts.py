@@ -1,0 +1,80 @@
+"""The kernels of `liger-kernel`, put where the blocks of a decoder call them.
+
+A tensor axis takes the kernel of a norm over to the module that stands in for it (terrace.runtime.tensor.apply).
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrace.base.errors import ConfigError
+from terrace.model import layers, liger
+from terrace.model.decoder import Head
+from terrace.model.layers import MLP, Attention, RMSNorm
+from terrace.model.part_kernel import GATED, PARTS, Part, PartChoice
+from terrace.model.rotary import Rotary
+
+DEVICES = ("cuda",)  # that the kernels run on; a test adds the CPU of Triton's interpreter
+_KERNELS = (liger.rms_norm, liger.turn_both, liger.to_gradient, *liger.GATED.values())
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A part of a module: the object, and the attribute that computes it."""
+
+    part: Part
+    owner: object
+    name: str
+    kernel: Any
+
+
+def serve(
+    blocks: Iterable[nn.Module], choice: PartChoice, device: torch.device, parts: Collection[Part] = PARTS
+) -> dict[Part, int]:
+    """Have parts of blocks computed by the kernels of a choice; how many modules have a kernel of each part.
+
+    Kernels are set on the objects alone. Raises `ConfigError` where those of "liger" cannot run.
+    """
+    if choice == "torch":
+        return {}
+    if device.type not in DEVICES:
+        raise ConfigError(f"train.kernels = {choice!r} cannot serve on {device}: its kernels are for CUDA")
+    if reason := liger.why_missing():
+        raise ConfigError(f"train.kernels = {choice!r} cannot serve: {reason}; leave train.kernels out")
+    number = dict[Part, int]()
+    for place in (each for each in _places(blocks) if each.part in parts):
+        object.__setattr__(place.owner, place.name, place.kernel)
+        number[place.part] = number.get(place.part, 0) + 1
+    return number
+
+
+def is_served(owner: object, name: str) -> bool:
+    """Whether an attribute of a module is a kernel, so that there is nothing to compile."""
+    found = vars(owner).get(name)
+    return getattr(found, "func", found) in _KERNELS
+
+
+def any_served(blocks: Iterable[nn.Module]) -> bool:
+    """Whether a part of blocks is computed by a kernel."""
+    return any(is_served(place.owner, place.name) for place in _places(blocks))
+
+
+def _places(blocks: Iterable[nn.Module]) -> Iterator[_Place]:
+    for each in (each for block in blocks for each in block.modules()):
+        if isinstance(each, RMSNorm):
+            yield _Place("norms", each, "normal", liger.rms_norm)
+        elif isinstance(each, MLP) and each.gate is not None and _activation(each) in GATED:
+            yield _Place("gated activations", each, "_gated", liger.GATED[_activation(each)])
+        elif isinstance(each, Head):
+            yield _Place("loss", each, "to_gradient", liger.to_gradient)
+        elif isinstance(each, Attention) and isinstance(each.rotary, Rotary):
+            kernel = partial(liger.turn_both, each.rotary.dim)
+            yield _Place("rotary positions", each.rotary, "turn_both", kernel)  # one object serves all layers
+
+
+def _activation(module: MLP) -> str:
+    return next(name for name, function in layers.ACTIVATIONS.items() if function is module.activation)

@@ -1,0 +1,175 @@
+"""Kernels of liger-kernel: which parts they serve, refusals, and their numbers in Triton's interpreter and on a GPU."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from terrace.base.errors import ConfigError
+from terrace.cli import prepare
+from terrace.model import liger, liger_parts, liger_trial
+from terrace.model.config import ModelConfig, parse_model
+from terrace.model.decoder import build_blocks
+from terrace.model.experts.config import ExpertsConfig
+from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
+from terrace.runtime import compiled
+from terrace.simulate.held import activations_by_block
+from terrace.simulate.work import Work
+from terrace.train.config import resolve
+from terrace.train.rules import parts_words
+
+ROOT = Path(__file__).parents[2]
+LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36}
+LLAMA |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+needs_liger = pytest.mark.skipif(
+    find_spec("liger_kernel") is None or find_spec("triton") is None,
+    reason="liger-kernel or triton is not installed: none of its kernels was tested",
+)
+
+
+def llama(**changes: Any) -> ModelConfig:
+    return replace(parse_model(LLAMA), **changes)
+
+
+@needs_liger
+@pytest.mark.parametrize("part", ["alone", "layers", pytest.param("plans", marks=pytest.mark.nightly)])
+def test_kernels_in_the_interpreter(part: str) -> None:
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.liger_cases", part],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=330,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{part}: equal" in done.stdout
+
+
+@needs_liger
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the kernels were not run on one")
+def test_kernels_on_a_gpu() -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "vocab_size": 32000}
+    device = torch.device("cuda")
+    for config in (llama(**sizes, head_dim=128), llama(**sizes, head_dim=128, qk_norm=True, activation="gelu_tanh")):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            liger_trial.check(config, device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("config", "case", "left"),
+    [
+        (llama(), {}, {}),
+        (llama(), {"rows": 2}, {"loss": "cuts the vocabulary"}),
+        (llama(), {"columns": 2}, {"norms": "columns", "loss": "cuts the vocabulary"}),
+        (llama(), {"objective": "dpo"}, {"loss": "'dpo'"}),
+        (llama(activation="gelu"), {}, {"gated activations": "silu and gelu_tanh, and the model's activation is gelu"}),
+        (llama(hidden_size=65540, intermediate_size=65540), {}, {"norms": "65540", "gated activations": "65540"}),
+        (llama(hidden_size=65540, intermediate_size=65540), {"rows": 2}, {"norms": "65540", "loss": "vocabulary"}),
+        (
+            llama(experts=ExpertsConfig(num_experts=4, per_token=2, intermediate_size=5)),
+            {},
+            {"gated activations": "own"},
+        ),
+        (
+            parse_model(GPT2),
+            {},
+            {"norms": "layer norms", "gated activations": "no gate", "rotary positions": "turns none"},
+        ),
+    ],
+)
+def test_parts_that_stay_with_torch_have_a_reason(
+    config: ModelConfig, case: dict[str, Any], left: dict[str, str]
+) -> None:
+    found = left_to_torch(PartsCase(config, "cuda", "bf16", **case))
+    assert found.keys() == left.keys()
+    assert all(left[part] in reason for part, reason in found.items())
+    assert refusal(PartsCase(config, "cuda", "bf16", **case)) == ""
+
+
+def test_kernels_that_serve_nothing_are_refused() -> None:
+    assert "'cpu'" in refusal(PartsCase(llama(), "cpu", "bf16"))
+    assert "'fp64'" in refusal(PartsCase(llama(), "cuda", "fp64"))
+    nothing = refusal(PartsCase(parse_model(GPT2), "cuda", "bf16", rows=2))
+    assert all(part in nothing for part in PARTS)
+
+
+@pytest.mark.parametrize("config", [llama(), llama(qk_norm=True, activation="gelu"), parse_model(GPT2)])
+def test_the_table_agrees_with_the_modules_that_get_kernels(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liger, "why_missing", lambda: "")
+    blocks = build_blocks(config)
+    assert liger_parts.serve(blocks, "torch", torch.device("cuda")) == {}
+    assert not liger_parts.any_served(blocks)
+    number = liger_parts.serve(blocks, "liger", torch.device("cuda"))
+    assert number.keys() == set(PARTS) - left_to_torch(PartsCase(config, "cuda", "bf16")).keys()
+    assert liger_parts.any_served(blocks)
+    # Those that have kernels are not compiled, and the blocks around them only in parts.
+    others = {"norms": 5, "gated activations": 1, "rotary positions": 1, "loss": 1}
+    assert "kernels of liger-kernel" in compiled.why_parts([SimpleNamespace()], has_kernels=True)  # type: ignore[list-item]
+    left = sum(others[part] for part in left_to_torch(PartsCase(config, "cuda", "bf16")) if part != "loss")
+    if config.family == "llama":
+        assert compiled.compile_parts(blocks, backend="eager") == left
+
+
+def test_a_run_says_which_parts_are_served_and_is_refused_where_none_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = resolve(
+        None, {"cluster": "dgx-h100"}, {"plan": {"preset": "ddp", "compute": "bf16"}, "train": {"kernels": "liger"}}
+    )
+    assert parts_words(run) == f"kernels of liger-kernel: {', '.join(PARTS)}"
+    with pytest.raises(
+        ConfigError, match=r"train.kernels = 'liger' cannot serve: this machine has no CUDA device; leave"
+    ):
+        prepare._check_kernels(run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    missing = r"liger-kernel is not installed \(pip install 'terrace-train\[liger\]'\); leave train.kernels out"
+    with pytest.raises(ConfigError, match=missing):
+        prepare._check_kernels(run)
+    with pytest.raises(ConfigError, match=missing):
+        liger_trial.check(llama(), torch.device("cuda"), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"for CUDA, and devices are of type 'cpu'; leave train.kernels out"):
+        resolve(None, {}, {"train": {"kernels": "liger"}})
+    with pytest.raises(ConfigError, match=r"cannot serve on cpu"):
+        liger_parts.serve([], "liger", torch.device("cpu"))
+
+
+def test_parts_that_are_served_keep_less() -> None:
+    made = {"cluster": "dgx-h100"}, {"plan": {"preset": "ddp", "compute": "bf16"}, "train": {"sequence": 512}}
+    run = resolve(None, *made)
+    served = replace(run, train=replace(run.train, kernels="liger"))
+    works = [each.step().work for each in (run, served)]
+    held = []
+    for work, parts in zip(works, ((), PARTS), strict=True):
+        assert isinstance(work, Work)
+        assert work.served == parts
+        held.append(activations_by_block(work, run.plan, run.blocks(), "cuda"))
+    before, after = held
+    inner = run.plan.micro_batch * 512 * run.model.intermediate_size * 2
+    # The activation of the gate is computed again; a chunk of logits has no copy in fp32.
+    assert before[1].kept - after[1].kept == inner
+    assert before[-1].on_top - after[-1].on_top == run.plan.micro_batch * 512 * run.model.vocab_size * 4
+
+
+def test_a_version_whose_functions_are_absent_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger, "why_missing", lambda: "")
+    monkeypatch.setattr(liger, "words", lambda: "liger-kernel 0.1")
+    monkeypatch.setattr(liger, "_ops", lambda name: SimpleNamespace())
+    liger_trial.problem_of.cache_clear()
+    with pytest.raises(ConfigError, match=r"liger-kernel 0.1 fails its trial \(cpu, float32\): norms: AttributeError"):
+        liger_trial.check(llama(), torch.device("cpu"), torch.float32)
+    liger_trial.problem_of.cache_clear()
