@@ -204,7 +204,7 @@ def test_a_compiler_that_fails_in_the_first_step_is_named_in_a_line() -> None:
 def test_a_run_whose_linker_fails_ends_in_a_line(tmp_path: Path) -> None:
     linker = tmp_path / "c++"
     linker.write_text(
-        '#!/bin/sh\necho "ld: cannot find -lgomp" >&2\ncase "$*" in *--version*) exec g++ "$@";; esac\nexit 1\n'
+        '#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\necho "ld: cannot find -lgomp" >&2\nexit 1\n'
     )
     linker.chmod(0o755)
     config = write_run(tmp_path, 1, steps=2)
