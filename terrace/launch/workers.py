@@ -6,6 +6,7 @@ parent is gone, however it died, and the process exits at once.
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing.forkserver
 import os
 import pickle
@@ -87,6 +88,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         with lock:
             link.send(report)
 
+    gc.freeze()  # what is imported stays, and need not be looked at after every job
     while isinstance(job := inbox.get(), PoolJob):
         try:
             send(_run(job, port, send))
@@ -98,6 +100,9 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         # The parent says when every rank is done: only then may connections close.
         inbox.get()
         dist.destroy_process_group()
+        # Groups end with the engine that made them, which refers to itself. Until then gloo's threads of each group wake
+        # up a hundred times a second, whose cost grows from job to job.
+        gc.collect()
 
 
 def _run(job: PoolJob, port: int, send: Any) -> Report:

@@ -1,0 +1,34 @@
+"""Groups of a call end with it: gloo's threads of a group that is kept wake up a hundred times a second."""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from terrace.comm.process_group import new_group
+from terrace.launch.start import LocalPool
+from terrace.launch.world import World
+
+LIMIT = timedelta(seconds=60)
+
+
+def makes_groups(world: World) -> int:
+    """As an engine: it holds groups, and refers to itself."""
+    holder: dict[str, object] = {"groups": [new_group(None, LIMIT) for _ in range(3)]}
+    holder["itself"] = holder
+    return num_loops(world)
+
+
+def num_loops(world: World) -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_threads_of_groups_end_with_their_call(pool: LocalPool) -> None:
+    before = pool.run(2, num_loops, timeout_s=60.0)
+    during = pool.run(2, makes_groups, timeout_s=60.0)
+    after = pool.run(2, num_loops, timeout_s=60.0)
+    assert all(many > few for few, many in zip(before, during, strict=True))
+    assert after == before
