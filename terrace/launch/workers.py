@@ -100,8 +100,8 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         # The parent says when every rank is done: only then may connections close.
         inbox.get()
         dist.destroy_process_group()
-        # Groups end with the engine that made them, which refers to itself. Until then gloo's threads of each group wake
-        # up a hundred times a second, whose cost grows from job to job.
+        # Groups end with the engine that made them, which refers to itself. Until then each group's threads of gloo
+        # wake up a hundred times a second, and every job would leave some.
         gc.collect()
 
 
