@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_explain(options)
     # Torch is imported here: the parser works without it.
     from terrace.cli import rl_explain, rl_run
-    from terrace.rl.config import resolve
+    from terrace.rl.config import check_vocabulary, resolve
     from terrace.rl.layers import resolve_table
 
     given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
@@ -66,6 +66,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.explain:
         rl_explain.explain(config, search=options.place is not None)
         return 0
+    check_vocabulary(config.run, config.model)
     if options.place is not None:
         config = rl_explain.placed(config)
     rl_run.run(config, options.folder, options.resume, options.ray)

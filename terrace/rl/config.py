@@ -278,7 +278,7 @@ def _check(config: RlConfig) -> None:
             f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
             "out, or give the ranks of that axis to another"
         )
-    _check_task(run, config.model)
+    _check_task(run)
     if run.start_steps and not run.task:
         raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
     if algorithm.name not in NEEDS_CRITIC and run.critic_lr != RunKeys.critic_lr:
@@ -298,12 +298,16 @@ def _check_sizes(config: RlConfig) -> None:
             config.num_micros(config.run.mini_batch, role)
 
 
-def _check_task(run: RunKeys, model: ModelConfig) -> None:
+def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
+    """Raise `ConfigError` where a model may write tokens that its task does not know; a prediction may be of any."""
     if run.task and model.vocab_size > VOCAB:
         raise ConfigError(
             f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "
             f"{model.vocab_size}: leave --model out, or give run.prompts_file in place of the task"
         )
+
+
+def _check_task(run: RunKeys) -> None:
     if run.task and run.max_prompt < LONGEST_PROMPT:
         raise ConfigError(
             f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {LONGEST_PROMPT} tokens; "
