@@ -127,6 +127,17 @@ def wait_for_step(run_folder: Path, step: int, within_s: float = 240.0) -> None:
         time.sleep(0.02)
 
 
+def wait_for_checkpoint(run_folder: Path, step: int, within_s: float = 240.0) -> None:
+    """Wait until a checkpoint, which is written in the background, is whole."""
+    manifest, deadline_s = (
+        run_folder / "checkpoints" / f"step-{step:08d}" / "manifest.json",
+        time.monotonic() + within_s,
+    )
+    while not manifest.exists():
+        assert time.monotonic() < deadline_s, f"no {manifest}"
+        time.sleep(0.02)
+
+
 def rank_pids(parent: int) -> list[int]:
     """Return the processes of the ranks of a local run, in no order: the children of the fork server."""
     children = descendants(parent)

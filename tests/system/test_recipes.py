@@ -51,6 +51,11 @@ def _block(page: str, kind: str) -> str:
 
 def _command(folder: Path, name: str, text: str) -> None:
     path = folder / name
+    if text.startswith("#!/") and " " in (interpreter := text.partition("\n")[0][2:]):
+        # The first line of a script cannot name a path with a space.
+        script = folder / f"{name}.text"
+        script.write_text(text)
+        text = f'#!/bin/sh\nexec "{interpreter}" "{script}" "$@"\n'
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
@@ -59,7 +64,7 @@ def test_the_job_runs_ends_in_time_requeues_itself_and_goes_on(tmp_path: Path) -
     write_run(tmp_path, 2, 1, 2, steps=40, checkpoint_every=2, rank_logs=True)
     (tmp_path / "bin").mkdir()
     _command(tmp_path / "bin", "srun", SRUN.format(python=sys.executable))
-    _command(tmp_path / "bin", "terrace", f'#!/bin/sh\nexec {sys.executable} -m terrace "$@"\n')
+    _command(tmp_path / "bin", "terrace", f'#!/bin/sh\nexec "{sys.executable}" -m terrace "$@"\n')
     _command(tmp_path / "bin", "scontrol", '#!/bin/sh\necho "$@" >> requeued\n')
     (tmp_path / "job.sh").write_text(_block("slurm.md", "bash"))
     job = environment() | {

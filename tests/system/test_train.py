@@ -24,6 +24,7 @@ from tests.support.tiny_runs import (
     one_line,
     started,
     terrace,
+    wait_for_checkpoint,
     wait_for_step,
     write_run,
 )
@@ -133,13 +134,13 @@ def test_a_killed_run_goes_on_with_the_same_losses(trained: tuple[Path, str], tm
     write_run(tmp_path, 2, 2, steps=12, checkpoint_every=4, timeout_s=20.0)
     with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path) as process:
         wait_for_step(tmp_path / "run", 6)
+        wait_for_checkpoint(tmp_path / "run", 4)
         ranks = descendants(process.pid)
         process.kill()
         assert all_gone(ranks)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 1.2')  # as a crash may leave it
-    elsewhere = tmp_path / "elsewhere"  # the run's own file finds its data from any working directory
-    elsewhere.mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()  # the run's own file finds its data from any working directory
     done = terrace("train", "--resume", "../run", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
     assert "resuming after step " in done.stdout
