@@ -15,8 +15,9 @@ from terrace.simulate.cycle_timeline import CycleTimeline, cycle_timeline
 from terrace.simulate.noting import WAIT_OUTER
 from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig, resolve, run_toml
-from terrace.train.metrics import MetricsFile, StepRecord
+from terrace.train.metrics import StepRecord
 from tests.support.cycles import islands, step_of
+from tests.support.records import step_record, write_metrics
 from tests.support.tiny_runs import write_run
 
 
@@ -65,16 +66,8 @@ def test_the_same_as_text() -> None:
 
 
 def record(step: int, **time_s: float) -> StepRecord:
-    return StepRecord(
-        step=step,
-        loss=1.0,
-        grad_norm=1.0,
-        learning_rate=0.1,
-        num_tokens=1,
-        step_s=sum(time_s.values()),
-        tokens_per_s=1.0,
-        time_s={name.replace("_", " "): value for name, value in time_s.items()},
-    )
+    times = {name.replace("_", " "): value for name, value in time_s.items()}
+    return step_record(step, step_s=sum(time_s.values()), time_s=times)
 
 
 def test_measured_steps_are_means_over_whole_cycles() -> None:
@@ -107,10 +100,7 @@ def test_a_run_has_its_measured_cycle_beside_the_predicted_one(tmp_path: Path) -
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.toml").write_text(run_toml(run))
-    metrics = MetricsFile(folder / "metrics.jsonl", 0)
-    for each in records:
-        metrics.write(each)
-    metrics.close()
+    write_metrics(folder, records)
     page = run_page(run_view(folder))
     assert "The cycle of islands" in page
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])

@@ -14,9 +14,9 @@ from terrace.report.plot import loss_svg
 from terrace.report.run_curves import HEIGHT, WIDTH, Curve, curve_data, curve_svg, curve_tiles, thinned
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import RunView, run_page
-from terrace.train.metrics import MetricsFile, StepRecord
 from tests.support import chromium
 from tests.support.pages import checked
+from tests.support.records import step_record, write_metrics
 from tests.support.tiny_runs import metrics, one_line, terrace, write_run
 
 NUM_STEPS = 8
@@ -297,23 +297,8 @@ def test_the_page_is_not_blank(ran: Path, tmp_path: Path) -> None:
 
 
 def test_losses_of_routers_and_dropped_choices_have_curves(tmp_path: Path) -> None:
-    metrics_file = MetricsFile(tmp_path / "metrics.jsonl", 0)
-    for step in (1, 2):
-        metrics_file.write(
-            StepRecord(
-                step=step,
-                loss=2.0,
-                grad_norm=1.0,
-                learning_rate=0.1,
-                num_tokens=8,
-                step_s=0.5,
-                tokens_per_s=16.0,
-                time_s={"forward": 0.5},
-                router_losses={"sequence": 0.5 / step, "z": 0.25},
-                dropped=10 * step,
-            )
-        )
-    metrics_file.close()
+    losses = [{"sequence": 0.5 / step, "z": 0.25} for step in (1, 2)]
+    write_metrics(tmp_path, [step_record(n, router_losses=each, dropped=10 * n) for n, each in enumerate(losses, 1)])
     curves = {curve.title: curve.lines for curve in run_view(tmp_path).curves}
     assert curves["Losses of routers"] == {"sequence": [(1, 0.5), (2, 0.25)], "z": [(1, 0.25), (2, 0.25)]}
     assert curves["Choices of experts dropped"] == {"dropped": [(1, 10.0), (2, 20.0)]}

@@ -19,8 +19,9 @@ from terrace.report.run_page import run_page
 from terrace.train.compared import compare_ranks
 from terrace.train.config import resolve, run_toml
 from terrace.train.job import RunJob
-from terrace.train.metrics import MetricsFile, Outcome, Silent, SlowestRank, StepRecord
+from terrace.train.metrics import Outcome, Silent, SlowestRank
 from terrace.train.recorder import recorded
+from tests.support.records import step_record, write_metrics
 from tests.support.toys import cluster_of
 
 CLUSTER = cluster_of(2, 2)
@@ -33,7 +34,7 @@ def report(forward_s: float, wait_s: float) -> StepReport:
 
 
 def engine_of(plan: Plan, told: list[Any]) -> Any:
-    """An engine of rank 0, whose ranks have told these reports."""
+    """The engine of rank 0, where the ranks exchange the reports `told`."""
 
     def exchange(own: object) -> list[Any]:
         assert own == told[0]
@@ -71,28 +72,15 @@ def test_the_screen_says_who_is_waited_for() -> None:
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """A run of 30 steps on a pipeline, that says its slowest rank from step 20 on, and at its end."""
+    """A run of 30 steps on a pipeline; its records name the slowest rank from step 20 on, its last event, too."""
     mapping = {"node": {"pipeline": 2}}
     run = resolve(
         None, {}, {"plan": {"preset": "ddp", "mapping": mapping}, "cluster": {"tiers": {"node": {"size": 2}}}}
     )
     (tmp_path / "config.toml").write_text(run_toml(run))
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", 0)
-    for step in range(1, 31):
-        metrics.write(
-            StepRecord(
-                step=step,
-                loss=2.0,
-                grad_norm=1.0,
-                learning_rate=0.1,
-                num_tokens=8,
-                step_s=0.7,
-                tokens_per_s=16.0,
-                time_s={"forward": 0.3, "wait sync": 0.4},
-                slowest={"rank": 3, "own_s": 0.5} if step >= 20 else {},
-            )
-        )
-    metrics.close()
+    times = {"forward": 0.3, "wait sync": 0.4}
+    found = [{"rank": 3, "own_s": 0.5} if step >= 20 else {} for step in range(1, 31)]
+    write_metrics(tmp_path, [step_record(n, step_s=0.7, time_s=times, slowest=each) for n, each in enumerate(found, 1)])
     job = RunJob(run=run, folder=tmp_path, sources=(), tokenizer_fingerprint="")
     one = report(0.3, 0.4)
     with recorded(Silent(), job) as observer:
@@ -125,7 +113,7 @@ def test_the_page_shows_the_slowest_rank_beside_rank_0(finished: Path) -> None:
     assert title in page
     table = page.partition(title)[2]
     assert re.search(r"forward</td><td>625.0 ms</td><td>500.0 ms</td><td>\+25 %", table)
-    assert f"By the last look {rank} has most work of its own, 500.0 ms of a step; rank 0 has 300.0 ms in the" in page
+    assert f"In the last steps {rank} has most work of its own, 500.0 ms of a step; rank 0 has 300.0 ms in the" in page
     curves = {curve.title: curve.lines for curve in view.curves}
     assert curves["Seconds of a step"]["own work of the slowest rank"] == [(step, 0.5) for step in range(20, 31)]
 

@@ -5,19 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.train.metrics import StepRecord, Summary
+from tests.support.records import step_record
 
 
 def record(step: int, seconds: float) -> StepRecord:
-    return StepRecord(
-        step=step,
-        loss=1.0,
-        grad_norm=1.0,
-        learning_rate=1e-3,
-        num_tokens=64,
-        step_s=seconds,
-        tokens_per_s=1.0,
-        time_s={"wait outer": seconds},
-    )
+    return step_record(step, step_s=seconds, time_s={"wait outer": seconds})
 
 
 @given(steps=st.integers(1, 400), every=st.integers(1, 60))
