@@ -1,7 +1,7 @@
-"""Start of a run on the terminal, before any process is started.
+"""The terminal output before a run's processes start.
 
-A line for each fact that decides the run, ten with those of its ranks; warnings; and with `verbose` the tables of plan,
-memory and messages.
+One line per fact: model, data, batch, plan, memory and messages, dtype; with the lines that the ranks print before the
+first loss, ten. Warnings follow. `verbose` adds the tables of plan, memory and messages.
 """
 
 import sys
@@ -14,7 +14,7 @@ from terrace.cli.programs import checked_programs, forget_programs
 from terrace.launch.start import pace
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.probe.products import bf16_slowdown
-from terrace.report.tables import plan_words, quantity
+from terrace.report.tables import plan_summary, quantity
 from terrace.runtime.compiled import compiles_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.train.config import RunConfig
@@ -47,7 +47,7 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
         if run.train.compile:
             print(compiles_words(view.programs, run.train.kernels != "torch"))
     else:
-        print("\n".join(map(_folded, (plan_words(run.cluster, run.plan), _cost_words(view), *_warnings(run)))))
+        print("\n".join(map(_folded, (plan_summary(run.cluster, run.plan), _cost_words(view), *_warnings(run)))))
     for line in filter(None, (parts_words(run), *dtype_words(run, verbose), *_pace_words())):
         print(line if verbose else _folded(line))
     if verbose:
@@ -56,7 +56,7 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
 
 
 def _cost_words(view: views.StepView) -> str:
-    """Model state and messages of a step, of the rank that has most of each."""
+    """Bytes of model state and of a step's messages, each on the rank with the most."""
     device, layout = view.run.cluster.device, view.programs[0].layout
     held = max(sum(report.memory_bytes.values()) for report in view.predicted.reports)
     sent = max(view.predicted.expected_bytes, key=lambda each: sum(each.values()))
@@ -77,7 +77,7 @@ def _folded(words: str) -> str:
 
 
 def _warnings(run: RunConfig) -> list[str]:
-    # With the tables these stand below the table that they are about.
+    # With `verbose`, each is printed below the table that it is about.
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     found = (
         worst_words(job, run.blocks(), run.train.sequence),
@@ -95,7 +95,7 @@ def _pace_words() -> list[str]:
 
 
 def dtype_words(run: RunConfig, verbose: bool = False) -> list[str]:
-    """Why a run computes in its dtype, and the cost of another; empty where there is no choice to speak of."""
+    """Why a run computes in its dtype, and the cost of the other dtype; empty where only one is possible."""
     plan, device = run.plan, run.cluster.device
     if plan.products is not None and device.backend == "cpu":
         return [

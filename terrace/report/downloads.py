@@ -1,6 +1,6 @@
-"""Numbers of a page as files inside it: a table of its curves, and the final figures with the settings.
+"""Downloads of a page's numbers: its curves as a table, and the final figures with the settings.
 
-Each file is a link with its content, so that the page stays one file and needs no script.
+The content of each download is in its link, so that the page stays one file and needs no script.
 """
 
 import base64
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from terrace.base.printable import escape
 from terrace.report.sides import Side, lines_of
 
-_MOST_ROWS = 5_000  # of the table over all runs: about half a megabyte of the page
+_MOST_ROWS = 5_000  # of all runs together: about half a megabyte of the page
 
 
 def downloads(sides: Sequence[Side]) -> str:
@@ -27,7 +27,7 @@ def downloads(sides: Sequence[Side]) -> str:
 
 
 def steps_csv(sides: Sequence[Side]) -> tuple[str, int]:
-    """(A row for each run and step, and the steps from one row of a run to the next); "" without a step."""
+    """(CSV with a row per run and step, "" without a step; the stride: every N-th step of a run has a row)."""
     columns = [lines_of(side.curves) for side in sides]
     names = list(dict.fromkeys(name for lines in columns for name in lines))
     by_step: list[dict[int, dict[str, float]]] = []

@@ -16,7 +16,7 @@ from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.inside import InBlockPrices, block_prices
 
-_Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, what computes meanwhile, how many
+_Alike = tuple[tuple[TensorMessage, str, int], ...]  # message, the computing that hides it, how many
 _WORDS = {
     (ContextLeg.INTO, Op.FORWARD): "queries, keys and values",
     (ContextLeg.INTO, Op.BACKWARD): "gradients of the output",

@@ -52,7 +52,7 @@ def products_words(found: "ProductsFound", step_s: float) -> str:
 
 
 def chunks_words(found: "ChunksFound", step_s: float) -> str:
-    """How tensor messages are cut, of the ways that were allowed, with the best step of each; "" without any.
+    """The allowed value of `tensor_chunks` that a plan uses, and the best step with each; "" if none was allowed.
 
     `step_s` is the step of the plan that is shown, which may tie with the fastest.
     """

@@ -10,12 +10,12 @@ from terrace.report.markup import document, heading, html_table, lead, missing_l
 from terrace.report.run_curves import Curve, curve_data, curve_tiles, drawable
 from terrace.report.sides import Side
 
-MOST_RUNS = 20  # lines that colours and dashes of a chart tell apart
+MOST_RUNS = 20  # as many lines of a chart differ in colour or dashes
 _UNSET = "-"
 
 
 def overlay_page(sides: Sequence[Side]) -> str:
-    """Page of two or more runs, in the order given."""
+    """The page of two or more runs, in the order given."""
     names = [side.name for side in sides]
     drawn = drawable(overlaid(sides))
     title = f"{counted(len(sides), 'run')}: {', '.join(names)}"
@@ -37,7 +37,7 @@ def overlay_page(sides: Sequence[Side]) -> str:
 
 
 def overlaid(sides: Sequence[Side]) -> list[Curve]:
-    """A curve for each line that any run has, with the runs as its lines."""
+    """One chart for each line of the runs' own charts; its lines are the runs."""
     kinds: dict[tuple[str, str], Curve] = {}
     own = [{curve.title: curve.lines for curve in side.curves} for side in sides]
     for side in sides:

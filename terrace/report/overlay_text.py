@@ -1,4 +1,4 @@
-"""Several runs on the terminal: what the page of them shows, in tables of 80 columns."""
+"""Several runs compared on the terminal: losses, final figures and differing settings, in tables of 80 columns."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from terrace.report.run_curves import FEWEST_TO_SMOOTH, Curve, Point, finite, ru
 from terrace.report.sides import Side
 from terrace.report.tables import new_table
 
-_A_TABLE = 4  # runs: as many columns beside the names of figures fit into 80
+_RUNS_PER_TABLE = 4  # as many fit into 80 columns beside the names of figures
 
 
 def legend_lines(sides: Sequence[Side]) -> list[str]:
@@ -24,8 +24,8 @@ def overlay_tables(sides: Sequence[Side]) -> Iterator[Table]:
     numbers = [str(number) for number in range(1, len(sides) + 1)]
     losses = [curve for curve in overlaid(sides) if curve.title == "Loss" or curve.title.startswith("Loss: ")]
     figures = figure_rows(sides)
-    for first in range(0, len(sides), _A_TABLE):
-        part = slice(first, first + _A_TABLE)
+    for first in range(0, len(sides), _RUNS_PER_TABLE):
+        part = slice(first, first + _RUNS_PER_TABLE)
         for curve in losses:
             rows = _at_steps(curve, part)
             if rows:
@@ -52,7 +52,7 @@ def _at_steps(curve: Curve, part: slice) -> list[list[str]]:
     for step in sorted({steps[max(0, bisect_right(steps, tick) - 1)] for tick in ticks}):
         cells = []
         for line in lines:
-            # The newest value up to the step, of a run that went so far.
+            # A run's newest value up to the step; empty once the run has ended.
             at = bisect_right([each for each, _ in line], step)
             cells.append(f"{line[at - 1][1]:.4g}" if at and (at < len(line) or line[-1][0] == step) else "")
         rows.append([f"{step:,}", *cells])

@@ -7,7 +7,7 @@ from terrace.base.printable import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, RIGHT = 720, 360, 60, 44, 20
 _TOP = 36
-_DIGIT = 7.2  # width of a digit at font size 12 at most, in units
+DIGIT = 7.2  # largest width of a digit at font size 12, in units: the font is the reader's
 _COLOURS = ("#dc2626", "#15803d", "#a16207", "#7c3aed")  # of evaluations
 
 
@@ -43,8 +43,8 @@ def loss_svg(
 
     parts = frame(title, "step", {tick: y(tick) for tick in round_ticks(low, high)})
     for tick in round_ticks(first, last):
-        # The picture's edge would cut a long last label.
-        across = min(x(tick), WIDTH - _DIGIT * len(f"{tick:g}") / 2)
+        # A long last label would be cut by the picture's edge, so it is moved to the left.
+        across = min(x(tick), WIDTH - DIGIT * len(f"{tick:g}") / 2)
         parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 24}" text-anchor="middle" fill="#52525b">{tick:g}</text>')
     parts.append(line(losses, 'stroke="#93c5fd" stroke-width="1"'))
     parts.append(line(_running_mean(losses), 'stroke="#1d4ed8" stroke-width="2"'))

@@ -68,7 +68,7 @@ class RlView:
 
 
 def rl_page(view: RlView, numbers: str = "") -> str:
-    """The page; parts without data leave no heading behind. `numbers` are links to its numbers."""
+    """The page; parts without data leave no heading behind. `numbers` is markup (terrace.report.downloads)."""
     curves = drawable(view.curves)
     timeline, charts = "", list[dict[str, object]]()
     if view.iteration is not None:

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 from terrace.base.printable import escape
 from terrace.report.markup import legend
-from terrace.report.plot import round_ticks
+from terrace.report.plot import DIGIT, round_ticks
 from terrace.report.tables import scaled
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
 _MOST_POINTS = 400  # per line: more than a picture of this width can show
-_DIGIT = 7.2  # width of a digit at font size 12 at most, in units: the font is the reader's
 FEWEST_TO_SMOOTH = 40  # points: with fewer a running mean adds nothing to the line
 COLOURS = ("--c-forward", "--c-gather", "--c-update", "--c-sync", "--c-reduce")
-# Of lines beyond the colours: (lengths of dashes and gaps, words).
+# (Lengths of dashes and gaps, words): once all colours are used, lines differ in their dashes.
 _DASHES = (("", ""), ("7 4", "dashed"), ("2 3", "dotted"), ("9 3 2 3", "dashed and dotted"))
 
 # The running mean gives a step a tenth of the weight, so it is about ten steps behind.
@@ -101,8 +100,8 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
     # Steps are whole numbers: ticks between them would repeat after rounding.
     for tick in dict.fromkeys(round(tick) for tick in round_ticks(first, last)):
         if first <= tick <= last:
-            # The last label ends with the picture, which would cut it.
-            x = min(place(tick, low)[0], WIDTH - _DIGIT * len(str(tick)) / 2)
+            # A long last label would be cut by the picture's edge, so it is moved to the left.
+            x = min(place(tick, low)[0], WIDTH - DIGIT * len(str(tick)) / 2)
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick}</text>')
     for step in marks:
         if first <= step <= last:

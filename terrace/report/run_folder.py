@@ -67,7 +67,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def run_view(folder: Path, draws: bool = True) -> RunView:
-    """The view of a run; without `draws`, for pages without them, no timeline and no cycle, which take a simulation."""
+    """The view of a run. Without `draws` it has no timeline and no cycle, which need a simulated step."""
     # Every reader below appends a sentence for each part it cannot read.
     missing: list[str] = []
     left = _read(folder, missing)

@@ -53,7 +53,7 @@ class RunView:
     loads: Sequence[LoadsOfSteps] = ()
     plan: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
     time_s: ComparedAmounts = _UNKNOWN  # of rank 0
-    slowest: tuple[str, ComparedAmounts] | None = None  # another rank, in words, that has most work of its own
+    slowest: tuple[str, ComparedAmounts] | None = None  # the rank with the most own work, unless it is rank 0
     sent_bytes: ComparedAmounts = _UNKNOWN  # by tier
     memory_bytes: ComparedAmounts = _UNKNOWN
     peak_memory: Amounts = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RunView:
 
 
 def run_page(view: RunView, numbers: str = "") -> str:
-    """The page; `numbers` are links to its numbers (terrace.report.downloads)."""
+    """The page; `numbers` is markup with links to its numbers (terrace.report.downloads)."""
     drawn = drawable(view.curves)
     timeline, charts = "", list[dict[str, object]]()
     if view.timeline is not None:

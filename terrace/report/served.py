@@ -1,8 +1,8 @@
-"""A page served to this machine alone, made anew when its files grow.
+"""A page served to this machine alone, rendered again when its files change.
 
-The server listens on 127.0.0.1, answers requests that name it by that address or as localhost (a page of another origin
-whose name leads here gets nothing), and knows two paths: `/`, the page, and `/state`, a text that changes with it. The
-page asks for the state now and then, and loads itself again when that has changed.
+The server listens on 127.0.0.1 and refuses a request whose Host header is neither that address nor localhost, so that a
+foreign page whose name resolves to this machine (DNS rebinding) reads nothing. It has two paths: `/` is the page, and
+`/state` a text that changes with the page. An open page polls the state and reloads itself when that has changed.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from typing import Any
 from terrace.base.errors import TerraceError
 
 ADDRESS = "127.0.0.1"
-_POLL_S = 3.0  # between two questions of a page
-_SHARE = 0.2  # of the time at most goes into making pages
+_POLL_S = 3.0  # between two polls of a page
+_SHARE = 0.2  # largest share of the time that goes into rendering
 _WATCHED = ("*", "profile/*", "checkpoints/*/manifest.json", "*/checkpoints/*/manifest.json")
-_OWN = ("report.html", "compared.html", ".lock")  # files of a folder that are no news
+_IGNORED = ("report.html", "compared.html", ".lock")  # a page does not show them
 
-# Asks for the state. When nobody answers, the reader is told that the page stands still.
+# Polls the state. When the server does not answer, the page says that it is no longer updated.
 _SCRIPT = """<p id=stands hidden style="position:fixed;right:12px;bottom:12px;margin:0;padding:6px 10px;\
 background:var(--ink);color:var(--paper);border-radius:5px;font-size:13px">terrace report --watch has ended</p>
 <script>(() => {
@@ -45,19 +45,19 @@ background:var(--ink);color:var(--paper);border-radius:5px;font-size:13px">terra
 
 
 class LivePage:
-    """The page of some folders: `make` makes it, again when a file there has changed since."""
+    """The page of some folders, which `make` renders; again once a file there has changed."""
 
     def __init__(self, folders: Sequence[Path], make: Callable[[], str]) -> None:
         self._folders, self._make, self._lock = folders, make, threading.Lock()
         self._state, self._page, self._not_before_s = "", "", 0.0
-        self._salt = secrets.token_hex(8)  # a page of an earlier server is out of date
+        self._salt = secrets.token_hex(8)  # so that an open page of an earlier server reloads
 
     def current(self) -> tuple[str, str]:
         """(state, page)."""
         with self._lock:
             state = self._state_of_files()
             begin_s = time.monotonic()
-            # A large page of a fast run must not be made all the time.
+            # A large page of a fast run must not be rendered all the time.
             if state != self._state and begin_s >= self._not_before_s:
                 page = self._make()
                 script = _SCRIPT.replace("STATE", state).replace("POLL", f"{1000 * _POLL_S:g}")
@@ -71,9 +71,9 @@ class LivePage:
         found = hashlib.blake2b(self._salt.encode(), digest_size=12)
         for folder in self._folders:
             for path in sorted({path for pattern in _WATCHED for path in folder.glob(pattern)}):
-                # A running run removes files between the listing and the look.
+                # A run may remove a file after it was listed.
                 with suppress(OSError):
-                    if path.name not in _OWN and path.is_file():
+                    if path.name not in _IGNORED and path.is_file():
                         about = path.stat()
                         found.update(f"{path}\0{about.st_size}\0{about.st_mtime_ns}\n".encode(errors="replace"))
         return found.hexdigest()
@@ -87,12 +87,12 @@ class _Server(ThreadingHTTPServer):
         super().__init__((ADDRESS, port), _Handler)
 
     def server_bind(self) -> None:
-        # The base class asks for the machine's name, which may take seconds.
+        # The base class looks up the machine's name, which may take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A browser that leaves in the middle of an answer is no news.
+        # Browsers close connections in the middle of an answer: no traceback for that.
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(HTTPStatus.OK, "text/html", page)
 
     def log_message(self, format: str, *args: object) -> None:
-        # A line for each question of a page would fill the screen.
+        # A line per poll would fill the screen.
         pass
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served(page: LivePage, port: int) -> Iterator[ThreadingHTTPServer]:
-    """A server of the page, not yet serving; port 0 is any free one. Raises `OSError` for a port that cannot be had."""
+    """A server of the page, not yet serving; port 0 is any free one. Raises `OSError` for a port that is taken."""
     server = _Server(port, page)
     try:
         yield server

@@ -1,4 +1,4 @@
-"""One run beside others: its curves, final figures and settings, from the view of its folder."""
+"""A run of a comparison: its curves, final figures and settings, taken from the view of its folder."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ from terrace.train.metrics import num_final
 
 
 class Figure(NamedTuple):
-    """A final figure of a run, in plain units and as it is shown."""
+    """A final figure of a run: in plain units, and in the words of a table."""
 
     value: float
     words: str
@@ -26,7 +26,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A run of a comparison. `settings` are by dotted key, None where its config.toml cannot be read."""
+    """One of the compared runs. `settings` are by dotted key, None where its config.toml cannot be read."""
 
     name: str
     status: str
@@ -76,24 +76,21 @@ def side_of_run(name: str, view: RunView) -> Side:
         add(f"sent by rank 0 on {tier}", size, quantity(size, "B"))
     for kind, size in view.peak_memory.items():
         add(f"memory of rank 0, {kind}", size, quantity(size, "B"))
-    return Side(
-        name=name,
-        status=view.status,
-        curves=view.curves,
-        figures=figures,
-        settings=_flat_settings(view.settings),
-        missing=_of_parts(view.missing),
-    )
+    return _side(name, view, figures)
 
 
 def side_of_rl(name: str, view: RlView) -> Side:
-    """A run of `terrace rl`: the end of each of its curves."""
+    """A run of `terrace rl`; its figures are the ends of its curves."""
     figures = dict[str, Figure]()
     for title, points in lines_of(view.curves).items():
         end = _end(points) if points else math.nan
         if math.isfinite(end):
             number, prefix = scaled(end)
             figures[title] = Figure(end, f"{number:.4g}{f' {prefix}' * bool(prefix)}")
+    return _side(name, view, figures)
+
+
+def _side(name: str, view: RunView | RlView, figures: Mapping[str, Figure]) -> Side:
     return Side(
         name=name,
         status=view.status,
@@ -105,7 +102,7 @@ def side_of_rl(name: str, view: RlView) -> Side:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder: its last parts, as many as tell all of them apart."""
+    """A name for each folder: the end of its path, with as many parts as all names need to differ."""
     parts = [folder.resolve().parts for folder in folders]
     for number in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-number:]) for each in parts]
@@ -115,7 +112,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def lines_of(curves: Sequence[Curve]) -> dict[str, Sequence[Point]]:
-    """Every line of some curves by a name of its own."""
+    """Every line of some charts, by chart and line: `Loss: holdout`, or `Loss` where the chart's title says it all."""
     found: dict[str, Sequence[Point]] = {}
     for curve in curves:
         for line, points in curve.lines.items():
@@ -131,7 +128,7 @@ def _end(points: Sequence[Point]) -> float:
 
 
 def _of_parts(missing: Sequence[str]) -> list[str]:
-    # A sentence begins with the part that is missing: a comparison has neither timelines nor checkpoints.
+    # A sentence begins with the missing part; a comparison shows only settings and curves.
     return [words for words in missing if words.startswith(("settings", "curves"))]
 
 

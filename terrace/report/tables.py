@@ -68,8 +68,8 @@ def plan_title(cluster: Cluster, plan: Plan) -> str:
     return f"plan {plan.name} on cluster {cluster.name}: {counted(cluster.world_size, 'rank')}"
 
 
-def plan_words(cluster: Cluster, plan: Plan) -> str:
-    """The plan in a line: its axes, and how many ranks share each state."""
+def plan_summary(cluster: Cluster, plan: Plan) -> str:
+    """The plan in a line: its axes, and the number of ranks that share each state."""
     layout, mesh = Layout.of(cluster, plan), Mesh.of(cluster, plan)
     axes = [f"{axis} {mesh.total(axis)}" for axis in AXES if axis != "data" and mesh.total(axis) > 1]
     held: dict[str, list[str]] = {}

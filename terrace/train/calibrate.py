@@ -161,7 +161,7 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
     experts = None if run.model.experts is None else replace(run.model.experts, dense_layers=())
-    # Where layers differ in their windows, the widest stands for all.
+    # Where layers differ in their windows, a layer with the widest stands for all.
     config = replace(run.model, num_layers=1, vocab_size=1, kinds=(), experts=experts)
     dtype = DTYPES[run.plan.compute]
     blocks = build_blocks(config)
@@ -177,7 +177,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
         sizes = (1, local_tokens(run.plan, mesh, run.train.sequence))
     x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
     if run.train.compile:
-        compile_blocks(blocks) if run.train.kernels == "torch" else compile_parts(blocks)
+        (compile_blocks if run.train.kernels == "torch" else compile_parts)(blocks)
         for _ in range(2):  # the tables of RoPE are made by the first call and read by the second: two graphs
             blocks[1](x)
     return lambda: blocks[1](x), forward_flops(config, 1, *sizes)

@@ -31,12 +31,15 @@ BYTES = "bytes"
 _SUMS = "checksums.json"  # of the other files of SOURCE
 
 
+def run_above(folder: Path) -> Path | None:
+    """The run folder, up to three levels above `folder`, of which `folder` is a part, such as a checkpoint."""
+    above = list(folder.parents)[:3]
+    return next((each for each in above if str(each) != "." and (each / "config.toml").is_file()), None)
+
+
 def no_run_words(folder: Path) -> str:
-    """Why `folder` is no run folder, and which folder above it is one, as where a checkpoint of a run was named."""
-    why = f"{folder} is not a run folder: it has no config.toml"
-    above = next(
-        (each for each in list(folder.parents)[:3] if str(each) != "." and (each / "config.toml").is_file()), None
-    )
+    """Why `folder` is no run folder; where it lies in one, the error proposes that."""
+    why, above = f"{folder} is not a run folder: it has no config.toml", run_above(folder)
     return why if above is None else f"{why}; did you mean {str(above)!r}?"
 
 

@@ -22,7 +22,7 @@ from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
 from terrace.train.adapted import merged_values
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.folder import SOURCE, check_source, no_run_words
+from terrace.train.folder import SOURCE, check_source, no_run_words, run_above
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -63,7 +63,7 @@ def load_trained(
         return _of_run(folder, parse_run(read_table(folder / "config.toml")), DTYPES[dtype], tokenizer, device)
     if (folder / CONFIG).is_file() and holds_weights(str(folder)):
         return _of_hugging_face(folder, DTYPES[dtype], tokenizer, device)
-    if any((above / "config.toml").is_file() for above in list(folder.parents)[:3] if str(above) != "."):
+    if run_above(folder) is not None:
         raise CheckpointError(no_run_words(folder))
     raise CheckpointError(
         f"{folder} is neither a run folder (config.toml) nor a Hugging Face folder ({CONFIG} and *.safetensors): name "
