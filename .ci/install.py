@@ -1,8 +1,8 @@
-"""`pip install` with progress that can be read: a line for each large download, not silence, nor hundreds of lines.
+"""`pip install` with short progress: one line for each large download, and the seconds in between.
 
-    python .ci/install.py [--log FILE] WORDS...
+    python .ci/install.py WORDS...
 
-WORDS go to pip. Where it fails, its last lines are shown, and FILE has them all.
+WORDS go to pip. If it fails, its last lines are shown; install.log in the environment's folder has all of its output.
 """
 
 import os
@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-QUIET_S = 20.0  # without a line of its own, after which the time is told
-_LAST = 30  # lines of a failure
+QUIET_S = 20.0  # seconds without a line of pip's after which the elapsed time is printed
+_LAST = 30  # lines of pip's that are shown if it fails
 _DOWNLOAD = re.compile(
     r"\s*(?:Downloading|Using cached) (?:\S*/)?([\w.]+-[\w.!+]+?)(?:-[\w.-]+)?\.(?:whl|tar\.gz) \((.*[MG]B)\)"
 )
 
 
 def shown(line: str) -> str:
-    """The words for a line of pip's output; "" for one that says nothing to a user."""
+    """The words to print for a line of pip's output; "" for a line that a user can do without."""
     if found := _DOWNLOAD.match(line):
         return f"  {found[1].replace('-', ' ')}, {found[2]}"
     head, _, packages = line.partition(": ")
@@ -34,7 +34,7 @@ def shown(line: str) -> str:
 
 
 def install(command: Sequence[str], log: Path, say: Callable[[str], None], quiet_s: float = QUIET_S) -> int:
-    """Run `command` to its end and return its exit code."""
+    """Run `command` to its end, write its output to `log`, and return its exit code."""
     began_s, lines = time.monotonic(), list[str]()
     say(f"installing into {log.parent}; the first time this takes minutes and up to 2 GB of downloads")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
@@ -72,9 +72,6 @@ def _lines(pipe: int, quiet_s: float) -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    log_file = Path(sys.prefix) / "install.log"
-    if words[:1] == ["--log"]:
-        log_file, words = Path(words[1]), words[2:]
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
-    sys.exit(install([*pip, *words], log_file, lambda line: print(line, flush=True)))
+    log_file = Path(sys.prefix) / "install.log"
+    sys.exit(install([*pip, *sys.argv[1:]], log_file, lambda line: print(line, flush=True)))

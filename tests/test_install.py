@@ -1,4 +1,4 @@
-"""`make setup` says how far it is: a line for each large download, the seconds while none comes, and why it failed."""
+"""`make setup` shows progress: a line for each large download, the seconds in between, and the output of a failure."""
 
 import re
 import runpy

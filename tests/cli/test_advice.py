@@ -1,4 +1,4 @@
-"""Advice of a refusal is accepted: "use at most 5" is followed by a 5 that is not refused."""
+"""A value that a refusal advises is accepted: after "use at most 5", 5 is taken and 6 refused."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,8 @@ from tests.support.tiny_runs import write_run
 
 _GPT2 = '{"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}'  # noqa: E501
 _WSD = "--train.schedule wsd --train.decay_steps"
-# Words after `terrace train --config run.toml`, the key whose value is to be replaced, and the value that is advised.
+_PLAN = "plan --model config.json --cluster ethernet --batch 32 --sequence 32 --axes data --force --nodes"
+# Words after `terrace train --config run.toml`, the key whose value is replaced, and the advised value (None: any).
 CASES = (
     (f"{_WSD} 5", "train.decay_steps", 4),
     (f"{_WSD} 0.9", "train.decay_steps", 4),
@@ -50,32 +51,16 @@ def test_the_advised_value_is_accepted(text: str, key: str, value: int | None, h
     assert found, refused.error
     advised = int(found[1])
     assert value in (None, advised), refused.error
-    if f"--{key}" in words:
-        words[words.index(f"--{key}") + 1] = str(advised)
+    words[words.index(f"--{key}") + 1] = str(advised)
     accepted = here.call(*words)
     assert accepted.code == 0, accepted.error
-    # It is the largest that is accepted.
+    # No larger value is accepted.
     words[words.index(f"--{key}") + 1] = str(advised + 1)
     assert here.call(*words).code == 2
 
 
 def test_batches_and_nodes_that_divide_are_accepted(here: CommandLine) -> None:
-    words = [
-        "plan",
-        "--model",
-        "config.json",
-        "--cluster",
-        "ethernet",
-        "--nodes",
-        "3",
-        "--batch",
-        "32",
-        "--sequence",
-        "32",
-        "--axes",
-        "data",
-        "--force",
-    ]
+    words = [*_PLAN.split(), "3"]
     refused = here.call(*words)
     batches = re.findall(r"(?<=--batch )\d+|(?<=or )\d+(?=, --nodes)", refused.error.partition(": use ")[2])
     nodes = re.findall(r"--nodes (\d+)(?: or (\d+))?", refused.error)
@@ -89,22 +74,7 @@ def test_batches_and_nodes_that_divide_are_accepted(here: CommandLine) -> None:
 
 
 def test_the_largest_delay_of_exchanges_is_accepted(here: CommandLine) -> None:
-    words = [
-        "plan",
-        "--model",
-        "config.json",
-        "--cluster",
-        "ethernet",
-        "--nodes",
-        "2",
-        "--batch",
-        "32",
-        "--sequence",
-        "32",
-        "--axes",
-        "data",
-        "--outer",
-    ]
+    words = [*_PLAN.split(), "2", "--outer"]
     refused = here.call(*words, "every<=20,delay>=30")
     assert "delay is at most every, so at most 20, not 30" in refused.error
     assert here.call(*words, "every<=20,delay>=20").code == 0

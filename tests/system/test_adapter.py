@@ -197,11 +197,7 @@ _ATTENDS = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
         ("Bamba", _MAMBA | {"attn_layer_indices": [1]}, "take no rows of several documents"),
         ("FalconH1", _MAMBA | {"mamba_d_ssm": 32}, "carry a state from one document of a row to the next"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "has no final norm"),
-        (
-            "Mamba2",
-            {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
-            "has no final norm",
-        ),
+        ("Mamba2", _MAMBA2, "has no final norm"),
     ],
 )
 def test_hybrids_are_taken_or_refused_in_a_line(family: str, more: dict[str, Any], outcome: str) -> None:
