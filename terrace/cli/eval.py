@@ -1,4 +1,4 @@
-"""`terrace eval FOLDER`: the loss of a trained model on text, on conversations, or on what its run has held out."""
+"""`terrace eval FOLDER`: the loss of a trained model on text, on conversations, or on its run's own hold-out."""
 
 import argparse
 import json
@@ -29,14 +29,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="text or JSONL file, or a folder of them, to predict (default: what the run itself evaluates, its "
-        "hold-out and the sources of data.eval)",
+        help="text or JSONL file, or a folder of them, to predict (default: the run's own hold-out and the sources of "
+        "its data.eval)",
     )
     parser.add_argument(
         "--data.format",
         dest="format",
         choices=("text", "chat"),
-        help="text, or conversations, of which the trained tokens count (default: text)",
+        help="text, or conversations: the loss of the tokens that training on them would train (default: text)",
     )
     parser.add_argument(
         "--data.chat_template",
@@ -97,8 +97,8 @@ def _check_together(options: argparse.Namespace) -> None:
     given = {name: key for name, key in keys.items() if getattr(options, name) is not None}
     if options.data is None and given:
         raise ConfigError(
-            f"{next(iter(given.values()))} has no effect on the data that a run itself evaluates: leave it out, or "
-            "give --data PATH"
+            f"{next(iter(given.values()))} has no effect on a run's own evaluation data: leave it out, or give "
+            "--data PATH"
         )
     if options.format == "chat" and "column" in given:
         raise ConfigError("--data.column has no effect on conversations: leave it out")

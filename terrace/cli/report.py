@@ -1,4 +1,4 @@
-"""`terrace report`: one run or several as one HTML page, finished or not; with --watch served while they grow."""
+"""`terrace report`: one or several runs, finished or not, as one HTML page; --watch serves it while they run."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _PORTS = 1 << 16
 
 
 class _Page(NamedTuple):
-    """The page, and the lines that say its main points; `sides` are the runs, where there are several."""
+    """A page, the status lines and missing parts that the command prints, and the runs if there are several."""
 
     text: str
     status: Sequence[str]
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="write no file: serve the page to browsers of this machine, anew as the runs grow, until Ctrl-C",
+        help="write no file: serve the page to browsers of this machine, kept up to date, until Ctrl-C",
     )
     parser.add_argument(
         "--port", type=int, metavar="N", help=f"port of --watch; 0 takes any free one (default: {_PORT})"
@@ -86,7 +86,7 @@ def _check(options: argparse.Namespace) -> None:
         if not is_run_folder(folder):
             raise ConfigError(f"{folder} is not a run folder: it has neither config.toml nor metrics.jsonl")
     if len(folders) > MOST_RUNS:
-        raise ConfigError(f"{len(folders)} runs: a page tells at most {MOST_RUNS} apart; name fewer")
+        raise ConfigError(f"{len(folders)} runs, but a page shows at most {MOST_RUNS}: name fewer")
     seen: dict[Path, Path] = {}
     for folder in folders:
         other = seen.setdefault(folder.resolve(), folder)
@@ -95,8 +95,8 @@ def _check(options: argparse.Namespace) -> None:
     kinds = {is_rl_folder(folder): folder for folder in folders}
     if len(kinds) > 1:
         raise ConfigError(
-            f"{kinds[True]} is of terrace rl and {kinds[False]} of terrace train, which have no curve in common: "
-            "compare runs of one kind"
+            f"{kinds[True]} is a run of terrace rl and {kinds[False]} one of terrace train, which have no curves in "
+            "common: compare runs of one kind"
         )
     if options.watch:
         for name, given in (("--out", options.out is not None), ("--force", options.force)):
@@ -153,14 +153,14 @@ def _watch(options: argparse.Namespace) -> int:
             server = stack.enter_context(served(page, port))
         except OSError as error:
             raise ConfigError(
-                f"--port {port} cannot be had ({error.strerror}): name another with --port N, or 0 for any free one"
+                f"--port {port} is not available ({error.strerror}): name another with --port N, or 0 for any free one"
             ) from error
         try:
-            # Made once before the address is said: the first request finds it there.
+            # Rendered before the address is printed, so that an error shows here and the first request is fast.
             page.current()
             own = server.server_address[1]
             print(
-                f"http://{ADDRESS}:{own}/ shows the page, anew as it grows; Ctrl-C ends this\n"
+                f"http://{ADDRESS}:{own}/ shows the page and updates it; Ctrl-C ends this\n"
                 f"from another machine: ssh -L {own}:{ADDRESS}:{own} and the name of this one",
                 flush=True,
             )

@@ -125,11 +125,10 @@ def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
-        address = re.search(r"\w+:/+\S*", str(path))  # a path has lost one of its slashes
-        if address is not None:
+        url = re.search(r"\w+:/+\S*", str(path))  # one slash, since Path joins two
+        if url is not None:
             raise DataError(
-                f"data {address[0]} is an address, and nothing is read from the net: download it first, and give "
-                "the file"
+                f"data {url[0]} is a URL, and Terrace downloads nothing: download it first and give the file"
             ) from error
         raise DataError(
             f"data {path} does not exist; give a text file, a .jsonl, .parquet or .arrow file, a folder or {STDLIB!r}"

@@ -259,7 +259,7 @@ def section(name: str, value: Any) -> Any:
         )
     table = read_table(Path(value))
     if name == "plan" and isinstance(table.get("plan"), (str, dict)):
-        raise PlanError(f"{value} is the file of a run, of which a plan is a section: give it as --config {value}")
+        raise PlanError(f"{value} is the file of a run, not of a plan alone: give it as --config {value}")
     return {key: given for key, given in table.items() if key != TASK}
 
 

@@ -1,5 +1,7 @@
-"""A finished run's own evaluation, in one process: its hold-out and the sources of `data.eval`, row by row as the run
-has evaluated them (terrace.train.validation), with the parameters of its newest checkpoint.
+"""A run's own evaluation, repeated in one process with the parameters of its newest checkpoint.
+
+The data are its hold-out and the sources of `data.eval`, in the rows that the run itself evaluates
+(terrace.train.validation).
 """
 
 from collections.abc import Callable, Iterator
@@ -34,22 +36,20 @@ class OwnEvaluation(Evaluation):
 
 
 def own_data(folder: Path, say: Callable[[str], None]) -> list[EvalBatches]:
-    """What the run in `folder` evaluates; tokens that are no longer in its cache are made again, and said.
+    """The evaluation data of the run in `folder`. `say` receives the progress of texts that its cache lost.
 
     Raises `ConfigError` for a folder that is no run, or a run that holds nothing out and names no other data, and
     `CheckpointError` where its data have changed.
     """
     if not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder} is no run folder, which would have data of its own: give --data PATH")
+        raise ConfigError(f"{folder} is not a run folder, so it has no data of its own: give --data PATH")
     run = parse_run(read_table(folder / "config.toml"))
     if run.on_pairs:
         raise ConfigError(
-            f"{folder} was trained on pairs, and predicts no token of them: give --data PATH, text or conversations"
+            f"{folder} was trained on pairs, which have no loss per token: give --data PATH, text or conversations"
         )
     if not run.data.holdout and not run.data.eval:
-        raise ConfigError(
-            f"{folder} has held nothing out (data.holdout = 0) and names no other data (data.eval): give --data PATH"
-        )
+        raise ConfigError(f"{folder} holds nothing out (data.holdout = 0) and has no data.eval: give --data PATH")
     return _batches(folder, run, say)
 
 
@@ -74,7 +74,7 @@ def _batches(folder: Path, run: RunConfig, say: Callable[[str], None]) -> list[E
 def evaluate_own(
     model: Trained, sources: list[EvalBatches], progress: Callable[[Evaluation], None] | None = None
 ) -> Iterator[OwnEvaluation]:
-    """The result of each source, when it is there. `progress` receives the running result."""
+    """Yields the result of each source as soon as it is computed. `progress` receives the running result."""
     refuse_looking_ahead(model.config.experts)
     device = next(model.blocks[0].parameters()).device
     for source in sources:

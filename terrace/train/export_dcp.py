@@ -1,12 +1,11 @@
 """From a checkpoint to a folder of `torch.distributed.checkpoint`, with the optimizer's states.
 
-The state dict is that of a program that saves
+The state dict is that of a program with a `transformers` model and `torch.optim.AdamW` that saves
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
-of a `transformers` model and `torch.optim.AdamW`, or that of torchtitan, whose parameters have no key "model". One
-block is in memory at a time, with its states.
+or that of torchtitan, whose parameters are not under a key "model". One block is in memory at a time, with its states.
 
 Source: `_flatten_optim_state_dict` of `torch.distributed.checkpoint.state_dict`, torch 2.13.
 """
@@ -51,22 +50,22 @@ _MOMENTS = KINDS[ADAMW][1:]
 
 @dataclass(frozen=True, kw_only=True)
 class DcpExport:
-    """What to write: `dtype` of the parameters, None as they are stored; the names of `naming`; states or not."""
+    """Options of an export."""
 
-    dtype: str | None = None
-    naming: str = HUGGING_FACE
-    states: bool = True
-    file_bytes: int
-    source: Path | None = None
-    end_of_text: int | None = None
+    dtype: str | None = None  # of the parameters; None: as they are stored
+    naming: str = HUGGING_FACE  # names of parameters
+    states: bool = True  # write the optimizer's states, too
+    file_bytes: int  # largest file of tensors
+    source: Path | None = None  # folder with the run's copies of its model's tokenizer files
+    end_of_text: int | None = None  # token
 
 
 def export_dcp(checkpoint: Checkpoint, run: RunConfig, folder: Path, options: DcpExport) -> list[str]:
-    """Writes a checkpoint of a run to `folder` for `torch.distributed.checkpoint`; returns the names of the files.
+    """Write a checkpoint of a run to `folder` for `torch.distributed.checkpoint`; returns the names of the files.
 
-    Beside them stand config.json and the tokenizer's files. Raises `ModelError` for a folder that is not empty or
-    cannot be written and for a model without names there, and `CheckpointError` for states that torch's AdamW does not
-    have.
+    config.json and the tokenizer's files are written, too. Raises `ModelError` for a folder that is not empty or cannot
+    be written and for a model whose parameters `naming` does not name, and `CheckpointError` for states that torch's
+    AdamW does not have.
     """
     config = parse_model(checkpoint.facts["model"])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -107,20 +106,20 @@ def _check_states(checkpoint: Checkpoint) -> None:
     fix = "give --weights-only"
     if lora_of(checkpoint) is not None:
         raise CheckpointError(
-            f"{checkpoint.folder} has adapters, which are folded into the weights; their states belong to no "
-            f"weight: {fix}"
+            f"{checkpoint.folder} has adapters, which an export folds into the weights; their optimizer states belong "
+            f"to no weight: {fix}"
         )
     for group in sorted(groups - {ADAMW}):
         raise CheckpointError(
-            f"{checkpoint.folder} has states of {group}, and a DCP folder gets those of adamw alone: {fix}"
+            f"{checkpoint.folder} has optimizer states of {group}, but only those of adamw are exported: {fix}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored:
-    # A tensor under its Hugging Face name, by kind: its value, and what AdamW has of it.
-    values: dict[str, Tensor]
-    decays: bool
+    # A tensor under its Hugging Face name.
+    values: dict[str, Tensor]  # by kind: its value and AdamW's moments of it
+    decays: bool  # by weight decay
 
 
 def _tensors(checkpoint: Checkpoint, config: ModelConfig, states: bool) -> Iterator[tuple[str, _Stored]]:
@@ -178,7 +177,7 @@ class _StateDict:
             self._writer.tensor((OPTIMIZER, f"state.{own}.{kind}"), state)
         self._writer.tensor((OPTIMIZER, f"state.{own}.step"), self._step)
         for key, setting in self._settings.items():
-            # torchtitan's one group decays everything.
+            # torchtitan has one group, which decays everything.
             if key == "weight_decay" and not stored.decays and self._options.naming == HUGGING_FACE:
                 setting = 0.0
             self._writer.object((OPTIMIZER, f"param_groups.{own}.{key}"), setting)

@@ -25,16 +25,16 @@ def attention_case(run: "RunConfig", backend: str) -> AttentionCase:
 
 
 def check_positions(run: "RunConfig") -> None:
-    """Raise `ConfigError` for rows whose rotary positions follow from something that no rank knows."""
+    """Raise `ConfigError` for rows whose RoPE depends on the longest row of the batch, where no rank knows that."""
     limit, sequence = run.model.rope_limit, run.train.sequence
     if not 0 < limit < sequence:
         return
     spread = is_context_parallel(Mesh.of(run.cluster, run.plan), run.plan)
     if run.has_documents or spread:
-        what = "ranks attend together" if spread else "rows hold several documents"
+        why = "a context axis divides rows" if spread else "rows hold several documents"
         raise ConfigError(
-            f"train.sequence = {sequence} is beyond the {limit} positions from which on this model's RoPE follows the "
-            f"longest row of all, and {what}: use at most {limit}, or whole rows of one document"
+            f"train.sequence = {sequence}: beyond {limit} positions this model's RoPE depends on the longest row, "
+            f"which no rank knows, since {why}: use at most {limit}, or whole rows of one document"
         )
 
 
@@ -53,7 +53,7 @@ def check_attention(run: "RunConfig") -> None:
 
 
 def parts_case(run: "RunConfig", backend: str) -> PartsCase:
-    """The parts of a run's blocks between products, on devices of a type."""
+    """Facts of a run that decide which kernels can run the parts of its blocks between products."""
     mesh = Mesh.of(run.cluster, run.plan)
     return PartsCase(
         run.model, backend, run.plan.compute, mesh.total("rows"), mesh.total("columns"), run.train.objective
@@ -61,7 +61,7 @@ def parts_case(run: "RunConfig", backend: str) -> PartsCase:
 
 
 def check_kernels(run: "RunConfig") -> None:
-    """Raise `ConfigError` for kernels of parts that the run's devices, dtype or model do not allow."""
+    """Raise `ConfigError` for `train.kernels` that the run's devices, dtype or model do not allow."""
     if run.train.kernels == "torch":
         return
     if reason := parts_refusal(parts_case(run, run.cluster.device.backend)):
@@ -69,7 +69,7 @@ def check_kernels(run: "RunConfig") -> None:
 
 
 def parts_of(run: "RunConfig") -> list[Part]:
-    """The parts of a run's blocks that kernels of liger-kernel serve."""
+    """The parts of a run's blocks that run in kernels of liger-kernel."""
     if run.train.kernels == "torch":
         return []
     left = left_to_torch(parts_case(run, run.cluster.device.backend))
@@ -77,7 +77,7 @@ def parts_of(run: "RunConfig") -> list[Part]:
 
 
 def parts_words(run: "RunConfig") -> str:
-    """A line that names the parts that liger-kernel serves, and those that it does not with the reason; or nothing."""
+    """A line with the parts that run in kernels of liger-kernel, and the others with the reason; "" without them."""
     if run.train.kernels == "torch":
         return ""
     left = left_to_torch(parts_case(run, run.cluster.device.backend))

@@ -62,8 +62,8 @@ class Trainer:
       otherwise it receives the whole batch, the same on every rank.
     - `activation=(sequence, hidden)`: the shape of the tensor between blocks, for one sample. A pipeline and a context
       axis need it; with experts on several ranks, the numbers of chunks are chosen from it.
-    - `declared`: the meaning of parameters' dims; a tensor and a context axis need it, and blocks of
-      `terrace.model.decoder`. Blocks of `terrace.blocks_of` with a declaration have it.
+    - `declared`: the meaning of parameters' dims, which a tensor and a context axis need, as they need blocks of
+      `terrace.model.decoder`; blocks of `terrace.blocks_of` with a declaration serve, too, and bring their own.
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
     - `predict`: time the blocks and the links during the first step, about a second, to predict the following steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
@@ -347,8 +347,8 @@ class Trainer:
         # A context axis cuts micro-batches itself, and checks them.
         if tensor.degree > 1 and not is_context_parallel(program.mesh, self.plan) and shapes != {tensor.shape}:
             raise ConfigError(
-                f"micro-batches have labels of {sorted(shapes)}, and the messages of the tensor axis are sized for "
-                f"{tensor.shape}: set plan.micro_batch, and activation, to what the step gets"
+                f"micro-batches have labels of shape {', '.join(map(str, sorted(shapes)))}, but the tensor axis has "
+                f"messages for {tensor.shape}: set plan.micro_batch and activation to the sizes of the batch"
             )
         return found
 

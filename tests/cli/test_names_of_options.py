@@ -1,4 +1,4 @@
-"""One meaning has one name over all commands, and one name one meaning; other names are translated."""
+"""An option has the same name in all commands, and a name the same meaning; other names are translated."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ import pytest
 from terrace.cli.aliases import _OF_A_RUN, _OPTIONS, _RUN
 from terrace.cli.main import whole_parser
 
-# What the help of an option of this name says, and that of no other name.
+# Name of an option -> a pattern that its help matches in every command, and the help of no other option.
 MEANINGS = {
     "--adapter": r"adapters alone",
     "--allow": r"messages of a class travel in a format",
@@ -28,7 +28,7 @@ MEANINGS = {
     "--data": r"^text or JSONL file|any source for data.path",
     "--data.chat_template": r"chat template of conversations",
     "--data.column": r"key or column",
-    "--data.format": r"of which the trained tokens count",
+    "--data.format": r"^text, or conversations",
     "--data.split": r"split of a data set",
     "--device": r"cpu, cuda",
     "--distribution": r"built-in distribution",

@@ -1,4 +1,4 @@
-"""What strangers wrote at first: near misses of folders, files and words, each answered with what was meant."""
+"""First mistakes of new users: wrong folders, files and words, each refused with the right one."""
 
 import shutil
 from pathlib import Path
@@ -13,10 +13,10 @@ from tests.support.tiny_runs import write_run
 _NO_RUN = "is not a run folder: it has no config.toml; did you mean 'run'?"
 _CHECKPOINT = "run/checkpoints/step-00000002"
 CASES = (
-    ("train --config run.toml --data https://example.org/a.txt", "data https:/example.org/a.txt is an address"),
+    ("train --config run.toml --data https://example.org/a.txt", "data https:/example.org/a.txt is a URL"),
     (
         "data lengths hf://datasets/a",
-        "hf:/datasets/a is an address, and nothing is read from the net: download it first",
+        "hf:/datasets/a is a URL, and Terrace downloads nothing: download it first",
     ),
     (
         "train --config run.toml --data.eval text.txt",
@@ -31,7 +31,7 @@ CASES = (
     ("rl --resume run/checkpoints", _NO_RUN),
     (
         "train --config run.toml --plan run/config.toml",
-        "is the file of a run, of which a plan is a section: give it as",
+        "is the file of a run, not of a plan alone: give it as --config run/config.toml",
     ),
     (
         "scale --plan run/config.toml --model config.json --cluster lab --batch 8 --sequence 8",

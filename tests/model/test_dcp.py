@@ -296,7 +296,10 @@ def test_options_and_models_without_a_dcp_folder_are_refused(
     manifest = decode(path.read_text())
     adapted = manifest | {"facts": manifest["facts"] | {"lora": {"rank": 2}}}
     lion = json.loads(json.dumps(manifest).replace('"adamw"', '"lion"'))
-    for changed, said in ((adapted, "has adapters, which are folded into the weights"), (lion, "has states of lion")):
+    for changed, said in (
+        (adapted, "adapters, which an export folds into the weights"),
+        (lion, "has optimizer states of lion"),
+    ):
         path.write_text(encode(changed))
         assert main(["export", str(other), str(tmp_path / "out"), "--format", "dcp"]) == 2
         line = one_line(capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""Several runs on one page and on the terminal: every line of every run, figures side by side, settings that differ."""
+"""Several runs on one page and on the terminal: all lines of all runs, figures side by side, settings that differ."""
 
 import base64
 import csv
@@ -15,8 +15,8 @@ from terrace.report.overlay import MOST_RUNS, overlaid, overlay_page, setting_ro
 from terrace.report.run_curves import COLOURS, Curve
 from terrace.report.run_folder import run_view
 from terrace.report.sides import Side, names_of, side_of_run
-from terrace.train.metrics import MetricsFile, StepRecord
 from tests.support.pages import checked
+from tests.support.records import step_record, write_metrics
 
 CONFIG = 'plan = "{plan}"\n[train]\nsteps = {steps}\nbatch = 8\n[data]\npath = "a & b"\n'
 
@@ -24,17 +24,14 @@ CONFIG = 'plan = "{plan}"\n[train]\nsteps = {steps}\nbatch = 8\n[data]\npath = "
 def write_folder(folder: Path, factor: float, num_steps: int = 60, plan: str = "zero3", eval_every: int = 0) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG.format(plan=plan, steps=num_steps))
-    metrics = MetricsFile(folder / "metrics.jsonl", 0)
+    records = []
     for step in range(1, num_steps + 1):
         loss = factor * (1 + 10 / step)
         evaluated = {"holdout": {"loss": loss + 0.5, "tokens": 9.0}} if eval_every and step % eval_every == 0 else {}
-        metrics.write(
-            StepRecord(
-                step=step,
+        records.append(
+            step_record(
+                step,
                 loss=loss,
-                grad_norm=1.0,
-                learning_rate=0.1,
-                num_tokens=8,
                 step_s=0.5 * factor,
                 tokens_per_s=16.0 / factor,
                 time_s={"forward": 0.4 * factor, "wait gather": 0.1 * factor},
@@ -44,7 +41,7 @@ def write_folder(folder: Path, factor: float, num_steps: int = 60, plan: str = "
                 eval=evaluated,
             )
         )
-    metrics.close()
+    write_metrics(folder, records)
     return folder
 
 
@@ -124,8 +121,8 @@ def test_the_command_writes_the_page_and_tables_of_80_columns(
         (["a", "a"], "a and a are the same run: name each once"),
         (["a", "./b/../a"], "are the same run: name each once"),
         (["a", "gone"], "gone is not a run folder"),
-        (["a", "rl"], "rl is of terrace rl and a of terrace train"),
-        (["a"] * (MOST_RUNS + 1), f"{MOST_RUNS + 1} runs: a page tells at most {MOST_RUNS} apart"),
+        (["a", "rl"], "rl is a run of terrace rl and a one of terrace train"),
+        (["a"] * (MOST_RUNS + 1), f"{MOST_RUNS + 1} runs, but a page shows at most {MOST_RUNS}: name fewer"),
         (["a", "--port", "80"], "--port 80 has no effect without --watch"),
         (["a", "--watch", "--port", "70000"], "--port 70000 must be from 1 to 65535, or 0 for any free one"),
         (["a", "--watch", "--out", "x"], "--out has no effect with --watch"),

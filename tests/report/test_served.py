@@ -1,4 +1,4 @@
-"""A page that is served while its run grows: to this machine alone, anew after each change, until Ctrl-C."""
+"""A page that is served while its run is under way: to this machine alone, updated after each change, until Ctrl-C."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def test_the_page_changes_with_its_files_and_only_then(tmp_path: Path) -> None:
         assert "<main>one two</main>" in ask(port, "/")[1]
 
 
-# A page's surroundings: three answers of a server, of which the second is lost.
+# A browser for the script of a page: four polls, of which the second gets no answer.
 BROWSER = """
 const states = ["STATE", null, "STATE", "another"], note = { hidden: true };
 const script = require("fs").readFileSync(0, "utf8");
@@ -136,7 +136,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, capsys: pytest.Capture
         port = other.getsockname()[1]
         assert main(["report", str(tmp_path), "--watch", "--port", str(port)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--port {port} cannot be had (Address already in use): name another with --port N, or 0" in line
+    assert f"--port {port} is not available (Address already in use): name another with --port N, or 0" in line
 
 
 def test_the_command_follows_a_run_until_ctrl_c(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_of_conversations_the_trained_tokens_count(
     model, tokenizer = load_trained(place / "run"), load_tokenizer("tokenizer")
     total, count = 0.0, 0
     for question, answer in (TALK[1:3], TALK[3:5]):
-        # ChatML, written out: what an assistant's message adds to the text before it is trained on.
+        # ChatML, written out: the text that an assistant's message adds is trained on.
         before = f"<|im_start|>user\n{question['content']}<|im_end|>\n<|im_start|>assistant\n"
         first = len(tokenizer.encode_prompt(before, begins_text=False))
         ids = tokenizer.encode_prompt(f"{before}{answer['content']}<|im_end|>\n", begins_text=False)
@@ -83,9 +83,9 @@ def test_of_conversations_the_trained_tokens_count(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("run --context 8", "--context has no effect on the data that a run itself evaluates"),
-        ("run --data.format chat", "--data.format has no effect on the data that a run itself evaluates"),
-        ("tokenizer", "no run folder, which would have data of its own: give --data PATH"),
+        ("run --context 8", "--context has no effect on a run's own evaluation data"),
+        ("run --data.format chat", "--data.format has no effect on a run's own evaluation data"),
+        ("tokenizer", "tokenizer is not a run folder, so it has no data of its own: give --data PATH"),
         ("run --data text.txt --data.chat_template x.jinja", "has no effect on text: leave it out, or give"),
         ("run --data talks.jsonl --data.format chat --data.column text", "has no effect on conversations"),
         (
