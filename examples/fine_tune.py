@@ -29,7 +29,7 @@ def write_chats(path: Path) -> None:
 
 
 def commands(folder: Path) -> Iterator[list[str]]:
-    """The words after `terrace` of each step: train adapters, export them folded into the weights, ask."""
+    """The words after `terrace` of each step: train adapters, export the model with them, generate an answer."""
     train = f"""
         train --model {folder / "base"} --data {folder / "chats.jsonl"} --data.format chat --folder {folder / "run"}
         --lora.rank 8 --ranks 2 --plan zero3 --data.cache {folder / "cache"} --optimizer.lr 3e-2 --train.high_lr true

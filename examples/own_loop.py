@@ -77,7 +77,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(make_blocks: Callable[[], Sequence[nn.Module]], steps: int, say: Callable[[str], None]) -> float:
-    """The loss on sequences that were not trained on."""
+    """Train, and return the loss on sequences that were not trained on."""
     torch.manual_seed(0)
     with terrace.Trainer(make_blocks(), plan="zero3", loss=token_loss, lr=3e-3, say=say) as trainer:
         for step in range(steps):

@@ -21,7 +21,7 @@ from terrace.simulate.bands import Band, band_of
 
 CLUSTER = Cluster(
     name="rented",
-    # With the shares of its peaks that kernels reach: a `Device` of your own is priced at its peaks without them.
+    # A preset's device has the shares of its peaks that kernels reach; without them a `Device` is priced at its peaks.
     device=load_cluster("dgx-a100").device,
     tiers=(  # innermost first; bandwidths are of one device, in one direction
         Tier(name="node", size=8, bandwidth_bytes_per_s=300e9, latency_s=6e-6),
@@ -35,13 +35,13 @@ class Row(NamedTuple):
 
     plan: Plan  # a value, which `terrace.Trainer` takes as it is
     step_s: float
-    band: Band  # the error of such a prediction
+    band: Band  # the relative error of predictions for similar runs
     memory_bytes: int
     sent_bytes: Mapping[tuple[str, str], int]  # by message and tier
 
 
 def best_plans(task: Task, count: int = 3) -> list[Row]:
-    """The best plans, the fastest first, of those that predictions cannot tell apart the simplest."""
+    """The best plans, fastest first; among plans whose predictions tie, the simplest first."""
     # A narrow search takes a second: data and tensor axes, with at most 4 tensor ranks.
     space = Space(task=task, axes=("data", "tensor"), pins=Pins({"tensor": (1, 4)}))
     found, _ = find(space, count)

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-# The tags around the assistant's message tell which tokens are trained.
+# `generation` tags mark the tokens that are trained.
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|end|>{% endgeneration %}"

@@ -1,8 +1,8 @@
-"""Pages of the site that are not files of `docs/`: those of the project's root, and the reference of each module.
+"""A hook of mkdocs (`mkdocs.yml`) for pages that are not files of `docs/`.
 
-A hook of mkdocs (`mkdocs.yml`). The navigation alone says which pages there are: `reference/MODULE.md` is made of the
-docstrings of MODULE, and a page in `PAGES` of the file beside it. Links are written as they work in the repository;
-here they are changed to those of the site, and a link to a file that has no page becomes its text.
+The navigation lists all pages: `reference/MODULE.md` is made from the docstrings of MODULE, and a page in `PAGES` from
+its file of the repository. Links work in the repository as they are written; in the site they become links to its
+pages, and a link to a file without a page becomes its text.
 """
 
 import os
@@ -20,14 +20,14 @@ PAGES = {
     "project/changes.md": "CHANGELOG.md",
 }
 REFERENCE = "reference/"
-# Names that a package brings from modules of its own on first access, which no parser finds there.
+# Names that a package imports from its modules on first access, where a parser does not find them.
 _OF_PACKAGES = {"terrace": ("terrace.train.trainer.Trainer", "terrace.model.hf.blocks.blocks_of")}
 _LINK = re.compile(r"(\[[^\]\n]*\])\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages."""
-    from mkdocs.structure.files import File  # here, so that tests of the rest need no mkdocs
+    """Add the pages of the root and of the reference."""
+    from mkdocs.structure.files import File  # here, so that tests of the other functions need no mkdocs
 
     for uri, path in PAGES.items():
         with open(path, encoding="utf-8") as file:
@@ -39,7 +39,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page with the site's links."""
+    """The page's text with links to pages of the site."""
     uri = str(page.file.src_uri)
     return linked(markdown, uri, {str(each.src_uri) for each in files})
 
@@ -53,13 +53,13 @@ def pages_of(navigation: Any) -> set[str]:
 
 
 def reference(module: str) -> str:
-    """The page of a module, for mkdocstrings to fill in."""
+    """The page of a module, which mkdocstrings fills in."""
     parts = "".join(f"\n::: {name}\n    options:\n      heading_level: 2\n" for name in _OF_PACKAGES.get(module, ()))
     return f"# {module}\n\n::: {module}\n    options:\n      show_root_heading: false\n{parts}"
 
 
 def linked(markdown: str, uri: str, uris: set[str]) -> str:
-    """Markdown of the page `uri` with links among pages of the site."""
+    """The text of page `uri` with links to the pages `uris` of the site."""
     source = PAGES.get(uri, f"docs/{uri}")
     pages = {path: page for page, path in PAGES.items()}
 

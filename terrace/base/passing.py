@@ -1,5 +1,5 @@
-"""Lines of progress."""
+"""Messages of progress."""
 
 
 class Passing(str):
-    """A line that the next one of the same work replaces: a screen may show it in place, or leave it out."""
+    """A message that the next one of the same work replaces: a screen may overwrite it, or leave it out."""

@@ -1,7 +1,7 @@
-"""Words of other trainers, and of other or earlier commands, translated aloud: `--plan fsdp`, `--lr`, `plan --seq`.
+"""Options and plan names of other trainers, other commands and earlier versions, translated to a command's own.
 
-One meaning has one name over all commands (tests/cli/test_names_of_options.py holds them to it). A word that means the
-same elsewhere is taken as this command's own, and said.
+`--plan fsdp`, `--lr` and `plan --seq` are examples. Each translation is printed. An option has the same name in all
+commands (tests/cli/test_names_of_options.py).
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from terrace.train.job import RunJob
 def data_words(job: RunJob, verbose: bool = True) -> str:
     """One line on the data, plus one per source of a mixture and one per packed source.
 
-    Without `verbose` only of sources that lose documents.
+    Without `verbose`, packed sources that lose documents are the only ones with lines of their own.
     """
     run, train = job.run, job.run.train
     uses = Batches(job.sources, train.sequence, run.rows, train.seed, run.data.holdout).uses(train.steps)
@@ -45,7 +45,7 @@ def _packed_words(use: SourceUse, sequence: int) -> list[str]:
 
 
 def _fates(use: SourceUse) -> list[str]:
-    """Documents of a packed source that are not trained on as they are."""
+    """Counts of a packed source's documents that are cut, dropped or left out, in words."""
     tally, fates = use.tally, list[str]()
     if tally is not None and tally.num_too_long:
         fates.append(f"{tally.num_too_long} longer than a sequence")

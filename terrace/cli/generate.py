@@ -55,8 +55,8 @@ def add_parser(commands: Any) -> None:
         type=float,
         metavar="P",
         default=1.0,
-        help="of these, whose probabilities are scaled to 1, draw from the fewest likeliest that together reach "
-        "probability P (default: %(default)s, all)",
+        help="of these, with probabilities scaled to 1, draw from the smallest set of the likeliest that together have "
+        "at least probability P (default: %(default)s, all)",
     )
     parser.add_argument(
         "--min-p",

@@ -1,4 +1,4 @@
-"""Commands that follow a run, with its own folder."""
+"""The two commands that a finished run suggests next, with its folder filled in."""
 
 from shlex import quote
 
@@ -13,7 +13,7 @@ def next_commands(job: RunJob) -> tuple[str, str]:
     run, folder = job.run, quote(str(job.folder))
     experts = run.model.experts
     report = f"terrace report {folder}"
-    # A model with one output a token writes nothing, and experts that look ahead cannot.
+    # A model with a score in place of logits generates no text, nor does one whose experts depend on later tokens.
     if run.model.scalar_head or (experts is not None and experts.looks_ahead):
         return report, f"terrace export {folder} {quote(f'{job.folder}-model')}"
     spec, prompt = run.data.sources()[0], run.train.prompt or ""

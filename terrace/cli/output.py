@@ -17,7 +17,7 @@ from terrace.base.printable import printable
 
 
 class Terminated(BaseException):
-    """A stop signal arrived; `words` say what is saved.
+    """A stop signal arrived; `words` name the checkpoint that is saved, if any.
 
     Not an `Exception`: no handler on the way out may swallow it.
     """
@@ -54,10 +54,10 @@ def raw_stream(stream: TextIO) -> TextIO:
 
 
 def on_a_terminal() -> Callable[[str], None]:
-    """Shows words in one line of the standard error, which the next ones overwrite; nothing where it is no terminal."""
+    """A function that shows words on one line of stderr, each call over the last; it does nothing off a terminal."""
 
     def show(words: str) -> None:
-        import shutil  # here alone, since few commands show any
+        import shutil  # here, since few commands show progress
 
         width = shutil.get_terminal_size().columns - 1
         print(f"\r{printable(words)[:width]}", end="\033[K\r", file=raw_stream(sys.stderr), flush=True)

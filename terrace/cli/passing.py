@@ -1,4 +1,4 @@
-"""Progress of work before a run: on a terminal in place, in a file or a pipe ever more rarely."""
+"""Progress of work before a run: one line that is overwritten on a terminal, ever rarer lines in a file or a pipe."""
 
 import shutil
 import sys
@@ -10,12 +10,12 @@ from terrace.base.passing import Passing
 from terrace.cli.output import raw_stream
 
 ERASE = "\r\x1b[K"  # the line that the terminal's cursor is in
-_FIRST_S, _LATER = 5.0, 3.0  # off a terminal: until the first line, and how many times as long until the next
+_FIRST_S, _LATER = 5.0, 3.0  # off a terminal: time of the first line, and the ratio of each line's time to the last's
 
 
 @contextmanager
 def passing_lines(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
-    """A function that prints messages; of `Passing` ones nothing is left on a terminal after the block."""
+    """A function that prints messages; on a terminal, `Passing` ones are overwritten, the last when the block ends."""
     raw, live = raw_stream(sys.stdout), sys.stdout.isatty()
     begin_s, next_s, stands = now(), _FIRST_S, False
 

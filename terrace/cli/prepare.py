@@ -131,10 +131,10 @@ def prepare(
 
 
 def compiles(config: RunConfig) -> bool:
-    """Whether the run compiles its blocks: where it is asked to, and on CUDA unless it is asked not to.
+    """Whether the run compiles its blocks: if `train.compile` is true, and by default on CUDA.
 
-    A line says why it does not where it would.
-    Raises `ConfigError` where it is asked to and this machine cannot.
+    Where the default cannot be had, a line is printed with the reason. Raises `ConfigError` where `train.compile` is
+    true and this machine cannot compile.
     """
     asked, device = config.train.compile, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if asked is False or (asked is None and device.type == "cpu"):
@@ -150,7 +150,7 @@ def compiles(config: RunConfig) -> bool:
 
 
 def _check_kernels(config: RunConfig) -> None:
-    # Now, where it costs nothing; each rank tries the kernels before it makes anything.
+    # Only the package and the device are checked here; each rank tests the kernels before it allocates anything.
     if config.train.kernels == "torch":
         return
     reason = why_missing() if torch.cuda.is_available() else "this machine has no CUDA device"

@@ -14,8 +14,8 @@ from terrace.planner.task import Task
 from terrace.report.plans import plan_words
 from terrace.report.tables import seconds
 
-# Whoever waits for an error wants to know what to change; a guess at how long. Each size takes a second or two where
-# plans have all axes, so that some ten sizes are looked at.
+# A guess at how long a user waits for the advice of an error. With all axes a size takes one or two seconds, so about
+# ten sizes are searched.
 LONGEST_S = 30.0
 
 

@@ -34,7 +34,7 @@ _WARM_STEPS = 10  # a run of fewer says little about a steady step
 class Screen:
     """Observer on rank 0: a progress line, then the comparison, the run folder's files, the verdict, the next commands.
 
-    With `verbose` also the figures behind the prediction and the utilisation, and details of the start.
+    `verbose` adds the figures behind the prediction and the utilisation, and details of the start.
     """
 
     def __init__(self, job: RunJob, verbose: bool = False) -> None:
@@ -44,7 +44,7 @@ class Screen:
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
         run, is_own = self._job.run, cluster is self._job.run.cluster
-        # Of the cluster's file: its peak, times the share that large products reach.
+        # A file's peak is multiplied by the share that large products reach; a measured rate has that already.
         rate = cluster.device.peak_flops_per_s[run.plan.compute] * (cluster.device.kernels.gemm if is_own else 1.0)
         step = f"predicted step: {seconds(predicted.step_s)} {band_of(cluster, run.plan)}"
         resumed = f"; resuming after step {first_step}" * bool(first_step)
@@ -162,7 +162,7 @@ class Screen:
 
 
 def slowest_words(slowest: SlowestRank, of_rank_0: Mapping[str, float], num_stages: int) -> str:
-    """How far the rank with most own work is from rank 0, whose seconds are shown."""
+    """The rank with the most own work, beside rank 0, whose seconds the table above shows."""
     own_s = own_seconds(slowest.measured_s)
     if slowest.rank == 0:
         return f"rank 0 has most work of its own, {seconds(own_s)} of a step; every other waits longer"

@@ -120,7 +120,7 @@ def check_price(price: float | None) -> None:
 
 
 def check_output(option: str, path: Path, options: argparse.Namespace) -> None:
-    """Raise `ConfigError` unless an option's file can be written: before any work, so that no result is lost."""
+    """Raise `ConfigError` unless `option`'s file can be written; called before any work, so that no result is lost."""
     check_writable(option, path)
     # With --force an output could otherwise overwrite the command's own input.
     check_not_read(option, path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})

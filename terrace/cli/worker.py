@@ -48,7 +48,7 @@ def run(
     """Train with local processes, or as one rank of a launcher's world.
 
     With `going_on`, or if a launcher restarts its ranks, an existing run in `folder` is continued. Then, and with
-    `resume`, the run is fitted to the number of started ranks. `verbose` shows the tables of its start.
+    `resume`, the run is fitted to the number of started ranks. `verbose` prints tables at the start.
     """
     pace()  # refuses a bad TERRACE_PACE before anything is made
     going_on = going_on or (folder is not None and resume is None and is_restarted())

@@ -75,7 +75,7 @@ def made_once(
 ) -> TokenFile:
     """The token file that `opened` makes of the description of `target` with `suffixes`.
 
-    `make` makes the files where one is missing, and where `originals` are no longer what they were made from; it may
+    `make` makes the files where one is missing, and where `originals` have changed since they were made; it may
     note in its argument how many `num_bytes` it has written. Waits for another process that makes them. Raises
     `DataError` for a damaged description, damaged checksums or document starts, originals that change meanwhile, and
     where the folder cannot be written; an error leaves no file.

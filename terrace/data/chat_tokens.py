@@ -104,7 +104,7 @@ class Tokenized:
 def read_chats(
     path: str | Path, tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path, split: str = ""
 ) -> Iterator[tuple[Ids, Mask, str]]:
-    """Ids, mask and place of each conversation in `path`, without a cache; raises as `prepare_chat` does."""
+    """Ids, mask and place of each conversation in `path`, without a cache; the errors are those of `prepare_chat`."""
     files = _files(path, split)
     needed = any('"messages"' in line for line, _ in _records(files))
     reader = ChatReader(

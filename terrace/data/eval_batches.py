@@ -38,8 +38,8 @@ class EvalSource(Source):
 class EvalBatches:
     """The rows of one source in batches of `batch`, as terrace.data.batches deals out those of a step.
 
-    At most `most_batches` of them (0: all); then the rows are spread evenly over the source. What the last batch lacks
-    are rows of padding, without labels.
+    At most `most_batches` of them (0: all); then the rows are spread evenly over the source. The last batch is filled
+    up with rows of padding, without labels.
     """
 
     pairs: PairRows | None = None  # not evaluated

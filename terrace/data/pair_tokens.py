@@ -2,8 +2,8 @@
 
 A record is `{"prompt": text, "chosen": text, "rejected": text}`, or has lists of messages in place of the texts; a
 list may hold the whole conversation, and `prompt` is then left out. Other keys are ignored. Each record becomes two
-documents of a chat corpus (terrace.data.chat_tokens), 2 k and 2 k + 1, whose masks have the response alone: of a
-conversation what the assistant says last.
+documents of a chat corpus (terrace.data.chat_tokens), 2 k and 2 k + 1, whose masks have the response alone: in a
+conversation, the assistant's last message.
 """
 
 import json

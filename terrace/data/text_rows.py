@@ -1,8 +1,8 @@
 """Texts cut into the windows in which they are evaluated.
 
 Every token of a text is predicted once, in windows of `sequence` tokens, behind the token that begins texts; the last
-window of a text reaches back and predicts only the tokens that are left: what terrace.train.evaluate does. Short
-windows share a row, each a document of its own.
+window of a text reaches back and predicts only the tokens that are left, as in terrace.train.evaluate. Short windows
+share a row, each a document of its own.
 """
 
 from itertools import pairwise

@@ -55,7 +55,7 @@ def in_lines(found: Sequence[SlowRank], num_steps: int) -> list[str]:
 
 
 def slowest_of(beats: Sequence[Heartbeat]) -> tuple[int, float] | None:
-    """The rank with most own work, and its median seconds of it; None before all ranks have figures."""
+    """(The rank with the most own work, its median seconds of it in a step); None before all ranks have figures."""
     if not all(beat.typical_s for beat in beats):
         return None
     slowest = max(beats, key=lambda beat: beat.typical_s)

@@ -88,7 +88,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         with lock:
             link.send(report)
 
-    gc.freeze()  # what is imported stays, and need not be looked at after every job
+    gc.freeze()  # imported objects stay alive; the collection after every job skips them
     while isinstance(job := inbox.get(), PoolJob):
         try:
             send(_run(job, port, send))
@@ -100,8 +100,8 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         # The parent says when every rank is done: only then may connections close.
         inbox.get()
         dist.destroy_process_group()
-        # Groups end with the engine that made them, which refers to itself. Until then each group's threads of gloo
-        # wake up a hundred times a second, and every job would leave some.
+        # An engine is a reference cycle and keeps its process groups, whose gloo threads wake up a hundred times a
+        # second. Without a collection every job would leave some behind.
         gc.collect()
 
 

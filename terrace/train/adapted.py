@@ -22,9 +22,9 @@ FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
 
 
 def run_blocks_of(run: RunConfig, device: torch.device) -> list[nn.Module]:
-    """Blocks of a run on a device, without values, with the run's kernels, and with adapters if it has any.
+    """Blocks of a run for `device`, without values, with the run's kernels, and with adapters if it has any.
 
-    Raises `ConfigError` where kernels that the run names fail their trial.
+    Raises `ConfigError` if kernels that the run names fail their test on the device.
     """
     blocks = build_blocks(run.model)
     choose_kernel(blocks, run.train.attention)

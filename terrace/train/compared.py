@@ -1,4 +1,4 @@
-"""The reports of other ranks beside this one's: of all pipeline stages, and of the slowest rank."""
+"""Reports of other ranks, gathered at the end of a run: one of each pipeline stage, and that of the slowest rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from terrace.train.metrics import SlowestRank, own_seconds
 def compare_ranks(
     engine: Engine, predicted: Sequence[StepReport], measured: StepReport
 ) -> tuple[tuple[tuple[StepReport, StepReport], ...], SlowestRank | None]:
-    """(predicted, measured) of each pipeline stage, none without a pipeline; the slowest rank, None of one rank.
+    """((predicted, measured) of each pipeline stage, empty without a pipeline; the slowest rank, None in a world of 1).
 
     Every rank calls this with its `measured` report.
     """

@@ -6,7 +6,7 @@ with a tokenizer that has neither it is not predicted. Windows do not overlap, e
 the others and predicts only the tokens that are left. This is the rolling log-likelihood of lm-eval. Windows of several
 documents share a row, each isolated (terrace.model.attention), so that short ones are no slower.
 
-Of conversations the trained tokens alone are predicted, with all before them in sight.
+In conversations only the tokens that training would train are predicted, each from all tokens before it.
 
 With L the sum of -ln p over the predicted tokens, n their number and b the UTF-8 bytes of all texts: loss L / n,
 perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models with different tokenizers.
@@ -77,8 +77,10 @@ def evaluate_chats(
     context: int | None = None,
     progress: Callable[[Evaluation], None] | None = None,
 ) -> Evaluation:
-    """As `evaluate`, on conversations as `terrace.data.chat_tokens.read_chats` yields them: on the tokens alone that
-    training on them trains. Each sees its own conversation; one that is longer than `context` is refused.
+    """As `evaluate`, on conversations as `terrace.data.chat_tokens.read_chats` yields them.
+
+    Only the tokens that training would train are predicted, each from its own conversation. Raises `DataError` for a
+    conversation longer than `context`.
     """
     context, counted = _checked_context(model, context), _Counted()
     return _summed(model, counted, counted.chats(model, chats, context), context, progress)
@@ -108,7 +110,7 @@ def _summed(
             nats=nats, num_tokens=num_tokens, num_documents=counted.num_documents, num_bytes=counted.num_bytes
         )
 
-    # Where RoPE follows the length of a row, a window that is long enough for that has a row of its own.
+    # RoPE beyond `rope_limit` depends on the length of the row, so windows that may be longer share none.
     alone = 0 < model.config.rope_limit < context
     # Texts are a stream: counts are running, and no window is kept.
     for row in _rows(windows, 1 if alone else max(context, _ROW_TOKENS)):
@@ -198,7 +200,10 @@ def _nats(model: Trained, row: list[_Window]) -> float:
 
 @torch.no_grad()
 def nats_of(model: Trained, tokens: Tensor, labels: Tensor, positions: Tensor | None) -> float:
-    """The sum of -ln p of `labels` (B, S) after `tokens` (B, S), with `positions` within documents, if there are."""
+    """The sum of -ln p of `labels` (B, S), each after its part of `tokens` (B, S); IGNORE_INDEX counts nothing.
+
+    `positions` (B, S) are those within documents, None for whole rows.
+    """
     x = tokens
     for block in model.blocks[:-1]:
         x = block(x, positions)

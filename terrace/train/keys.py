@@ -40,7 +40,7 @@ class TrainConfig:
     weights: str = ""  # folder with the initial weights, of Hugging Face or DCP; empty: from scratch
     high_lr: bool = False  # loaded weights may train at a rate that destroys them: terrace.train.rates
     compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
-    kernels: PartChoice = "torch"  # or "liger", of the parts between products: terrace.model.part_kernel
+    kernels: PartChoice = "torch"  # of norms, activations, RoPE and loss; or "liger": terrace.model.part_kernel
     attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
     rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log

@@ -88,7 +88,7 @@ def eval_lines(records: Iterable[StepRecord]) -> dict[str, list[tuple[int, float
 
 
 def own_seconds(time_s: Mapping[str, float]) -> float:
-    """Seconds of a step in which a rank does not wait for others."""
+    """Seconds of a step in which a rank does not wait for messages."""
     return sum(spent for name, spent in time_s.items() if not name.startswith("wait "))
 
 
@@ -186,7 +186,7 @@ class Observer(Protocol):
     def note(self, text: str) -> None: ...
 
     def detail(self, text: str) -> None:
-        """A note for those who ask for more than the news."""
+        """A note that is shown only with `--verbose`; the record of the run has it in any case."""
 
     def finished(self, outcome: Outcome) -> None: ...
 

@@ -64,7 +64,7 @@ class RunEvent:
     why: str | None = None
     text: str | None = None
     final_loss: MaybeNaN = math.nan
-    slowest_rank: int | None = None  # of a finished run
+    slowest_rank: int | None = None  # of a finished run: the rank with the most own work
     slowest_s: dict[str, dict[str, float]] = field(default_factory=dict)  # its "predicted" and "measured" seconds
 
 

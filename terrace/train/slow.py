@@ -28,7 +28,7 @@ class SlowRanks:
 
     @property
     def slowest(self) -> dict[str, float]:
-        """The rank with most own work by the last look, and its seconds of it; empty but on rank 0."""
+        """`rank` with the most own work in the last steps, and its seconds `own_s`; empty on ranks other than 0."""
         found = self._dog.slowest
         return {} if found is None else {"rank": found[0], "own_s": found[1]}
 

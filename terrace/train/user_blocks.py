@@ -64,7 +64,7 @@ def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[
 
 
 def declared_of(blocks: Sequence[nn.Module]) -> tuple[BlockSpec, ...]:
-    """The specs that blocks of `terrace.blocks_of` have from a declaration; none without one."""
+    """The specs of blocks that `terrace.blocks_of` made with a declaration; empty for other blocks."""
     found = [getattr(block, "declared", None) for block in blocks]
     return tuple(spec for spec in found if isinstance(spec, BlockSpec)) if None not in found else ()
 

@@ -1,4 +1,4 @@
-"""The first screen of a run: ten lines before the first loss, each within 80 columns; tables for those who ask."""
+"""The start of a run on the terminal: ten lines of 80 columns before the first loss; tables with `--verbose`."""
 
 import io
 import json

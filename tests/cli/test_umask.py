@@ -1,4 +1,4 @@
-"""Whatever a command writes has the mode that the user's umask allows, so that colleagues can read it, or nobody."""
+"""Files and folders that commands write have the mode that the user's umask allows."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Groups of a call end with it: gloo's threads of a group that is kept wake up a hundred times a second."""
+"""Process groups that a call of a pool makes end with it: gloo threads of a kept group wake up 100 times a second."""
 
 import sys
 from datetime import timedelta
@@ -14,7 +14,7 @@ LIMIT = timedelta(seconds=60)
 
 
 def makes_groups(world: World) -> int:
-    """As an engine: it holds groups, and refers to itself."""
+    """Make groups as an engine does: an object holds them and refers to itself."""
     holder: dict[str, object] = {"groups": [new_group(None, LIMIT) for _ in range(3)]}
     holder["itself"] = holder
     return num_loops(world)

@@ -323,7 +323,7 @@ def test_join_names_the_ranks_that_stay_away(monkeypatch: pytest.MonkeyPatch) ->
 
 def main(role: str, folder: str, *rest: str) -> None:
     if role == "parent":
-        # What nothing befalls must still run when the signal comes.
+        # Without a fault of their own, the ranks must still run when the signal comes.
         launch_local(3, toy, (folder, rest[0], 1, 1.0 if rest[0] == "nothing" else 0.1), grace_s=30.0)
         return
     world = join(30.0)
