@@ -52,7 +52,7 @@ def test_only_launch_modules_read_the_environment(path: Path) -> None:
 
 
 def test_wall_time_decides_nothing() -> None:
-    """A clock that jumps changes only what is shown: times of events and steps, a default folder's name, a template."""
+    """A clock that jumps changes only displayed times: of events and steps, in a default folder's name, in a template."""
     showing = {"train/gauges.py", "train/recorder.py", "cli/prepare.py", "data/template_process.py"}
     showing.add("rl/calls/spans.py")
     showing.add("data/originals.py")  # against the file system's own stamps: a clock set back costs a look at contents
@@ -111,7 +111,7 @@ def _imports(path: Path, modules: Collection[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_test_module_is_imported(path: Path) -> None:
-    """What several tests share is in `tests/support`."""
+    """Code that several tests share is in `tests/support`."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None}
     assert not [name for name in imported if name.rpartition(".")[2].startswith("test_")]

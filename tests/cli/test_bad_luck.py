@@ -1,4 +1,4 @@
-"""What others do to a run: a second one in its folder, tokenizers without a word for a text, names that are no text."""
+"""Mishaps of a run: a second one in its folder, tokenizers without a token for a text, names that are no text."""
 
 import json
 from pathlib import Path

@@ -131,7 +131,7 @@ MIXTURE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 @pytest.mark.parametrize("model", [TABLE, MIXTURE], ids=["dense", "mixture"])
 def test_from_a_folder_and_back(model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks, parameters sharded over both, begin where one process would; what they export is what they saved."""
+    """Two ranks, parameters sharded over both, begin where one process would, and export the values that they saved."""
     folder, config = write_folder(tmp_path / "model", model), write_run(tmp_path, 2, plan="zero3", steps=2, batch=4)
     words = ["--plan.compute", "fp64", "--plan.master", "fp64", "--train.checkpoint_every", "1"]
     command: tuple[str | Path, ...] = (
@@ -201,7 +201,7 @@ def test_from_a_folder_and_back(model: dict[str, Any], tmp_path: Path, capsys: p
 
 
 def refuse_exports(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be exported is refused in a line."""
+    """Each of these exports is refused in a line."""
     for words, message in (
         (["run", "out"], "out is there and not an empty folder: name a new one"),
         (["run", "new", "--step", "7"], "has no checkpoint after step 7, but after 1, 2"),

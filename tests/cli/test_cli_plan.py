@@ -1,4 +1,4 @@
-"""`terrace plan` and `terrace scale`: what they print and write, what they refuse, and that they need no torch."""
+"""`terrace plan` and `terrace scale`: their output, their files and their refusals; they need no torch."""
 
 import json
 import re
@@ -292,7 +292,7 @@ def test_a_pinned_axis_that_is_not_searched_is_named(here: Planning) -> None:
 
 
 def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
-    """What is said to fit where nothing does is planned as it is written."""
+    """A remedy for a task that does not fit can be planned exactly as it is printed."""
     tight = ("--cluster.device.memory_bytes", "1.58e9", "--headroom", "0%")
     error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
     assert "with --axes all one fits: " in error

@@ -1,4 +1,4 @@
-"""`terrace simulate`: what it prints and writes, and what it refuses in one line."""
+"""`terrace simulate`: its output and files, and its refusals of one line."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`terrace data lengths`: the lengths of a corpus in every form, what policies cost them, and what is refused."""
+"""`terrace data lengths`: the lengths of a corpus in every form, the costs of policies, and refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The doctor: what follows from a machine, what suits a run, which tier is slow and what is faster."""
+"""The doctor: findings about a machine and about a run, the slow tier and a faster plan."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Chunks of experts that a plan leaves out: every command says the numbers, and what else would cost."""
+"""Chunks of experts that a plan leaves out: every command prints their numbers and the cost of others."""
 
 import json
 import re

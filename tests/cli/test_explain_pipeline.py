@@ -1,4 +1,4 @@
-"""`terrace explain` of a plan with a pipeline, and how its runs are compared: what is printed and what is refused."""
+"""`terrace explain` of a plan with a pipeline, and the comparison of its runs: output and refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A job as text: what comes out is what went in, and anything else is refused in one line."""
+"""A job as text: reading it returns the same job, and any other text is refused in one line."""
 
 from dataclasses import fields
 from pathlib import Path

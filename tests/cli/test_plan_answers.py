@@ -1,4 +1,4 @@
-"""What `terrace plan` answers beside the best plan: cost of a training, the user's own plan, plans with memory left."""
+"""Answers of `terrace plan` beside the best plan: cost of a training, the user's own plan, plans with memory left."""
 
 import re
 from collections.abc import Mapping

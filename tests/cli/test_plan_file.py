@@ -1,4 +1,4 @@
-"""What `terrace plan` writes: a file that says what it was made for, and that `terrace simulate` plays alone."""
+"""The file that `terrace plan` writes names its task, and `terrace simulate` needs nothing else."""
 
 import json
 import re

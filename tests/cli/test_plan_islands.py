@@ -1,4 +1,4 @@
-"""`terrace plan --outer` and `--allow`: a plan that runs, what it says, what it refuses."""
+"""`terrace plan --outer` and `--allow`: a plan that runs, the output, and refusals."""
 
 import re
 

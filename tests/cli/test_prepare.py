@@ -1,4 +1,4 @@
-"""What a run keeps of its plan, and what it says of a change when it is resumed."""
+"""The plan that a run keeps, and the changes that it names when it is resumed."""
 
 import json
 import tomllib

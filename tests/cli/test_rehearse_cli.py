@@ -76,7 +76,7 @@ def test_without_tools_it_names_their_package(
 def test_a_refusal_of_the_kernel_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `ip` says in a container without privileges."""
+    """The error of `ip` in a container without privileges."""
     for name in ("ip", "tc"):
         (tmp_path / name).write_text(
             '#!/bin/sh\necho "mount --make-shared /run/netns failed: Not permitted" >&2\nexit 1\n'

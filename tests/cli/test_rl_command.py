@@ -1,4 +1,4 @@
-"""`terrace rl`: a task and a folder with prompts, from the command line to the last number; what it refuses."""
+"""`terrace rl`: a task and a folder with prompts, from the command line to the last number; refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Torch's flight recorder: which of its functions is used, what is kept of it, and that nothing of it ends a rank."""
+"""Torch's flight recorder: the functions in use, the entries that are kept, and that no failure of it ends a rank."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What launchers say to their processes, from the variables that each sets."""
+"""Ranks, world and address from the variables that each launcher sets for its processes."""
 
 import re
 

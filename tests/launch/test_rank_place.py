@@ -1,4 +1,4 @@
-"""The cores of a rank beside its device, and the file of what it prints."""
+"""The cores of a rank beside its device, and the file of its output."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What people look at: tables say what they should, the picture is valid and holds the data."""
+"""Tables and pictures for people: tables have the right cells, the picture is valid and holds the data."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ LOCAL = load_cluster("local")
 
 
 def _text(*tables: Table) -> str:
-    """What a terminal shows: as `terrace.cli.output.Terminal`, brackets are text."""
+    """The text of a terminal: as in `terrace.cli.output.Terminal`, brackets are text."""
     console = Console(width=140, record=True, markup=False, emoji=False, file=open("/dev/null", "w"))  # noqa: SIM115
     for table in tables:
         console.print(table)

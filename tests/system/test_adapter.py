@@ -89,7 +89,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(world: World, name: str, folder: str, plan: Any = "zero3") -> Trained:
-    """Train under a plan; rank 0 saves what comes out as `transformers` does."""
+    """Train under a plan; rank 0 saves the model as `transformers` does."""
     model, found = model_of(name), Trained()
     keys = {"beta1": ADAMW.beta1, "beta2": ADAMW.beta2, "eps": ADAMW.eps}
     trainer = terrace.Trainer(
@@ -127,7 +127,7 @@ def test_a_pipeline_trains_them_too(pool: LocalPool, name: str, tmp_path: Path) 
 
 
 def check(pool: LocalPool, name: str, tmp_path: Path, plan: Any) -> None:
-    """Both give the same figures, and what is saved is what was trained."""
+    """Both give the same figures, and the saved model is the trained one."""
     model = model_of(name)
     wanted = plain(
         lambda tokens: model(tokens, use_cache=False).logits,

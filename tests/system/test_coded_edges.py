@@ -151,7 +151,7 @@ def test_bytes_and_errors_of_the_boundary_that_is_coded(pool: LocalPool) -> None
 
 
 def goes_on(world: World, cluster: Cluster, case: Case, folder: Path) -> list[str]:
-    """A run that is stopped after two steps, resumed, and stopped again: what differs from one that was not."""
+    """Differences between a run that is stopped after two steps, resumed and stopped again, and one that is not."""
     straight, other = engine_of(world, cluster, case), engine_of(world, cluster, case)
 
     def step(engine: Engine, number: int) -> tuple[float, float]:

@@ -152,7 +152,7 @@ class OwnAttention(nn.Module):
 
 
 def train_with_trainer(world: World, cluster: Cluster, case: Case) -> tuple[Outcome, str, bool]:
-    """A run in a loop of one's own; what is said of attention that nobody knows; whether blocks are as before."""
+    """A run in a user's loop: its results, the error for attention of another class, and whether blocks are as before."""
     model = MODELS[case.model]
     blocks = model.blocks(torch.float64)
     layers = [block for block in blocks if isinstance(block, DecoderLayer)]
@@ -191,7 +191,7 @@ def test_in_a_loop_of_ones_own(pool: LocalPool) -> None:
 
 
 def too_long(world: World, cluster: Cluster, plan: Plan) -> str:
-    """What a rank says of a row that is longer than the positions that are learned."""
+    """The error of a rank for a row that is longer than the learned positions."""
     blocks = MODELS["wide gpt2"].blocks(torch.float64)
     engine = engine_of(world, cluster, Case(plan, model="wide gpt2", rows=Rows(10)), blocks)
     tokens, labels = make_batch(0, 1, 10)

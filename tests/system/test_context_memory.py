@@ -1,4 +1,4 @@
-"""What a layer keeps and takes on context ranks: what the formula says."""
+"""Bytes that a layer keeps and allocates on context ranks equal the formula's."""
 
 from dataclasses import replace
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize(("size", "forms"), [(2, [(2, 1), (1, 2)]), (4, [(2, 2), (1, 4)])])
 def test_what_a_layer_keeps_on_context_ranks(pool: LocalPool, size: int, forms: list[tuple[int, int]]) -> None:
-    """To the byte what autograd saves; the peak of the forward within 2 %, of the backward within 10 %.
+    """Bytes saved by autograd exactly; the peak of the forward within 2 %, of the backward within 10 %.
 
-    When messages leave is up to a thread. What is saved is 1 / context of a rank alone, and with Ulysses the output
+    A thread decides when messages leave. Saved bytes are 1 / context of those of a rank alone; Ulysses saves the output
     twice.
     """
     cluster, plain = cluster_of(size), preset("ddp", cluster_of(size))
@@ -56,7 +56,7 @@ def test_what_a_layer_keeps_on_context_ranks(pool: LocalPool, size: int, forms: 
 def test_codes_of_messages_are_within_what_a_layer_is_said_to_take(
     pool: LocalPool, size: int, form: tuple[int, int]
 ) -> None:
-    """With a format too: what is saved is the same; peaks are never above the formula, at most a fifth below."""
+    """With a wire format, too, saved bytes are the same; peaks are never above the formula, at most a fifth below."""
     cluster, model, sequence = cluster_of(size), replace(MODEL, num_kv_heads=MODEL.num_heads), 120
     mapping = {"package": {"context": {"ulysses": form[0], "ring": form[1]}}}
     plain = replace(preset("ddp", cluster), mapping=mapping, micro_batch=BATCH)

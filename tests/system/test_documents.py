@@ -1,4 +1,4 @@
-"""Packed documents and sliding windows: what a token sees, in attention and under every plan."""
+"""Packed documents and sliding windows: the tokens that a token attends to, alone and under every plan."""
 
 import math
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Mixtures in fp64 under every division of experts: loss, gradient norm, parameters, counts and bias of one process.
 
-The plans are those of tests/support/expert_plans.py; what is unlike one process is noticed
+The plans are those of tests/support/expert_plans.py; a deviation from one process is noticed
 (`test_faults_are_noticed` of tests/system/test_expert_ranks.py).
 """
 

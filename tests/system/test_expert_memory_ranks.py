@@ -1,4 +1,4 @@
-"""What a layer keeps and takes where its experts are on several ranks: what the formula says of an even load."""
+"""Bytes that a layer keeps and allocates with experts on several ranks equal the formula's for an even load."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ CHUNKS: tuple[dict[str, int], ...] = (
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", MODELS, ids=["plain", "shared"])
 def test_what_a_layer_keeps_where_ranks_divide_experts(pool: LocalPool, model: ModelConfig) -> None:
-    """Within 2 % of what autograd saves; both peaks at most 12 % above the measured ones and never below.
+    """Within 2 % of the bytes that autograd saves; both peaks at most 12 % above the measured ones and never below.
 
     With fewer chunks one way than pieces the formula counts temporary tensors of both ways at their larger, up to 16 %.
     """

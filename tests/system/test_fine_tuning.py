@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: only what the assistant said is trained on, the same under every plan.
+"""Fine-tuning on conversations: only the assistant's messages are trained on, the same under every plan.
 
 The reference runs every conversation alone, in fp64, in plain PyTorch: no rows, no packing, no positions. Its loss is
 over the assistant's bytes and nothing else.

@@ -69,7 +69,7 @@ def rank_of(world: World, job: RunJob, how: str) -> int | None:
 
 @contextmanager
 def _writing_again() -> Iterator[None]:
-    """What was struck stays with this process, which is used again when it lives."""
+    """The fault stays in this process, which is used again if it survives."""
     limits, working = resource.getrlimit(resource.RLIMIT_FSIZE), snapshot.write_all
     try:
         yield

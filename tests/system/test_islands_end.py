@@ -1,4 +1,4 @@
-"""Islands that stop in an exchange, take long over it, or end with an error: what the run says."""
+"""Islands that stop in an exchange, are slow in one, or end with an error: the messages of the run."""
 
 import os
 import re

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def toy(world: World, folder: str, what: str, victim: int, wait_s: float = 0.01) -> int:
-    """Run steps of (compute, all_reduce) instructions; at step 3, `what` befalls the rank `victim`."""
+    """Run steps of (compute, all_reduce) instructions; at step 3 the rank `victim` suffers the fault."""
     Path(folder, f"{os.getpid()}.pid").touch()
     group = tuple(range(world.world_size))
     value = torch.ones(100)
@@ -49,7 +49,7 @@ def toy(world: World, folder: str, what: str, victim: int, wait_s: float = 0.01)
 
 
 def strike(what: str) -> None:
-    """Do to this process what the test asks for."""
+    """Inflict the fault of the test on this process."""
     if what in ("SIGKILL", "SIGSTOP"):
         os.kill(os.getpid(), signal.Signals[what])
     elif what == "server":

@@ -1,4 +1,4 @@
-"""Adapters: their specs, the numbers of plain PyTorch under every plan, what they cost, and what becomes of them."""
+"""Adapters: their specs, the numbers of plain PyTorch under every plan, their cost, saving and merging."""
 
 import json
 import math
@@ -167,7 +167,7 @@ OF_TENSOR: dict[tuple[int, ...], list[Case]] = {
 
 @pytest.mark.parametrize("sizes", OF_TENSOR, ids=str)
 def test_adapters_beside_a_tensor_axis_equal_plain_pytorch(pool: LocalPool, sizes: tuple[int, ...]) -> None:
-    """Losses, gradient norms, parameters; bytes and memory are what the program says, as for any plan."""
+    """Losses, gradient norms, parameters; bytes and memory are those of the program, as for any plan."""
     check(pool, cluster_of(*sizes), OF_TENSOR[sizes], train_adapted)
 
 

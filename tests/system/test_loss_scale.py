@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite_is_an_error() -> None:
 
 
 def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
-    """A resumed run skips what the first skipped, and has its bits; one whose steps were all skipped can be resumed."""
+    """A resumed run skips the same steps as the first, and has its bits; one that skipped all steps can be resumed."""
     each = case("zero1", (1,), "gpt2")
     engine, resumed = (engine_of(WORLD, cluster_of(1), each) for _ in range(2))
     scale_of(engine).value = 2.0**22

@@ -51,7 +51,7 @@ def ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
 
 
 def test_under_srun_the_meeting_place_follows_from_the_job_and_ranks_have_logs(tmp_path: Path) -> None:
-    """Nothing is exported but Slurm's own variables; what ranks 1 to 3 print, NCCL's lines among it, is in files."""
+    """Only Slurm's own variables are exported; the output of ranks 1 to 3, with NCCL's lines, is in files."""
     write_run(tmp_path, 2, 1, 2, steps=2, rank_logs=True)
     found = ends(start(tmp_path, "aabb", None))
     assert [code for code, _, _ in found] == [0] * 4, found

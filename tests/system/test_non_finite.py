@@ -41,7 +41,7 @@ class Spoiled:
 
 
 def spoil(engine: Engine, spoiled: Spoiled) -> Callable[[], None]:
-    """Make a block's output nan, or its gradient inf, on one rank and micro-batch; returns what mends it."""
+    """Make a block's output nan, or its gradient inf, on one rank and micro-batch; returns its undoing."""
     module = engine.state.modules.get(spoiled.block)
     if engine.rank != spoiled.rank or module is None:
         return lambda: None
@@ -82,7 +82,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def goes_on(world: World, cluster: Cluster, cases: Sequence[Spoiled]) -> list[str]:
-    """What the error of every case says, on this rank."""
+    """The error of every case, on this rank."""
     said = []
     for spoiled in cases:
         case = spoiled.case

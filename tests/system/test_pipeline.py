@@ -80,7 +80,7 @@ SECONDARY = Place((2, 2, 2), {"node": {"pipeline": 2}}, 2)
 
 @pytest.mark.parametrize("place", [TENSOR_OUTER, TENSOR_INNER], ids=str)
 def test_tensor_ranks_send_parts_of_an_activation(pool: LocalPool, place: Place) -> None:
-    """Without sequence parallelism ranks send a part each, which the receivers gather; with it, what they have."""
+    """Without sequence parallelism each rank sends a part, which the receivers gather; with it, its own tokens."""
     cases = []
     for schedule, model in (("1f1b", "gpt2"), ("zbv", "llama tied"), ("zeropp:2", "gpt_neox")):
         for splits in (True, False):
@@ -128,7 +128,7 @@ def test_stages_without_a_layer(pool: LocalPool) -> None:
 
 
 def test_one_lane_a_rank_is_enough(pool: LocalPool) -> None:
-    """What the verifier plays: a rank does nothing while a collective of its own is under way."""
+    """As the verifier assumes, a rank does nothing while a collective of its own is under way."""
     plans = [pipelined(name, OUTER, schedule, unit=2) for name in ("zero3", "ddp") for schedule in ("1f1b", "zb-h2")]
     check(
         pool, cluster_of(*OUTER.sizes), [Case(plan, num_micros=3, model="llama tied", lane="eager") for plan in plans]
@@ -168,7 +168,7 @@ def most_kept(tasks: Sequence[StageTask]) -> int:
 
 
 def published(schedule: str, stage: int, stages: int, micros: int, unit: int) -> int:
-    """What each schedule says that a stage keeps at most."""
+    """The most that a stage keeps of micro-batches, as published for each schedule."""
     behind, name, chunks = stages - stage, schedule.partition(":")[0], num_chunks(schedule)
     later = 2 * (stages - 1 - stage)
     return {
@@ -187,7 +187,7 @@ def published(schedule: str, stage: int, stages: int, micros: int, unit: int) ->
 
 
 def test_the_executed_order_is_that_of_the_schedule(pool: LocalPool) -> None:
-    """And what it keeps in flight is what the schedule says."""
+    """The number of micro-batches in flight is the schedule's, too."""
     micros, unit, cluster = 8, 2, cluster_of(*ALONE.sizes)
     model = {1: "llama tied", 2: "deep llama tied"}
     cases = [
@@ -238,7 +238,7 @@ def test_what_was_sent_is_kept_until_it_is_received(pool: LocalPool, rate: float
 
 
 def parameter_bytes(world: World, cluster: Cluster, cases: Sequence[Case], block: int) -> list[dict[str, int]]:
-    """What a rank sends of one block's parameters and gradients in the second of two steps, by message class."""
+    """Bytes of one block's parameters and gradients that a rank sends in the second of two steps, by message class."""
     classes = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REDUCE)
     found = []
     for case in cases:
@@ -257,7 +257,7 @@ def parameter_bytes(world: World, cluster: Cluster, cases: Sequence[Case], block
 
 
 def _measure(engine: Any, flat: Any, classes: Sequence[MessageClass], sent: dict[str, int]) -> None:
-    """Note what the ledger counts while a message of a block is under way; its classes share one lane here."""
+    """Record the ledger's counts while a message of a block is under way; its classes share one lane here."""
 
     def measured(work: Any) -> Any:
         def run(*words: Any) -> None:

@@ -51,7 +51,7 @@ def struck(world: World, case: Case, sizes: tuple[int, ...], victim: int, where:
 
 
 def fault(pool: LocalPool, case: Case, place: Place, victim: int, where: Instruction, how: str) -> str:
-    """What the survivors say, all the same; raises unless they end by themselves."""
+    """The one message of all survivors; raises unless they end by themselves."""
     with pytest.raises(HangError) as caught:
         pool.run(4, struck, case, place.sizes, victim, where, how, timeout_s=LIMIT_S)
     said = str(caught.value)

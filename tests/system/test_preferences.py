@@ -188,7 +188,7 @@ def check_resume(folder: Path) -> None:
 
 
 def scoring(world: World, job: RunJob, folder: Path) -> None:
-    """A rank of a run that keeps the number of values in its messages, and what it told its watchdog."""
+    """A rank of a run that records the number of values in its messages and its reports to the watchdog."""
     sent, told, send, idle = list[int](), list[str](), Comm.exchange_tensors, Watchdog.idle
 
     def counting(comm: Comm, tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Rehearsals with real namespaces: what counters count, what rates are reached, and that nothing is left over.
+"""Rehearsals with real namespaces: counters, the rates reached, and that nothing is left over.
 
 They need root and iproute2; without them they are skipped, and say so.
 """

@@ -39,7 +39,7 @@ class Messages:
         self.residuals: dict[object, Tensor] = {}
 
     def coded(self, key: object, values: Tensor, wire: WireFormat) -> Tensor:
-        """What arrives of `values` (n)."""
+        """`values` (n) as they arrive."""
         message = torch.empty(1, wire.message_bytes(len(values)), dtype=torch.uint8)
         residual = self.residuals.setdefault(key, torch.zeros(1, len(values))) if wire.feedback else None
         sparse.encode(values[None], wire, message, residual)
@@ -70,7 +70,7 @@ class Messages:
         return [torch.cat([values[peer] for peer in self.peers(rank, tier)]) for rank in range(len(values))]
 
     def added(self, name: str, values: list[Tensor], tiers: list[int]) -> list[Tensor]:
-        """The sums over tiers of what arrives, each rank's own part too: coded once, however many tiers."""
+        """The sums over tiers of the values that arrive, each rank's own included: coded once, however many tiers."""
         sums = [self.coded((name, rank), value, self.formats[tiers[0]]) for rank, value in enumerate(values)]
         for tier in tiers:
             sums = [torch.stack([sums[peer] for peer in self.peers(rank, tier)]).sum(0) for rank in range(len(sums))]
@@ -78,7 +78,7 @@ class Messages:
 
 
 def simulated(cluster: Cluster, plan: Plan, num_micros: int) -> Outcome:
-    """Train in one process; what ranks add up goes through `Messages`, as docs/plans.md says."""
+    """Train in one process; values that ranks add up go through `Messages`, as docs/plans.md says."""
     model, world = MODELS[MODEL], cluster.world_size
     blocks, flats = model.blocks(torch.float64), block_flats(cluster, plan, model.declared)
     names, sizes = [tier.name for tier in cluster.tiers], tuple(tier.size for tier in cluster.tiers)

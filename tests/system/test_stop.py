@@ -50,7 +50,7 @@ def wish(name: str | None) -> StopSignal:
 
 
 def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int | None, every: int) -> list[Stop | None]:
-    """Threads as ranks, which meet in every step; each wish is (after how many steps, what): how each rank ended."""
+    """How each rank ended. Ranks are threads that meet in every step; a wish is (steps before it, signal)."""
     store, seal, barrier = HashStore(), Seal.fresh(), threading.Barrier(world_size)
     begin_steps(World(0, world_size, 0, world_size, store, seal=seal))
     found: list[Stop | None] = [None] * world_size

@@ -143,7 +143,7 @@ def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> Non
 
 @pytest.mark.parametrize(("name", "bound"), [("bf16", 0.01), ("int8", 0.1)])
 def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bound: float) -> None:
-    """Losses near 2.5 stay within `bound` of one process, which is exact; `train` compares what several ranks hold."""
+    """Losses near 2.5 stay within `bound` of one process, which is exact; `train` compares the replicas of ranks."""
     cluster = cluster_of(4)
     rounds = replace(preset("zero2", cluster), wire={"tensor": {"package": name}})
     cases = []
@@ -164,7 +164,7 @@ def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bo
 def threads_of_messages(
     world: World, cluster: Cluster, plan: Plan, cases: list[tuple[str, str]]
 ) -> list[tuple[set[str], str]]:
-    """Of each (model, what is frozen): the threads in which tensor messages run, and the complaint of the ledger."""
+    """The threads in which tensor messages run, and the ledger's error, for each (model, frozen blocks)."""
     _sending = Collectives._sending
     threads: set[str] = set()
 
@@ -216,7 +216,7 @@ def gpt(hidden: int) -> ModelConfig:
 
 @pytest.mark.parametrize("t", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int) -> None:
-    """2205.05198, Table 2, with selective recomputation, which is what a kernel that keeps no scores comes to.
+    """2205.05198, Table 2, with selective recomputation, which has the bytes of a kernel that keeps no scores.
 
     The model has no dropout, so the masks of its two outputs, 2 s b h, are not there.
     """

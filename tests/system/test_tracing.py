@@ -1,4 +1,4 @@
-"""A traced step: every instruction in its place and time, one trace with what was predicted, nothing when off."""
+"""A traced step: every instruction in its place and time, one trace with the predicted step, nothing when off."""
 
 import sys
 from collections import Counter

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(500)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A whole run of twelve steps on three tiers, and what it printed."""
+    """The folder and the output of a run of twelve steps on three tiers."""
     folder = tmp_path_factory.mktemp("trained")
     write_run(folder, 2, 2, steps=12, checkpoint_every=4, log_every=4, prompt="The fox", target_loss=5.4)
     done = terrace("train", "--config", "run.toml", "--folder", "run", cwd=folder)
@@ -290,9 +290,9 @@ def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) ->
 
 
 def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(tmp_path: Path) -> None:
-    """What one rank sends in a step over the slowed tier, at its rate, is a bound from below of every step.
+    """The bytes that one rank sends in a step over the slowed tier, at its rate, bound every step from below.
 
-    The file says what was probed, which is twice what the pace lets through.
+    The file has the probed rate, which is twice that of the pace.
     """
     write_run(tmp_path, 1, 2, plan="ddp", steps=3)
     cluster, rate = tmp_path / "cluster.toml", 2e5

@@ -73,7 +73,7 @@ def measured(table: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one rank makes of it."""
+    """The same on one rank."""
     folder = tmp_path_factory.mktemp("alone")
     return trained(pool, measured(table_of(folder, 1, plan={})), folder / "run")
 
@@ -102,7 +102,7 @@ def test_the_numbers_are_those_of_one_rank(
 
 
 def test_a_run_goes_on_with_the_same_bits_and_without_the_axis(pool: LocalPool, tmp_path: Path) -> None:
-    """The start of this run measures what attention costs, every time; what was measured first holds."""
+    """Every start of this run would measure the cost of attention; the first measurement is kept."""
     table = table_of(tmp_path, 2, 2, plan={"balance": "cost", "mapping": {"node": {"context": {"ring": 2}}}})
     run, again, elsewhere = tmp_path / "run", tmp_path / "again", tmp_path / "elsewhere"
     whole = trained(pool, table, run)

@@ -145,7 +145,7 @@ MOVED = {"mixture, grouped": BalanceConfig(bias=0.05, step=0.5), "mixture, share
 def saved_and_going_on(
     world: World, folder: Path, sizes: Sizes, plan: str, compute: str, model: str
 ) -> tuple[list[float], list[float], list[str]]:
-    """Losses of six steps; those of the last three, from a checkpoint of the middle; and what then differs."""
+    """Losses of six steps; those of the last three, from a checkpoint of the middle; and the differences after that."""
     balance = MOVED.get(model)
     straight = make(world, sizes, plan, compute, model=model, balance=balance)
     losses = train(straight, 0, 3)

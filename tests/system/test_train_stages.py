@@ -1,4 +1,4 @@
-"""A run with a pipeline of two processes: what it shows before it starts and of every stage at its end."""
+"""A run with a pipeline of two processes: its output at the start, and the figures of every stage at the end."""
 
 import json
 import re

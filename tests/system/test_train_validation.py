@@ -95,7 +95,7 @@ def without(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank_of(world: World, job: RunJob) -> dict[Any, int]:
-    """One rank; what it sent in a mean step."""
+    """One rank; returns the bytes that it sent in a mean step."""
     sample._SAMPLE_TOKENS = 1
     end = train(world, job, Silent())
     assert isinstance(end, Outcome)
@@ -134,7 +134,7 @@ def values_of(run: Path) -> dict[str, list[float]]:
 
 
 def of_export(run: Path, folder: Path) -> tuple[float, int]:
-    """What `terrace eval` finds on the other texts."""
+    """The result of `terrace eval` on the other texts."""
     result = evaluate(load_trained(run, dtype="fp64"), read_documents(folder / "other.jsonl"))
     return result.loss, result.num_tokens
 

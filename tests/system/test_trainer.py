@@ -80,7 +80,7 @@ def test_a_checkpoint_goes_on_under_another_plan(pool: LocalPool, tmp_path: Path
 
 
 def predicted(world: World) -> tuple[Any, ...]:
-    """What the report says after three steps."""
+    """The report after three steps."""
     case = Case("tied", "zero3", (2,))
     with make(case, predict=True) as trainer:
         steps(trainer, case, 0, 3, Trained())

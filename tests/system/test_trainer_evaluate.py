@@ -33,7 +33,7 @@ def some(model: str, step: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def own_part(case: Case, rank: int, batch: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank gives: all of a batch, or its own, larger on one data rank than on the other."""
+    """This rank's argument: a whole batch, or its own part, which is larger on one data rank than on the other."""
     if not case.local:
         return list(batch)
     data_rank = rank % 2
@@ -41,7 +41,7 @@ def own_part(case: Case, rank: int, batch: Sequence[Tensor]) -> list[Tensor]:
 
 
 def evaluated(world: World, case: Case) -> tuple[Trained, list[tuple[float, int, float, int]]]:
-    """The steps of a case with evaluations between them: what each finds, and what the whole parameters give."""
+    """The steps of a case with evaluations between them: the result of each, and that of the whole parameters."""
     found, results = Trained(), list[tuple[float, int, float, int]]()
     if world.rank:
         torch.manual_seed(world.rank)

@@ -129,7 +129,7 @@ def test_error_feedback_makes_the_mean_exact(pool: LocalPool) -> None:
 
 
 def errors_of(world: World, cluster: Cluster, plan: Plan, spoil: int) -> list[dict[str, float]] | str:
-    """The measured rounding error of three steps, or what the engine says when rank `spoil` holds an inf."""
+    """The measured rounding error of three steps, or the engine's error when rank `spoil` holds an inf."""
     model = MODELS["toy"]
     engine = Engine(
         model.blocks(torch.float32),

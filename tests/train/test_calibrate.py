@@ -1,4 +1,4 @@
-"""What a run measures at its start of the links that only stages of a pipeline talk over."""
+"""Measurements at the start of a run of links that only stages of a pipeline use."""
 
 import math
 import tomllib
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 class Measured(NamedTuple):
-    """A rank's cluster, what it told of while it measured, the predicted steps, and how many of them it played."""
+    """A rank's cluster, its messages while it measured, the predicted steps, and the number that it simulated."""
 
     cluster: Cluster
     told: list[str]

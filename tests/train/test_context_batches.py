@@ -41,7 +41,7 @@ def plan_of(cluster: Cluster, **changes: object) -> Plan:
 
 
 def parts_of(made: Batches, cluster: Cluster, plan: Plan) -> dict[int, list[LocalMicro]]:
-    """What every rank has of two steps, one after the other."""
+    """The parts of all ranks of two steps, one after the other."""
     cost = replace(COST, links=WorkCost.of(cluster, heads=1, kv_heads=1, head_dim=1, compute="fp32").links)
     num_micros = BATCH // (plan.micro_batch * Mesh.of(cluster, plan).total("data"))
     of_ranks = {}
@@ -54,7 +54,7 @@ def parts_of(made: Batches, cluster: Cluster, plan: Plan) -> dict[int, list[Loca
 
 
 def seen(micros: Sequence[LocalMicro]) -> list[Seen]:
-    """What has a label."""
+    """The tokens with a label."""
     found = []
     for micro in micros:
         assert micro.places is not None

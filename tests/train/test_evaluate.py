@@ -37,7 +37,7 @@ def trained(name: str, context: int = 32, **changes: Any) -> Trained:
 
 @torch.no_grad()
 def by_definition(model: Trained, texts: list[str], context: int, before: list[int]) -> tuple[float, int]:
-    """Sum of -ln p and number of tokens, each token by a pass of its own over what is before it in its window."""
+    """Sum of -ln p and number of tokens, each token by a pass of its own over the tokens before it in its window."""
     total, count = 0.0, 0
     for text in texts:
         ids = [*before, *text.encode()]
@@ -212,7 +212,7 @@ def test_the_command_prints_what_was_found(tmp_path: Path, capsys: pytest.Captur
 def test_a_run_s_closing_sample_begins_with_the_ids_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Special tokens at the beginning of the data stay what they are; a prompt of its own is encoded like any other."""
+    """Special tokens at the beginning of the data stay special; a prompt of the run's own is encoded like any other."""
     folder = write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text("What is a tier?")
     data = DataConfig(path=str(tmp_path / "a.txt"), tokenizer=str(folder), bos="<s>", cache=str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""The plan of a user's own trainer, as far as it is more than what was given."""
+"""The parts of a plan that `Trainer` adds to those that a user gives."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Metrics: how utilisation is counted, who is told, what is written down of a run that ends badly, what is shown."""
+"""Metrics: utilisation, trackers, the record of a run that ends badly, and the progress line."""
 
 import importlib.util
 import io
@@ -341,7 +341,7 @@ def test_lines_that_stay_are_the_same_with_a_bar_and_without(live: bool, monkeyp
 
 
 def _as_seen(text: str) -> str:
-    """What a terminal shows of a line in the end."""
+    """The text that a terminal shows of a line in the end."""
     return text.split("\r\x1b[K")[-1]
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: its layers, its files, what it refuses, and that it survives being written."""
+"""The configuration of a run: its layers, its files, its refusals, and that it survives being written."""
 
 import json
 import math
