@@ -52,7 +52,7 @@ def test_only_launch_modules_read_the_environment(path: Path) -> None:
 
 
 def test_wall_time_decides_nothing() -> None:
-    """A clock that jumps changes only displayed times: of events and steps, in a default folder's name, in a template."""
+    """A clock that jumps changes only displayed times: of events and steps, in the name of a folder, in a template."""
     showing = {"train/gauges.py", "train/recorder.py", "cli/prepare.py", "data/template_process.py"}
     showing.add("rl/calls/spans.py")
     showing.add("data/originals.py")  # against the file system's own stamps: a clock set back costs a look at contents

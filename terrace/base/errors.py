@@ -48,7 +48,7 @@ class TrainingError(TerraceError):
 
 
 class ProbeError(TerraceError):
-    """Measurements from which no constant can be told."""
+    """Measurements from which no constant can be determined."""
 
 
 class HangError(TerraceError):

@@ -70,7 +70,7 @@ _RUN = ("--run", "--folder")
 def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(`words` with Terrace's own names, a line for each that has changed).
 
-    A plan's file of such a name is that file.
+    A `--plan` value that is the path of a file is not translated.
     """
     command, options = (words[0], _OPTIONS.get(words[0], {})) if words else ("", {})
     if words[:2] == ["data", "prepare"]:

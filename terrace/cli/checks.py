@@ -118,7 +118,7 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
     """Raise `PlanError` for local ranks that this machine's memory cannot hold.
 
     `device_bytes`: the memory of each CUDA device; with fewer of these than ranks, the ranks share `memory_bytes`.
-    Of either, the headroom of the cluster's device stays free.
+    The headroom of the cluster's device stays free in both.
     """
     run, ranks = resolved_run(run), run.cluster.world_size
     if len(device_bytes) >= ranks:

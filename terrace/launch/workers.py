@@ -66,7 +66,7 @@ class Report:
 
 
 def serve(link: "Connection[Any, Any]", port: int) -> None:
-    """Run jobs that arrive on `link` until told to stop; the store is on `port` of this machine.
+    """Run jobs that arrive on `link` until it asks for the end; the store is on `port` of this machine.
 
     After a failed job the process reports and exits: its connections close, and its peers notice.
     """

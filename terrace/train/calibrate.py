@@ -4,7 +4,7 @@ Measured on all ranks at once, since they may share cores and links: the FLOP/s 
 forward, memory bandwidth, and per tier latency and bandwidth of an all-gather (from a small and a large message, back
 to back). Every latency also gets the extra cost of messages that alternate with computation, as in a step: a rank waits
 for partners that are not quite ready, while another may use the core. On a tier used only between pipeline stages,
-every stage sends to the next one and then to the previous one, all pairs at once; the simulation plays the waits
+every stage sends to the next one and then to the previous one, all pairs at once; the simulation has the waits
 between stages, so nothing is added there. The result is the cluster with these constants in place of its own.
 """
 
@@ -66,7 +66,10 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
 
 
 def predict_once(engine: Engine, run: RunConfig, cluster: Cluster) -> list[StepReport]:
-    """The predicted step of every stage, played by rank 0 for all: it grows with the stages. Every rank calls this."""
+    """The predicted step of every stage, simulated by rank 0 alone, since its cost grows with the stages.
+
+    Every rank calls this.
+    """
     return played_once(engine, lambda: predict(run, cluster))
 
 

@@ -42,7 +42,7 @@ class Copies:
         at: Progress,
         note: Callable[[str], None],
     ) -> None:
-        """Takes the memory. `at` is told that this rank waits for others, `note` gets a line. Raises `ConfigError`."""
+        """Allocates the memory. `at` is called before waits for other ranks, `note` gets a line. Raises `ConfigError`."""
         self._engine, self._world, self._train = engine, world, job.run.train
         self._at, self._note = at, note
         self._peers: PeerCopies | None = None
@@ -101,7 +101,7 @@ class Copies:
         return found
 
     def after(self, num_done: int, *, is_finite: bool) -> None:
-        """Copy the state if it is due after so many steps; `time_s` then has the seconds of its category.
+        """Copy the state if a copy is due after step `num_done`; `time_s` then has the seconds of its category.
 
         A step that was given up leaves the state of the step before, which has its copy.
         """

@@ -24,7 +24,7 @@ class Evaluated:
 def evaluated(engine: Engine, passes: Sequence[Callable[[], Sequence[Batch]]]) -> Evaluated:
     """The loss over the micro-batches of several passes, each made when it is due. Every rank calls this.
 
-    Of islands, each evaluates its rows with its own parameters, and the sums are over all of them.
+    With islands, each evaluates its rows with its own parameters, and the sums are over all islands.
     """
     total, num_tokens = 0.0, 0
     for micros in passes:

@@ -159,7 +159,7 @@ class Summary:
     def final_loss(self) -> float:
         """Mean loss of the last tenth of the steps, at most 1,000; NaN before the first.
 
-        Of islands, over the tokens of all of them in the exchanges of these steps.
+        With islands, over the tokens of all of them in the exchanges of these steps.
         """
         last = [each for each in self._of_all if each[0] > self._num_seen - len(self._losses)]
         tokens = sum(number for _, _, number in last)

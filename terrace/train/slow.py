@@ -1,4 +1,4 @@
-"""Slow ranks of a run, told as they are found (terrace.launch.slow)."""
+"""Slow ranks of a run, reported as they are found (terrace.launch.slow)."""
 
 from terrace.launch.postmortem import in_words
 from terrace.launch.slow import in_lines

@@ -190,7 +190,7 @@ class Trainer:
         """Mean loss over a batch of any size, under the plan; nothing changes, so the next step has the same bits.
 
         Blocks are in evaluation mode. Where a batch does not divide among the ranks and micro-batches it is filled up
-        with copies of its first sample, whose labels are ignored ones. Of islands, each evaluates its part.
+        with copies of its first sample, whose labels are ignored ones. With islands, each evaluates its part.
         Every rank calls this, with a batch as for `step`. Raises `ConfigError` for a batch that is empty, or cannot be
         filled up since its labels are not integers.
         """

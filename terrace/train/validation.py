@@ -86,12 +86,12 @@ class Validation:
             self._best, self.best_step = told
 
     def is_due(self, num_done: int) -> bool:
-        """Whether an evaluation follows after so many steps."""
+        """Whether an evaluation follows step `num_done`."""
         every = self._train.eval_every
         return bool(every) and (num_done % every == 0 or num_done == self._train.steps)
 
     def after(self, num_done: int, passed: Passed) -> dict[str, Evaluated]:
-        """The results by source after so many steps."""
+        """The results by source after step `num_done`."""
         found, num_passes, device = dict[str, Evaluated](), 0, self._engine.device
 
         def micros(made: MicroBatches, step: int) -> list[Batch]:

@@ -13,7 +13,7 @@ from terrace.runtime.engine import Engine
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     """(block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
 
-    Of islands that is the anchor, which is every island's after `Engine.finish`.
+    With islands these are the anchor, which every island has after `Engine.finish`.
     Every rank calls this and consumes all of it. One block is in flight at a time: each rank sends the boxes that it is
     the first to hold, as for a checkpoint.
     """

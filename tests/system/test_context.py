@@ -152,7 +152,7 @@ class OwnAttention(nn.Module):
 
 
 def train_with_trainer(world: World, cluster: Cluster, case: Case) -> tuple[Outcome, str, bool]:
-    """A run in a user's loop: its results, the error for attention of another class, and whether blocks are as before."""
+    """A run in a user's loop: its results, the error for unknown attention, and whether blocks are as before."""
     model = MODELS[case.model]
     blocks = model.blocks(torch.float64)
     layers = [block for block in blocks if isinstance(block, DecoderLayer)]

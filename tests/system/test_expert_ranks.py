@@ -179,7 +179,7 @@ def test_faults_are_noticed(pool: LocalPool) -> None:
 
 
 def frozen_first(world: World, cluster: Cluster, frozen: tuple[str, ...], recompute: tuple[str, ...]) -> list[str]:
-    """Messages that layers of a decoder issue in two steps, against their programs; the first layer reads no gradient."""
+    """Messages of a decoder's layers in two steps, against their programs; the first layer reads no gradient."""
     model = MODELS["experts"]
     specs = freeze(model.declared[1:-1], frozen)
     plan = spread(cluster, "zero3", {"package": {"expert": 2}}, recompute=recompute)
