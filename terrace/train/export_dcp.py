@@ -38,7 +38,7 @@ from terrace.model.dcp.writing import DcpWriter
 from terrace.model.hf.config import published_table
 from terrace.model.hf.folder import CONFIG, carried_files, token_ids
 from terrace.model.hf.names import output_name
-from terrace.model.hf.pretrained import DTYPES, Parts, joined, stored_parts
+from terrace.model.hf.pretrained import DTYPES, Parts, joined, rounded, stored_parts
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from terrace.train.adapted import lora_of, merged_values
 from terrace.train.config import RunConfig
@@ -160,7 +160,7 @@ class _StateDict:
         self, writer: DcpWriter, config: ModelConfig, options: DcpExport, settings: Mapping[str, Any], step: int
     ):
         self._writer, self._config, self._options = writer, config, options
-        self._settings, self._step = settings, torch.tensor(float(step))
+        self._settings, self._step, self._dtype = settings, torch.tensor(float(step)), options.dtype
 
     def path(self, name: str) -> tuple[str, ...]:
         own = program_name(name, self._options.naming)
@@ -169,7 +169,7 @@ class _StateDict:
     def add(self, name: str, stored: _Stored) -> None:
         values = {kind: self._ordered(name, value) for kind, value in stored.values.items()}
         value = values.pop(_VALUE)
-        self._writer.tensor(self.path(name), value if self._options.dtype is None else self._rounded(name, value))
+        self._writer.tensor(self.path(name), value if self._dtype is None else rounded(value, self._dtype, name))
         if not values:
             return
         own = program_name(name, self._options.naming)
@@ -184,12 +184,6 @@ class _StateDict:
 
     def _ordered(self, name: str, value: Tensor) -> Tensor:
         return to_titan(value, heads_of(self._config, name)) if self._options.naming == TORCHTITAN else value
-
-    def _rounded(self, name: str, value: Tensor) -> Tensor:
-        found = value.to(DTYPES[str(self._options.dtype)])
-        if found.isinf().any() and not value.isinf().any():
-            raise ModelError(f"{name} has values beyond what {self._options.dtype} holds: write bf16 or fp32")
-        return found
 
 
 def _settings(run: RunConfig, step: int) -> dict[str, Any]:

@@ -294,11 +294,17 @@ def _stored(parts: Parts, value: Callable[[str, str], Tensor], dtype: str) -> Te
     if source.num_stacked:
         values = [values[0][index]]
     dtype = "fp32" if source.wide and DTYPES[dtype].itemsize < 4 else dtype
-    whole = joined([each.to(DTYPES[dtype]) for each in values], source)
+    return joined([rounded(each, dtype, source.tensors[index]) for each in values], source)
+
+
+def rounded(value: Tensor, dtype: str, name: str) -> Tensor:
+    """`value` in `dtype`. Raises `ModelError` for a tensor `name` with numbers beyond the range of `dtype`."""
+    found = value.to(DTYPES[dtype])
     # An infinity that was there before is not the conversion's fault.
-    if dtype == "fp16" and whole.isinf().any() and not any(each.isinf().any() for each in values):
-        raise ModelError(f"{source.tensors[index]} has values beyond what fp16 holds: write bf16 or fp32")
-    return whole
+    if found.isinf().any() and not value.isinf().any():
+        wider = "bf16 or fp32" if dtype == "fp16" else "fp64"
+        raise ModelError(f"{name} has values beyond what {dtype} holds: write {wider}")
+    return found
 
 
 def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
