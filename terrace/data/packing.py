@@ -66,8 +66,8 @@ def pack(documents: Documents, sequence: int, too_long: TooLong, holdout: float 
     """Packs `documents` into sequences of `sequence` positions.
 
     Documents that are split lie in several sequences. The hold-out is packed by itself into the last sequences, and has
-    as many documents as fill `holdout`: a share of all positions, or from 1 on a number of sequences. Raises `DataError`
-    for a document that is too long under "refuse", and when nothing is left to train on.
+    as many documents as fill `holdout`: a share of all positions, or from 1 on a number of sequences. Raises
+    `DataError` for a document that is too long under "refuse", and when nothing is left to train on.
     """
     starts, places, num_too_long = _segments(documents, sequence, too_long)
     trained = _is_trained(documents, starts, places)

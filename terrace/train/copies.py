@@ -42,7 +42,7 @@ class Copies:
         at: Progress,
         note: Callable[[str], None],
     ) -> None:
-        """Allocates the memory. `at` is called before waits for other ranks, `note` gets a line. Raises `ConfigError`."""
+        """Allocates the memory. `at` is called before waits for ranks, `note` with a line. Raises `ConfigError`."""
         self._engine, self._world, self._train = engine, world, job.run.train
         self._at, self._note = at, note
         self._peers: PeerCopies | None = None

@@ -31,8 +31,8 @@ def num_final(num_steps: int) -> int:
 class StepRecord:
     """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is for the whole world.
 
-    Of islands, loss, norm and tokens are those of rank 0's, and the rate that of as many islands like it; `outer` has
-    the exchanges that were applied, by fragment, with the loss over all islands since the last one.
+    With islands, loss, norm and tokens are those of rank 0's island, and the rate is that island's times the number of
+    islands; `outer` has the exchanges that were applied, by fragment, with the loss over all islands since the last.
 
     Bytes and memory are rank 0's: `sent_bytes` by tier since the line before, `memory_bytes` the peak of each category
     of model state so far, `peak_memory_bytes` the peak seen by the device's allocator, or on a CPU by the system. A
