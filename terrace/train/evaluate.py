@@ -158,7 +158,7 @@ class _Counted:
         for ids, mask, where in chats:
             tokens = ids.tolist()
             _check_vocabulary(tokens, model.config.vocab_size)
-            # Cut in two, an answer would not see what it answers.
+            # If a conversation were cut, an answer might not see its question.
             if len(tokens) - 1 > context:
                 raise DataError(
                     f"{where}: the conversation has {len(tokens)} tokens, and {context + 1} at most are evaluated: "

@@ -187,8 +187,8 @@ class _StateDict:
 
 
 def _settings(run: RunConfig, step: int) -> dict[str, Any]:
-    # The group of a parameter in torch.optim.AdamW, and what a schedule of torch adds to it. `lr` is that of the next
-    # step, as after scheduler.step().
+    # The keys of a parameter's group in torch.optim.AdamW and those that torch's schedulers add. `lr` is that of the
+    # next step, as after scheduler.step().
     optimizer = run.optimizer
     return {
         "lr": learning_rate(step, run.train, optimizer),

@@ -34,7 +34,7 @@ class TrainConfig:
     keep_checkpoints: int = 2  # the newest ones that stay in the run folder
     eval_every: int = 0  # steps between evaluations, and one at the end; 0: none
     eval_batches: int = 100  # most batches of `batch` sequences of each source in an evaluation; 0: all
-    keep_best: str = ""  # what is evaluated whose best checkpoint is kept: "holdout" or a name in data.eval
+    keep_best: str = ""  # evaluated source whose best checkpoint is kept: "holdout" or a name in data.eval
     peer_copies: int = 0  # 1: the newest state is also in the memory of two machines
     peer_copies_every: int = 0  # steps between such copies; 0: as few as cost at most 5 % of the predicted step
     weights: str = ""  # folder with the initial weights, of Hugging Face or DCP; empty: from scratch
@@ -43,7 +43,7 @@ class TrainConfig:
     kernels: PartChoice = "torch"  # of norms, activations, RoPE and loss; or "liger": terrace.model.part_kernel
     attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
     background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
-    rank_logs: bool = False  # what ranks but 0 print goes to RUN/logs/rank-*.log
+    rank_logs: bool = False  # write the output of ranks other than 0 to RUN/logs/rank-*.log
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     slow_factor: float = 1.5  # a rank whose own work takes so many times its peers' is named; 0: none is
     slow_steps: int = 20  # by its last steps

@@ -27,7 +27,7 @@ def folder_lock(folder: Path, wait_s: float | None = None) -> Iterator[None]:
     try:
         file = (folder / LOCK).open("a")
     except OSError:
-        yield  # whoever writes there next says what is wrong
+        yield  # the next write to the folder raises the error
         return
     # Closing the file, or the end of the process, releases the lock.
     with file:
