@@ -31,7 +31,7 @@ KINDS = ("full", "causal", "mask")
 # Plain products have this many scores at a time: 4 MB in fp32, about a core's part of the caches.
 _MAX_SCORES = 1 << 20
 
-# Of the largest element. Half precision: what rounds the weights to 8 bits differs from what keeps 24 by a few 2^-8.
+# Of the largest element. Half precision: weights rounded to 8 bits differ from those of 24 bits by a few 2^-8.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

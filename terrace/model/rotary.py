@@ -21,7 +21,7 @@ class Rotary:
     The tables are computed on first use and kept here, not in module buffers, so that a model built on the meta
     device holds nothing but its parameters. One object serves all layers that turn alike.
 
-    `limit` is of scalings that depend on the length of a row: rows beyond it have other frequencies. 0: none does.
+    Rows longer than `limit` have other frequencies (`RopeScaling.limit`); 0: all rows have the same.
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None = None, limit: int = 0) -> None:
@@ -47,7 +47,7 @@ class Rotary:
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def _of_documents(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Positions of a rank, or of a turn of generation, do not tell how long the longest row of all is.
+        # Positions of one rank, or of one turn of generation, do not show the length of the longest row of all.
         if self.limit and (last := int(on_host(positions).max())) >= self.limit:
             assert self.scaling is not None, "only a scaling has a limit"
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Blocks of a replica's slices compute what the whole blocks compute, and write the same tokens."""
+"""Blocks of a replica's slices have the logits of the whole blocks, and write the same tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace

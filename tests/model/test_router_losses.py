@@ -75,7 +75,7 @@ def test_the_step_loss_by_hand() -> None:
 
 
 def test_shares() -> None:
-    """Labels of a document over its tokens: a masked prompt takes part, and its document weighs what its labels do."""
+    """Labels of a document over its tokens: masked prompts take part, with the weight of the labels."""
     labels = torch.tensor([[-100, -100, 7, 7], [-100, 7, -100, 7]])
     assert shares_of(labels).tolist() == [[0.5] * 4, [0.5] * 4]
     positions = torch.tensor([[0, 0, 1, 2], [0, 1, 2, 0]])

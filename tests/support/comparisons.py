@@ -73,7 +73,7 @@ class Compared:
 
 
 def plan_of(case: Case) -> Plan:
-    """The plan with every message in fp64: what narrower formats round has no equal."""
+    """The plan with every message in fp64: the reference has no rounding of narrower formats."""
     plan = parse_plan({**case.plan, "update": case.optimizer["name"]}, cluster_of(*case.sizes))
     return replace(plan, wire={message: dict.fromkeys(row, "fp64") for message, row in plan.wire.items()})
 

@@ -31,7 +31,7 @@ def complaint(program: Program, recording: list[BlockStep], num_steps: int) -> s
 
 
 def issued(program: Program) -> Iterator[BlockStep]:
-    """Steps inside blocks of a rank's whole program, in order, without what hides them."""
+    """Steps inside blocks of a rank's whole program, in order, without the work that hides them."""
     received = {
         (each.backward, each.block + (-1 if each.backward else 1), each.micro)
         for each in program.instructions

@@ -40,7 +40,7 @@ def live_bytes() -> int:
 
 
 def codec_scratch() -> list[Tensor]:
-    """What the block codecs of this thread keep between calls."""
+    """The buffers that the block codecs of this thread keep between calls."""
     return [buffer for module in (cpu, sparse_cpu) for buffer in getattr(module._local, "buffers", ())]
 
 
@@ -58,7 +58,7 @@ class _WatchedMeter(Meter):
 
 
 def _import_all_of_torch() -> None:
-    """Have torch import what an optimizer imports when first made, so that scans need not look through it."""
+    """Have torch import the modules of an optimizer's first use, so that scans need not look through them."""
     leaf = torch.zeros(1)
     leaf.grad = torch.zeros(1)
     torch.optim.AdamW([leaf], fused=True).step()

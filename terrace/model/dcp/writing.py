@@ -31,7 +31,7 @@ _VERSION = "1.0.0"  # of the format, as torch 2.6 to 2.13 write it; earlier ones
 class DcpWriter:
     """Writes tensors and objects into the files of `folder`, each of at most `file_bytes` unless a tensor is larger.
 
-    `finish` writes `.metadata`, without which the folder is none of DCP. Raises `OSError`.
+    `finish` writes `.metadata`, without which no program takes the folder for DCP. Raises `OSError`.
     """
 
     def __init__(self, folder: Path, file_bytes: int) -> None:

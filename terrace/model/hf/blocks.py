@@ -26,7 +26,7 @@ from terrace.model.attending import DeclaredAttention
 from terrace.model.hf.declared import Declaration, attend_as_declared, check_modules, declared_specs
 from terrace.model.spec import BlockSpec
 
-# What a layer may ask for: given by a block, or left at the layer's own default.
+# Arguments that a layer may ask for: given by a block, or left at the layer's own default.
 _GIVEN = ("hidden_states", "attention_mask", "position_ids", "position_embeddings")
 _LAYERS = ("layers", "h", "blocks")
 _NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
@@ -50,8 +50,8 @@ def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[
     given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`. Layers
     that carry a state from token to token (Mamba, linear attention) refuse positions, in the first step that has some.
 
-    With a `declaration` of what the dims of parameters count, the blocks also take a tensor and a context axis:
-    attention then runs by this project's own kernels (terrace.model.hf.declared).
+    With a `declaration` of the parameters' dims (terrace.model.hf.declared) the blocks also take a tensor and a context
+    axis, and attention runs by terrace.model.attention.
 
     Runs the model once on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder
     of this form, has parameters elsewhere, is in training mode with dropout or noise, or computes more than its blocks.
@@ -132,7 +132,7 @@ class _Context:
         return None if kinds is None else str(kinds[layer])
 
     def turns(self, rotary: nn.Module, x: Tensor, places: Tensor, layer: int) -> Any:
-        """The rotary tables of a layer; some models have other ones for each kind of layer (Gemma 3, OLMo 3)."""
+        """The rotary tables of a layer; some models have different ones for each kind of layer (Gemma 3, OLMo 3)."""
         asks = "layer_type" in inspect.signature(rotary.forward).parameters
         return rotary(x, places, self.kind(layer)) if asks else rotary(x, places)
 
@@ -174,7 +174,7 @@ class LayerBlock(nn.Module):
         self.whole_shape: Callable[[], Sequence[int]] | None = None  # (B, S) where an axis keeps x in another shape
 
     def declare(self, spec: BlockSpec, what: str) -> None:
-        """Attend by this project's own products from now on."""
+        """Attend by terrace.model.attention whenever the block runs."""
         window = int(self._context.config.sliding_window) if self._sliding else 0
         self.attending = attend_as_declared(self.layer, spec, "layer.", window, what)
 
@@ -255,7 +255,7 @@ def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
 
 
 def _check_dropout(model: nn.Module, what: str) -> None:
-    # Attention keeps its rate as a float attribute, not as a Dropout module; so do routers that jitter what they see.
+    # Attention keeps its rate as a float attribute, not as a Dropout module; so do routers that jitter their inputs.
     for name, module in model.named_modules():
         found = {key: value for key, value in vars(module).items() if isinstance(value, float)}
         rates = {key: value for key, value in found.items() if "dropout" in key or key == "jitter_noise"}

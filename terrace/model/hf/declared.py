@@ -1,11 +1,11 @@
-"""Declared blocks of a `transformers` model: what dims of its parameters count, and attention that axes can take over.
+"""Declared blocks of a `transformers` model: quantities of its parameters' dims, and attention that axes can replace.
 
-A tensor axis cuts parameters by what their dims count, and a context axis spreads the tokens that attend together. The
-declaration says the first; attention lies where the output projection is, and runs through this project's own products
-while a block runs. The model's own forward keeps its own attention.
+A tensor axis cuts each parameter along the dims that count heads, inner features or words; the declaration names them.
+A context axis spreads the tokens of a row: it needs the module with attention, which holds the output projection. This
+module attends by terrace.model.attention while a block runs, and by its own implementation in the model's own forward.
 
-What is declared is checked before it is used: every parameter has dims, projections are `nn.Linear`, norms compute what
-the axis would put in their place, and the blocks give the model's logits with the attention of this project.
+A declaration is checked before it is used: every parameter has dims, projections are `nn.Linear`, norms equal the
+modules that a tensor axis puts in their place, and blocks with terrace.model.attention give the model's logits.
 """
 
 import copy
@@ -33,12 +33,11 @@ _NORM_TOLERANCE = 1e-4  # of values near 1; 16-bit norms differ in their last bi
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What the dims of a decoder's parameters count.
+    """The quantities that the dims of a decoder's parameters count. Raises `ModelError` for an unknown quantity.
 
     - `heads`, `kv_heads`: numbers of query heads and of key-value heads; without the second, as many as the first;
-    - `dims`: a pattern over the model's own names of parameters -> the quantity that each dim counts: `hidden` (the
-      residual stream), `heads`, `kv_heads`, `intermediate` (the inner size of the MLP), `vocab`, `head_dim`,
-      `positions`.
+    - `dims`: a pattern over the model's own names of parameters -> one quantity for each dim: `hidden` (the residual
+      stream), `heads`, `kv_heads`, `intermediate` (the inner size of the MLP), `vocab`, `head_dim`, `positions`.
     """
 
     heads: int
@@ -103,7 +102,7 @@ def declared_specs(blocks: Sequence[nn.Module], declaration: Declaration) -> tup
 
 
 def _check_sizes(specs: Sequence[BlockSpec]) -> None:
-    # A quantity has one size in all of the model, of heads and key-value heads the size of a head.
+    # A quantity has one size in the whole model; for heads and key-value heads that is the size of one head.
     first: dict[str, tuple[int, str]] = {}
     for spec in specs:
         for param in spec.params:
@@ -120,7 +119,7 @@ def _check_sizes(specs: Sequence[BlockSpec]) -> None:
 
 
 def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: int, what: str) -> DeclaredAttention:
-    """Put this project's attention into a layer, for the forwards of its block; names in `spec` begin with `prefix`.
+    """Have a layer attend by terrace.model.attention while its block runs; names in `spec` begin with `prefix`.
 
     Raises `ModelError` for a layer without one output projection of heads, or whose attention cannot be replaced.
     """
@@ -141,7 +140,7 @@ def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: i
     grouped = any(names[0] == _KV_HEADS for names in dims.values())
     attention = DeclaredAttention(window, grouped)
     _register()
-    # A configuration of its own: the masks of the model's own forward go by the model's.
+    # A copy: the model's own forward makes its masks from the configuration that all modules share.
     module.config = copy.copy(config)
     module.config._attn_implementation = _IMPLEMENTATION
     module.__dict__[_SITE] = attention
@@ -181,7 +180,7 @@ def _attention(
 def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, float]:
     """Epsilons of the norms of a block, by the module's name.
 
-    Raises `ModelError` for a module whose stand-in under a tensor axis would compute something else.
+    Raises `ModelError` for a module that a tensor axis could not replace without changing the model.
     """
     epsilons: dict[str, float] = {}
     for param in spec.params:
@@ -209,7 +208,7 @@ def _checked_norm(module: Any, name: str, what: str) -> float:
         raise ModelError(f"{name} of {what} is declared as a norm and has no epsilon ({' or '.join(_EPSILONS)})")
     weight, bias = module.weight, getattr(module, "bias", None)
     x = torch.linspace(-1.5, 2.0, 3 * weight.numel(), dtype=weight.dtype, device=weight.device).view(3, -1)
-    # A weight of ones would hide that it is added to 1.
+    # A weight of ones would not show whether the module multiplies by 1 + weight.
     before = weight.detach().clone()
     try:
         weight.copy_(torch.linspace(0.5, 1.5, weight.numel()))

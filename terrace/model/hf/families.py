@@ -31,8 +31,9 @@ from terrace.model.hf.key_tables import (
     SmolLM3Table,
 )
 
-# Layers with the window where layer_types are absent: none, as the family has no window; all; those behind the first
-# max_window_layers; every other one; those that RoPE does not turn; all but each sliding_window_pattern-th.
+# Layers with the window where layer_types are absent: "" none, as the family has no window; "all"; "after" the first
+# max_window_layers; "alternating", every other one; "unturned", those without RoPE; "pattern", all but each
+# sliding_window_pattern-th.
 WindowRule = Literal["", "all", "after", "alternating", "unturned", "pattern"]
 
 
@@ -43,9 +44,9 @@ class Family:
     table: type[Any]
     architecture: str
     names: Mapping[str, str]  # field of ModelConfig -> key of the table; of its ExpertsConfig with "experts." in front
-    constants: Mapping[str, object]  # fields the family does not let one choose
+    constants: Mapping[str, object]  # fields with one value in the family
     implied: Mapping[str, object] = field(default_factory=dict)  # ONLY keys whose absence is not neutral
-    written: Mapping[str, object] = field(default_factory=dict)  # keys that every table says alike
+    written: Mapping[str, object] = field(default_factory=dict)  # keys with one value in every table
     aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling of a key -> the key
     harmless: frozenset[str] = frozenset()  # more keys without effect on the next token
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # more keys with the values that it implements
@@ -58,11 +59,11 @@ class Family:
     local_theta_key: str = ""  # where older files keep the base of layers with a window, if theirs is another
     default_local_theta: float = 10000.0
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-    no_rope_key: str = ""  # of the layers that are not turned
+    no_rope_key: str = ""  # the key that names layers without RoPE
     windows: WindowRule = ""
     mixes: bool = False  # whether layer_types may name both kinds
     names_kinds: bool = False  # whether layer_types are written even where all are alike
-    is_scored: bool = True  # whether transformers has it with a score
+    is_scored: bool = True  # whether transformers has it with a scalar head
 
     @property
     def scored_architecture(self) -> str:
@@ -279,7 +280,7 @@ FAMILIES: Mapping[str, Family] = {
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
         aliases={"num_local_experts": "num_experts"},
         harmless=frozenset({"max_window_layers"}),
-        # Qwen3-Coder's files say what the family is.
+        # Qwen3-Coder's files name constants of the family.
         only={"shared_expert_intermediate_size": (0,), "use_qk_norm": (True,), "qkv_bias": (False,)},
         is_mixture=True,
         theta_key="rope_theta",

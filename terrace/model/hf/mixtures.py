@@ -13,7 +13,7 @@ OWN_KEYS: Mapping[str, object] = {
     "gate": "softmax",
     "router_size": 0,
     "route": "gate",
-}  # and what they say where they are left out
+}  # and their defaults
 _PART = "experts."  # in front of the names of these fields
 _MOST_LAYERS = 10**6
 

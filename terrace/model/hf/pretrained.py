@@ -29,7 +29,7 @@ from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_files, is_dcp, token_ids, weight_files
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
-SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
+SHARD_BYTES = 5_000_000_000  # the size at which transformers begins the next file
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 _FLOATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # as safetensors names them, and as Terrace
@@ -309,7 +309,7 @@ def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
     elif source.parts:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
     whole = (whole.t() if source.transposed else whole).contiguous()
-    # A view of something larger cannot be stored: the file would not know what else is in it.
+    # A view of a larger tensor cannot be stored: the file would not know the rest of its memory.
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
 
