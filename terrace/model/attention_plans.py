@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from terrace.base.errors import ConfigError, ModelError
+from terrace.base.errors import ConfigError, ModelError, first_line
 from terrace.model import attention
 from terrace.model.attention import (
     Capped,
@@ -193,8 +193,7 @@ def problem(
         with torch.enable_grad(), torch.inference_mode(False):
             return disagreement(kernel, device, dtype, head_dim, _TRIED_CAP if is_capped else 0.0)
     except Exception as error:  # whatever a loader, a compiler or a kernel makes of it
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        return f"{type(error).__name__}: {first}"
+        return first_line(error)
 
 
 def disagreement(

@@ -110,11 +110,11 @@ class ModelConfig:
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
         if self.whole_qk_norm and not self.qk_norm:
-            raise ModelError("whole_qk_norm says how qk_norm is: set both or neither")
+            raise ModelError("whole_qk_norm needs qk_norm: set both or neither")
         if self.norms != "before" and (self.parallel_residual or self.norm != "rms"):
-            raise ModelError(f"norms = {self.norms!r} is implemented of rms norms and serial residuals alone")
+            raise ModelError(f"norms = {self.norms!r} is implemented for rms norms and serial residuals alone")
         if self.norm_offset and self.norm != "rms":
-            raise ModelError("norm_offset is of rms norms alone: set it to false")
+            raise ModelError("norm_offset needs rms norms: set it to false")
 
     def _check_experts(self, names: Mapping[str, str]) -> None:
         if self.experts is None:

@@ -69,7 +69,7 @@ def check_kinds(config: Any) -> None:
         return
     if len(kinds) != config.num_layers:
         raise ModelError(
-            f"kinds are given of {len(kinds)} layers, and the model has {config.num_layers}: name each one's"
+            f"kinds has {len(kinds)} entries, and the model {config.num_layers} layers: give one for each layer"
         )
     # Two ways to say one thing would make equal models compare unequal.
     if len(set(kinds)) == 1:

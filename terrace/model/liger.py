@@ -116,7 +116,7 @@ class _Turned(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int
     ) -> tuple[Tensor, Tensor]:
         ctx.rotary_dim = rotary_dim
-        _tell(query, key)
+        _record_writes(query, key)
         turned = _ops("rope").rope_forward(query, key, cos, sin, rotary_dim=rotary_dim)
         ctx.save_for_backward(*turned[2:])
         # Detached: a view of an input would be one for autograd, too.
@@ -125,12 +125,12 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        _tell(of_query, of_key)
+        _record_writes(of_query, of_key)
         turned = _ops("rope").rope_backward(of_query, of_key, cos, sin, rotary_dim=ctx.rotary_dim)
         return turned[0], turned[1], None, None, None
 
 
-def _tell(*heads: Tensor) -> None:
+def _record_writes(*heads: Tensor) -> None:
     # The kernel copies heads (B, N, S, D) that do not lie side by side, and leaves them as they are.
     increment_version([each for each in heads if each.transpose(1, 2).is_contiguous()])
 

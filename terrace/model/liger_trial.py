@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, first_line
 from terrace.model import decoder, layers, liger
 from terrace.model.config import ModelConfig
 from terrace.model.part_kernel import LARGEST_ROW, PARTS, Part
@@ -48,8 +48,7 @@ def problem_of(part: Part, config: ModelConfig, device: torch.device, dtype: tor
                 if trial:
                     return trial
     except Exception as error:  # whatever a loader, a compiler or a kernel makes of it
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        return f"{type(error).__name__}: {first}"
+        return first_line(error)
     return ""
 
 

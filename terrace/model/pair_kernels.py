@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from terrace.base.errors import first_line
 from terrace.model.attention import suits_plain_products
 
 KINDS = ("full", "causal", "mask")
@@ -276,7 +277,7 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
         try:
             found = [*kernel.forward(pair), *kernel.backward(grad, pair, out, sums)]
         except (AttributeError, TypeError, RuntimeError) as error:
-            return f"{kernel.name} failed: {str(error).splitlines()[0]}"
+            return f"{kernel.name} failed: {first_line(error)}"
         wanted = [*plain_forward(pair), *plain_backward(grad, pair, out, sums)]
         for name, one, other in zip(("output", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
             if not _equal(one, other, _TOLERANCE[dtype]):

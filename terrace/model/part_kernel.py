@@ -53,7 +53,7 @@ def left_to_torch(case: PartsCase) -> Mapping[Part, str]:
     reasons: dict[Part, str] = {
         "norms": _norms(case),
         "gated activations": _gated(model, case.rows),
-        "rotary positions": "" if model.rotary_dim else "the model turns none",
+        "rotary positions": "" if model.rotary_dim else "the model has none",
         "loss": _loss(case),
     }
     return {part: reason for part, reason in reasons.items() if reason}
@@ -74,7 +74,7 @@ def _gated(model: "ModelConfig", rows: int) -> str:
     if not model.gated_mlp:
         return "the model's MLP has no gate"
     if model.activation not in GATED:
-        return f"it has kernels of {' and '.join(GATED)}, and the model's activation is {model.activation}"
+        return f"it has kernels for {' and '.join(GATED)}, and the model's activation is {model.activation}"
     is_dense = model.experts is None or model.experts.dense_layers
     size = max(model.mlp_size, model.intermediate_size if is_dense else 0)
     if not size:

@@ -51,8 +51,8 @@ class Rotary:
         if self.limit and (last := int(on_host(positions).max())) >= self.limit:
             assert self.scaling is not None, "only a scaling has a limit"
             raise ModelError(
-                f"position {last} of a document: {self.scaling.rope_type} RoPE has other frequencies from "
-                f"{self.limit} positions on, by the longest row of all: use shorter documents, or rows of one document"
+                f"a document has position {last}, and {self.scaling.rope_type} RoPE changes its frequencies from "
+                f"{self.limit} on, by the longest row of all: use shorter documents, or rows of one document"
             )
         return self._compute(positions, dtype, 0)
 

@@ -67,7 +67,7 @@ def program_name(name: str, naming: str) -> str:
         return next((own for own, in_files in _IN_FILES.items() if in_files == name), name)
     found = _titan_name(name)
     if found is None:
-        raise ModelError(f"torchtitan has no name for {name}: take the names of Hugging Face ({HUGGING_FACE})")
+        raise ModelError(f"torchtitan has no name for {name}: use the names of Hugging Face ({HUGGING_FACE})")
     return found
 
 
@@ -75,7 +75,7 @@ def check_dense(config: ModelConfig) -> None:
     """Raise `ModelError` for a mixture: its experts are stacks under names that differ between releases."""
     if config.experts is not None:
         raise ModelError(
-            f"a DCP folder is read and written of dense models alone, and this {config.family} has experts: take "
+            f"DCP folders are read and written for dense models alone, and this {config.family} has experts: use "
             "safetensors (save_pretrained, terrace export --format hf)"
         )
 
@@ -84,8 +84,8 @@ def check_titan(config: ModelConfig) -> None:
     """Raise `ModelError` for a model that torchtitan does not have under its names."""
     if config.family not in _TITAN_FAMILIES:
         raise ModelError(
-            f"torchtitan's names are known of {' and '.join(_TITAN_FAMILIES)} models alone, and this is "
-            f"{config.family}: take the names of Hugging Face ({HUGGING_FACE})"
+            f"torchtitan's names are known for {' and '.join(_TITAN_FAMILIES)} models alone, and this is "
+            f"{config.family}: use the names of Hugging Face ({HUGGING_FACE})"
         )
 
 
@@ -123,7 +123,7 @@ def model_names(names: Collection[str], where: str) -> tuple[str, dict[str, str]
         )
     if len(found) > 1:
         keys = [prefix or "no key" for _, prefix in found]
-        raise ModelError(f"{where} has more than one model, under {_some(keys)}: save the one to load alone")
+        raise ModelError(f"{where} has more than one model, under {_some(keys)}: save only the one to load")
     naming, prefix = found[0]
     own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     own = {name: whole for name, whole in own.items() if not name.startswith(_OTHERS)}

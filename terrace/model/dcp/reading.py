@@ -102,7 +102,9 @@ class DcpWeights:
 
     def _read(self, name: str, stored: DcpTensor) -> Tensor:
         if stored.dtype not in _TORCH:
-            raise ModelError(f"{name} in {self.folder} is stored as {stored.dtype}, which is no plain float")
+            raise ModelError(
+                f"{name} in {self.folder} is stored as {stored.dtype}: save it as float64, float32, bfloat16 or float16"
+            )
         dtype = _TORCH[stored.dtype]
         if len(stored.chunks) == 1:
             return self._chunk(name, stored.chunks[0], dtype)

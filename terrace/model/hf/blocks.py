@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.model.attending import DeclaredAttention
 from terrace.model.hf.declared import Declaration, attend_as_declared, check_modules, declared_specs
+from terrace.model.hf.rope import SLIDING
 from terrace.model.spec import BlockSpec
 
 # Arguments that a layer may ask for: given by a block, or left at the layer's own default.
@@ -123,7 +124,7 @@ class _Context:
         # Newer configurations list a kind for each layer; older ones have one window for all.
         kind = self.kind(layer)
         if kind is not None:
-            return kind == "sliding_attention"
+            return kind == SLIDING
         return getattr(self.config, "sliding_window", None) is not None
 
     def kind(self, layer: int) -> str | None:

@@ -147,7 +147,7 @@ def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
         return
     implemented = {key: json.dumps(only[key][0]) for key in refused}
     key = refused[0]
-    absent = "" if key in table else " (what its absence means)"
+    absent = "" if key in table else " (the default of an absent key)"
     fix = f"set it to {implemented[key]} in config.json"
     if "null" not in implemented.values():  # which no flag can say
         fix += ", or give " + " ".join(f"--model.{name} {value}" for name, value in implemented.items())

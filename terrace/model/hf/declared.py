@@ -62,11 +62,13 @@ class Declaration:
         if len(fitting) != 1:
             found = " and ".join(repr(pattern) for pattern in fitting) if fitting else "no pattern"
             raise ModelError(
-                f"{name} {list(shape)} fits {found} of the declaration, and must fit one: say there what its dims count"
+                f"{name} {list(shape)} fits {found} of the declaration, and must fit one: declare its dims there"
             )
         names = self.dims[fitting[0]]
         if len(names) != len(shape):
-            raise ModelError(f"{name} has the shape {list(shape)}, and dims[{fitting[0]!r}] names {len(names)} dims")
+            raise ModelError(
+                f"{name} has the shape {list(shape)}, and dims[{fitting[0]!r}] names {len(names)} dims: name each"
+            )
         # The table of words has whole rows, whichever axis cuts the residual stream.
         of_table = "features" if "vocab" in names else "hidden"
         return tuple(
@@ -79,7 +81,10 @@ class Declaration:
             return size
         units = self.heads if counted == _HEADS or self.kv_heads is None else self.kv_heads
         if size % units:
-            raise ModelError(f"{name} has a dim of {size} declared as {counted}, which are {units}: no whole head each")
+            raise ModelError(
+                f"{name} has a dim of {size} declared as {counted}, and {counted} = {units} does not divide it: "
+                "correct the number or the dims"
+            )
         return units
 
 
@@ -113,8 +118,8 @@ def _check_sizes(specs: Sequence[BlockSpec]) -> None:
                 known, where = first.setdefault(key, (own, f"{spec.name}.{param.name}"))
                 if known != own:
                     raise ModelError(
-                        f"{spec.name}.{param.name} {list(param.shape)} would have {key} of {own}, and {where} one of "
-                        f"{known}: correct what its dims count"
+                        f"{spec.name}.{param.name} {list(param.shape)} gives {key} the size {own}, and {where} "
+                        f"{known}: correct the dims of one of them"
                     )
 
 
@@ -127,8 +132,8 @@ def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: i
     outputs = [name for name, names in dims.items() if names == ["hidden", _HEADS]]
     if len(outputs) != 1:
         raise ModelError(
-            f"{spec.name} of {what} has {len(outputs)} parameters with the dims (hidden, heads), and attention lies "
-            "before the one that has them: declare the output projection so"
+            f"{spec.name} of {what} has {len(outputs)} parameters with the dims (hidden, heads), and must have one: "
+            "declare the output projection of attention so"
         )
     module: Any = layer.get_submodule(outputs[0].rpartition(".")[0].rpartition(".")[0])
     config = getattr(module, "config", None)
@@ -164,10 +169,14 @@ def _attention(
         return found
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} attends with {name}, which declared attention does not have")
-    if (options.get("sliding_window") or 0) != attention.window:
+            raise ModelError(
+                f"{type(module).__name__} attends with {name}, which declared attention does not have: leave the "
+                "declaration out"
+            )
+    window = options.get("sliding_window") or 0
+    if window != attention.window:
         raise ModelError(
-            f"{type(module).__name__} attends within {options['sliding_window']} tokens, and its configuration says "
+            f"{type(module).__name__} attends within {window or 'all'} tokens, and its configuration says "
             f"{attention.window or 'all'}: leave the declaration out"
         )
     if options.get("dropout"):
@@ -197,6 +206,7 @@ def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, flo
         ):
             raise ModelError(
                 f"{spec.name}.{name} of {what} is a {type(module).__name__}: a declared matrix belongs to an nn.Linear"
+                "; leave the declaration out"
             )
     return epsilons
 
@@ -205,7 +215,10 @@ def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, flo
 def _checked_norm(module: Any, name: str, what: str) -> float:
     eps = next((float(found) for key in _EPSILONS if isinstance(found := getattr(module, key, None), float)), None)
     if eps is None:
-        raise ModelError(f"{name} of {what} is declared as a norm and has no epsilon ({' or '.join(_EPSILONS)})")
+        raise ModelError(
+            f"{name} of {what} is declared as a norm and has no epsilon ({' or '.join(_EPSILONS)}): leave the "
+            "declaration out"
+        )
     weight, bias = module.weight, getattr(module, "bias", None)
     x = torch.linspace(-1.5, 2.0, 3 * weight.numel(), dtype=weight.dtype, device=weight.device).view(3, -1)
     # A weight of ones would not show whether the module multiplies by 1 + weight.

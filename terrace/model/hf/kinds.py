@@ -8,18 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ModelError
+from terrace.model.hf.rope import FULL, SLIDING, Turn
 from terrace.model.windows import widest_window
 
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10**5  # absurd numbers are refused where all sizes are; until then they must not fill memory
 
 
-def read_kinds(
-    loaded: Any, family: "Family", turns: Mapping[str, tuple[float, Mapping[str, Any] | None]]
-) -> dict[str, Any]:
+def read_kinds(loaded: Any, family: "Family", turns: Mapping[str, Turn]) -> dict[str, Any]:
     """The fields of `ModelConfig` for windows and RoPE, with `kinds` where layers differ.
 
     `turns` are base and scaling of RoPE for each kind of layer. Raises `ModelError` for layers that are not
@@ -77,7 +75,9 @@ def _turned(loaded: Any, num_layers: int) -> list[bool]:
     named, every = loaded.no_rope_layers, loaded.no_rope_layer_interval
     if named is None:
         if every < 1:
-            raise ModelError(f"no_rope_layer_interval = {every} must be at least 1: a layer in so many is not turned")
+            raise ModelError(
+                f"no_rope_layer_interval = {every} must be at least 1: the distance of layers without RoPE"
+            )
         return [bool((layer + 1) % every) for layer in range(num_layers)]
     if len(named) < num_layers or set(named) - {0, 1}:
         raise ModelError(
@@ -99,7 +99,7 @@ def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] |
     kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(turned)
     if kinds is None and family.windows == "pattern" and not window:
         # Without a window their layers would still be of two kinds, each with its own RoPE.
-        raise ModelError("sliding_window = None needs layer_types, which name no window: give one of them")
+        raise ModelError(f"sliding_window = None needs layer_types, all of them {FULL!r}: give these, or a window")
     if kinds is None:
         sliding = _sliding(loaded, family, turned)
         return None if sliding is None or not window else [SLIDING if each else FULL for each in sliding]
@@ -133,6 +133,8 @@ def _sliding(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[bool
         case "pattern":
             every = getattr(loaded, "sliding_window_pattern", 2)
             if every < 1:
-                raise ModelError(f"sliding_window_pattern = {every} must be at least 1: a layer in so many sees all")
+                raise ModelError(
+                    f"sliding_window_pattern = {every} must be at least 1: the distance of layers without a window"
+                )
             return [bool((layer + 1) % every) for layer in layers]
     return None

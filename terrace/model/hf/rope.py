@@ -14,7 +14,7 @@ from terrace.base.errors import ModelError, did_you_mean
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in `layer_types`
 
 # Keys of a config.json that a rope_type must have, and keys that it may have.
 _NEEDED: dict[str, tuple[str, ...]] = {

@@ -109,7 +109,7 @@ def _check_rank(blocks: Sequence[BlockSpec], chosen: Collection[tuple[str, str]]
     if least is not None and rank > min(least.shape):
         out_size, in_size = least.shape
         raise ModelError(
-            f"lora.rank = {rank} is more than {least.name}, of {out_size} x {in_size}, can have: use at most "
+            f"lora.rank = {rank} exceeds the smaller side of {least.name} ({out_size} x {in_size}): use at most "
             f"{min(least.shape)}, or leave the matrix out of lora.targets"
         )
 
