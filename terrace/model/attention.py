@@ -67,12 +67,12 @@ _ON_HOST: Any = WeakTensorKeyDictionary()  # positions on a device -> the same o
 
 
 def moved_from(moved: Tensor, host: Tensor) -> None:
-    """Remember that `moved`, on a device, has the values of `host`: who asks for them need not wait for the device."""
+    """Remember that `moved`, on a device, has the values of `host`, so that `on_host` need not wait for the device."""
     _ON_HOST[moved] = host
 
 
 def on_host(positions: Tensor) -> Tensor:
-    """`positions` on the host; waits for the device only where `moved_from` was not told of them."""
+    """`positions` on the host; waits for the device only where `moved_from` has not seen them."""
     if positions.device.type == "cpu":
         return positions
     found: Tensor | None = _ON_HOST.get(positions)

@@ -18,7 +18,7 @@ from tests.support.mixtures import PLAIN, mixture
 
 
 def sequence_loss(scores: Tensor, experts: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    """Of tokens that weigh 1."""
+    """The loss of tokens with a weight of 1."""
     choices = choices_by_sequence(experts, sequences, num_sequences, scores.shape[1])
     return share_loss(scores, loads_of(choices, scores.dtype)[sequences])
 

@@ -275,7 +275,7 @@ class Drawn:
 
 
 def until(wanted: int, draws: Iterator[Drawn]) -> Counter[str]:
-    """Choices in the draws that ran, until so many have run and are equal; refused draws do not count."""
+    """Choices in the draws that ran, until `wanted` have run and are equal; refused draws do not count."""
     kinds, refused, wrong, largest = Counter[str](), Counter[str](), list[str](), Counter[str]()
     num_ran = 0
     for drawn in draws:

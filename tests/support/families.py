@@ -170,7 +170,7 @@ def _logits(model: Any) -> Tensor:
 
 
 def randomise(parameters: Any) -> None:
-    """Give every parameter values that tell it from every other: norms and biases too."""
+    """Give every parameter values of its own: norms and biases too."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in parameters:

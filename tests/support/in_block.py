@@ -17,7 +17,7 @@ def record_in_block(engine: Engine) -> list[BlockStep]:
 
 
 def complaint(program: Program, recording: list[BlockStep], num_steps: int) -> str:
-    """The first step that was issued in another order than the blocks' programs say; empty where none was."""
+    """The first step that was issued in another order than in the blocks' programs; empty where none was."""
     if program.plan.balance == "cost":  # the messages of attention depend on the batch
         return ""
     expected = list(issued(program)) * num_steps

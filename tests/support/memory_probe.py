@@ -3,8 +3,8 @@
 The live measure knows nothing of the runtime: it asks the garbage collector for every tensor made since
 the start and adds up their storages, at every instruction and whenever the meter hears of an allocation.
 
-Of the lanes in tests.support.lanes the eager one makes gathers as early as they can be, and the lazy one lets
-gradients wait for their reduction as long as they can.
+The eager lane of tests.support.lanes makes gathers as early as possible, and the lazy one lets gradients wait for their
+reduction as long as possible.
 """
 
 import gc
@@ -45,7 +45,7 @@ def codec_scratch() -> list[Tensor]:
 
 
 class _WatchedMeter(Meter):
-    """A meter that tells when something was allocated."""
+    """A meter that calls `heard` at each allocation."""
 
     def __init__(self, heard: Callable[[], None]) -> None:
         super().__init__()

@@ -5,7 +5,7 @@ transfer NUM_BYTES OTHER...   rank 0 sends that much to each other rank in turn,
 stay FOLDER                   write the process ids of this rank and of a child into FOLDER, and sleep
 exit CODE                     rank 2 ends with CODE, the others at once with 0
 fail                          rank 2 raises, the others sleep
-show                          every rank says its environment
+show                          every rank prints its environment
 """
 
 import json

@@ -169,7 +169,7 @@ class _Rank:
     def _stand_still(self, seconds: float) -> float:
         """Return how long all stands still for `seconds` of cores, but the link of islands, whose message goes on.
 
-        Of its time the message needs cores for a part; these are wanted, too, which lets all stand still for longer.
+        The message needs cores for a part of its time; it waits for them too, so that all stand still for longer.
         """
         lane = len(self.program.cluster.tiers) - 1
         if self.program.plan.outer is None or self.lanes_s[lane] <= self.now_s:

@@ -60,12 +60,11 @@ class DcpWriter:
 
     def alias(self, path: tuple[str, ...], of: tuple[str, ...]) -> None:
         """Give a tensor that was written a second name, as a tied matrix has."""
-        first, name = ".".join(of), ".".join(path)
+        first = ".".join(of)
         described = self._described[first]
         assert isinstance(described, TensorStorageMetadata), f"{first} is no tensor"
         start = described.chunks[0].offsets
         self._add(path, described, start, self._places[MetadataIndex(first, start)])
-        assert name in self._described
 
     def object(self, path: tuple[str, ...], value: Any) -> None:
         """Write a number, text, None, or a tuple of these."""

@@ -212,11 +212,11 @@ def write_pretrained(
 ) -> list[str]:
     """Write a folder that `transformers` loads, whole or not at all, and return the names of its files.
 
-    `value` returns the whole parameter of (block, parameter); it is asked in the order of the blocks, once for each,
+    `value` returns the whole parameter of (block, parameter); it is called in the order of the blocks, once for each,
     and a shard is in memory at a time. `dtype` is fp32, bf16, fp16 or fp64. From the folder `source` come, byte for
     byte, the tokenizer's files and generation_config.json, and of its config.json which tokens begin, end and pad a
     text; without one, `end_of_text` ends it. Raises `ModelError` for a folder that is not empty or cannot be written,
-    for values that fp16 cannot hold, and for a model that its family's config.json cannot say.
+    for values that fp16 cannot hold, and for a model that its family's config.json cannot describe.
     """
     folder = Path(folder)
     if dtype not in DTYPES:
