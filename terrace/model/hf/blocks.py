@@ -93,10 +93,11 @@ def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[
 
 def _declare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, declaration: Declaration, what: str) -> None:
     lookup = getattr(blocks[0], "lookup", None)
-    if type(lookup) is not nn.Embedding or type(output) is not nn.Linear or getattr(output, "bias", None) is not None:
+    has_bias = getattr(output, "bias", None) is not None
+    if type(lookup) is not nn.Embedding or type(output) is not nn.Linear or has_bias:
         raise ModelError(
-            f"a declaration of {what} needs a plain nn.Embedding and an output matrix without bias, not "
-            f"{type(lookup).__name__} and {type(output).__name__}: leave it out"
+            f"a declaration of {what} needs an nn.Embedding and an nn.Linear without bias at its ends, not "
+            f"{type(lookup).__name__} and {type(output).__name__}{' with bias' * has_bias}: leave it out"
         )
     for block, spec in zip(blocks, declared_specs(blocks, declaration), strict=True):
         block.declared = spec  # type: ignore[assignment]

@@ -26,7 +26,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 _HEADS, _KV_HEADS = "heads", "kv_heads"
 _COUNTED = ("hidden", "intermediate", "vocab", "head_dim", "positions")  # a unit is one element
 _IMPLEMENTATION, _ORIGINAL = "terrace", "sdpa"
-_SITE = "terrace_attention"  # on the model's attention module, not as a child of it
+_SITE = "terrace_attention"  # attribute of the attention module, not a child module
 _EPSILONS = ("eps", "variance_epsilon")
 _NORM_TOLERANCE = 1e-4  # of values near 1; 16-bit norms differ in their last bit
 
@@ -69,7 +69,7 @@ class Declaration:
             raise ModelError(
                 f"{name} has the shape {list(shape)}, and dims[{fitting[0]!r}] names {len(names)} dims: name each"
             )
-        # The table of words has whole rows, whichever axis cuts the residual stream.
+        # Embedding and output matrix keep whole rows, whichever axis cuts the residual stream.
         of_table = "features" if "vocab" in names else "hidden"
         return tuple(
             (of_table if each == "hidden" else each, self._units(name, each, size))
