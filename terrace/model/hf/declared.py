@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, did_you_mean
-from terrace.model.attending import DeclaredAttention
+from terrace.model.declared_attention import DeclaredAttention
 from terrace.model.spec import BlockSpec, ParamSpec
 
 _HEADS, _KV_HEADS = "heads", "kv_heads"
