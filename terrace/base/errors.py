@@ -55,6 +55,12 @@ class HangError(TerraceError):
     """A step that stopped; the message names the rank that stopped it."""
 
 
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
 def did_you_mean(word: str, known: Iterable[str], where: str = "") -> str:
     """`; did you mean 'x'?` for the nearest known word, or the list of known words; `where` goes before the nearest."""
     choices = sorted(known)

@@ -1,8 +1,8 @@
 """A checkpoint of islands: the state that all share, the state of each, and when a run takes both up. No torch here.
 
 The value of a parameter, its `master`, is the anchor, so that export, sampling and runs without islands read it as of
-any other checkpoint. Beside it stand the outer momentum and the inner optimizer's state of island 0. What island i has
-of its own is under the name of the parameter and `@i`: its `master`; on the others than island 0 the inner optimizer's
+any other checkpoint. Beside it stand the outer momentum and the inner optimizer's state of island 0. Island i's own
+state is under the name of the parameter and `@i`: its `master`; on the others than island 0 the inner optimizer's
 state; and with a delay `outer_start` and `outer_message`, in which the mean of an exchange under way has arrived before
 the save. Numbers (terrace.runtime.outer_numbers) are pieces of a block of their own.
 

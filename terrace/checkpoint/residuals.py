@@ -1,8 +1,8 @@
 """Residuals of error feedback in a checkpoint: a resume under the same plan needs them for the same bits.
 
 A residual belongs to a rank, a block and a hop of its messages (terrace.comm.rounding), so no other plan can use it.
-Each rank's file holds its own, beside its pieces, as `feedback/BLOCK/BUFFER/CLASS/TIER/LEG`, BUFFER being `edge` for
-what a block sends to another stage. The manifest has a digest of all that decides which residuals exist. Under another
+Each rank's file holds its own, beside its pieces, as `feedback/BLOCK/BUFFER/CLASS/TIER/LEG`, BUFFER being `edge` for a
+block's messages to another stage. The manifest has a digest of all that decides which residuals exist. Under another
 plan, and from a checkpoint without residuals, they are zero.
 """
 
@@ -34,7 +34,7 @@ def file_of(rank: int) -> str:
 def named_residuals(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iterator[tuple[str, Tensor]]:
     """Name in the file and residual, of those that messages have made so far.
 
-    `edges` are the origins of what blocks send to other stages.
+    `edges` are the origins of the messages that blocks send to other stages.
     """
     for prefix, origin in _origins(flats, edges):
         for (message, tier, leg), values in origin.residuals.items():

@@ -35,8 +35,8 @@ _ALIGNED = 8  # where the tensors begin in a file
 class Snapshot:
     """Pieces that no earlier rank holds, as the content of one file.
 
-    `slices` gives the rank's slice of each parameter, `beside` more parts, each under its block, `edges` origins of
-    what blocks send to other stages. Tensors must keep their storage: every `take` copies from them. States in 8-bit
+    `slices` gives the rank's slice of each parameter, `beside` more parts, each under its block, `edges` the origins of
+    messages to other stages. Tensors must keep their storage: every `take` copies from them. States in 8-bit
     blocks are decoded for each.
     """
 

@@ -4,7 +4,7 @@ Tokens of several texts pass a layer end to end, (1, T), without padding. A toke
 up to itself, or to the last ones under a sliding window. The spans of a turn stand in this order:
 
 - beginnings of texts, to which nothing came before: the tokens themselves are all keys, as of the documents of a row;
-- parts of texts that are read already: each sees what its span reads, under a mask;
+- parts of texts that are read already: each attends to the keys of its span, under a mask;
 - texts that write, a token each. The query heads that share keys are as several queries of one head. Short ones of
   similar lengths attend together, where the call of a kernel takes longer than copying their keys: those beyond a
   text's end are masked. Each long one attends by itself.
@@ -46,9 +46,10 @@ class _Together:
 
 
 class Passing:
-    """How the spans of a turn attend, the same in all layers with this `window` (0: none) and this `cap` of scores.
+    """How the spans of a turn attend, in all layers with this `window` (0: none); a `cap` of scores of 0 is none.
 
-    Spans read what the widest window of all layers sees. `key_size` is K D; `kernel` serves the beginnings of texts.
+    Spans hold the keys within the widest window of all layers. `key_size` is K D; `kernel` serves the beginnings of
+    texts.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Passing:
             begin = end
         shift = begin - num_fresh - num_read  # from the index of a span that writes to its token
         writing = range(num_fresh + num_read, len(spans))
-        # Texts that write see the last keys alone.
+        # A text that writes one token attends to its last `window` keys alone.
         spans = [replace(span, begin=max(span.begin, span.end - window)) if window else span for span in spans]
         short = [index for index in writing if _length(spans[index]) * key_size <= _SHORT]
         groups = [group for group in _similar(spans, short) if len(group) > 1]
@@ -131,7 +132,7 @@ class PagedLayer:
 
 
 def _all_seen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float) -> Tensor:
-    # Queries that see all keys but those masked; as many heads of keys.
+    # Attention of queries to all keys that the mask leaves; keys have as many heads as queries.
     if not cap:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     if mask is None:

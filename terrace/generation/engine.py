@@ -1,8 +1,8 @@
 """Continues the texts of many requests at once with the blocks of a model: continuous batching over pages.
 
 A turn passes tokens of several texts end to end, whatever their lengths: nothing is padded. A text that ends leaves its
-place to the next at once. What a request returns does not depend on what runs beside it, nor on how often it was read
-again, but for the rounding of products with another number of rows.
+place to the next at once. The completion of a request does not depend on the requests beside it, nor on how often it
+was read again, but for the rounding of products with another number of rows.
 
 On several ranks whose blocks are slices of the same model, every rank has an engine and makes the same calls: it draws
 the same tokens, and so decides the same.
@@ -135,14 +135,14 @@ class GenerationEngine:
         return ended
 
     def abort(self) -> dict[int, Completion]:
-        """Let go of all requests; what each has so far, by number, to be resumed as a request's `begun`."""
+        """Let go of all requests; the completion of each so far, by number, to be resumed as a request's `begun`."""
         found = self._scheduler.abort()
         for number in found:
             self.pool.forget(number)
         return found
 
     def set_version(self, version: int) -> None:
-        """The blocks have the weights of `version` now: what runs is read again by them before it goes on."""
+        """The blocks have the weights of `version` now: texts under way are read again before they go on."""
         self.version = version
         self._scheduler.drop_pages()
 

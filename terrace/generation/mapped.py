@@ -9,8 +9,8 @@ text costs one mapping for each run of its pages that lie side by side:
 
     place p of layer l:   keys at [p, l, 0], values at [p, l, 1] of a text's tensor (places, layers, 2, K, D)
 
-What the system cannot map is gathered, and a warning says so: all pages where their size is no multiple of the
-system's (`mapped_pages`), a text where the process has too many mappings.
+Pages that the system cannot map are gathered, with a warning: all pages where their size is no multiple of the
+system's (`mapped_pages`), those of one text where the process has too many mappings.
 
 Shape legend: K key-value heads, D head_dim, P page_tokens, L places that a span reads.
 """

@@ -13,8 +13,8 @@ _LEAST_TEMPERATURE = 1e-6  # differences of logits over it stay far inside fp32;
 class Sampling:
     """How tokens are drawn; raises `ConfigError` for values out of range.
 
-    Probabilities are p^(1 / temperature), scaled to 1. Of the `top_k` likeliest tokens (0: all) the likeliest that
-    together reach `top_p` are kept, and of these the tokens with at least `min_p` times the probability of the
+    Probabilities are p^(1 / temperature), scaled to 1. Kept are the `top_k` likeliest tokens (0: all), among these the
+    likeliest that together reach `top_p`, and among these the tokens with at least `min_p` times the probability of the
     likeliest. Holtzman et al. 1904.09751, section 3.1, is top-p; Nguyen et al. 2407.01082 is min-p.
     """
 

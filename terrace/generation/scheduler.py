@@ -6,8 +6,8 @@ pages of `page_tokens` places with counts of holders. A text takes a page when i
 text that came last gives up all of its pages and is read again later, which is exact: its tokens stay. So the text
 that came first always proceeds, and every request ends.
 
-Requests with the same prompt are one text until they draw different tokens: what they have in common passes once. Texts
-that part share pages, and copy one when they write into it (copy on write). So does a request that comes when another
+Requests with the same prompt are one text until they draw different tokens: common tokens pass once. Texts that part
+share pages, and copy one when they write into it (copy on write). So does a request that comes when another
 text has read its prompt; it waits while that prompt is still being read.
 
 Without a sliding window a text attends to at most `context` tokens. When they are used up, the last half of them is
@@ -31,7 +31,7 @@ from terrace.generation.text import Decode, Member, Text
 
 @dataclass(frozen=True)
 class Part:
-    """`num_tokens` tokens of a text that pass in a turn, from place `first` of what is read of it."""
+    """`num_tokens` tokens of a text that pass in a turn, from place `first`, counted from `Text.begin`."""
 
     text: Text
     first: int

@@ -4,12 +4,13 @@
     matrices back into it                  a rank has columns, and so a part of a sum: one all-reduce
     embedding                              a rank looks up its part of the vocabulary: one all-reduce
     head                                   a rank has logits of its part of the vocabulary: one all-gather
-    norm of all heads together             one number a token of each rank: one all-reduce
+    norm of all heads together             a rank has the sum of its squares, one a token: one all-reduce
     all else, experts included             whole on every rank, which compute the same
 
-(Megatron-LM, 1909.08053, section 3.) A pass is 2 L + 1 all-reduces of (B, S, H) for L layers, and one all-gather of
-logits. All ranks of a replica call the blocks with the same tokens, in the same order; each gets the whole logits, with
-the same bits. There is no backward. Training has other stand-ins (terrace.runtime.tensor), which follow a program.
+(Megatron-LM, 1909.08053, section 3.) A pass is 2 L + 1 all-reduces of (B, S, H) for L layers, two more of (B, S, 1) in
+every layer with norms of all heads together, and one all-gather of logits. All ranks of a replica call the blocks with
+the same tokens, in the same order; each gets the whole logits, with the same bits. There is no backward. Training has
+other stand-ins (terrace.runtime.tensor), which follow a program.
 
 Shape legend: B batch, S sequence, H hidden, V vocabulary, R rows, v = V / R rounded up, n inner features of a rank.
 """
@@ -153,7 +154,10 @@ class _RowLinear(nn.Module):
 
 
 class _HeadsNorm(nn.Module):
-    """RMS norm over all heads together, (..., n); rows that share a head count it once each, as any other."""
+    """RMS norm over the heads of all ranks together, of which x (..., n) has this rank's.
+
+    Key-value heads that several ranks share count once for each; all are shared by as many, so the mean is the same.
+    """
 
     def __init__(self, norm: RMSNorm, ranks: TierGroup) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A request on its way, with what was drawn for it."""
+    """A request on its way, with the log-probabilities and versions of its tokens so far."""
 
     number: int
     request: Request
@@ -23,8 +23,8 @@ class Member:
 class Text:
     """The tokens of requests with the same prompt that have drawn the same tokens so far: they pass once for all.
 
-    What is read begins at token `begin`; the keys and values of the first `computed` of these are kept. `pages[i]` has
-    places i P ... (i + 1) P - 1 of what is read; the first `num_dropped` lie behind a sliding window.
+    Places are counted from token `begin`, the first that is read; the keys and values of the first `computed` places
+    are kept. `pages[i]` has places i P ... (i + 1) P - 1; the first `num_dropped` pages lie behind a sliding window.
     """
 
     members: list[Member]  # one or more, in the order in which they came

@@ -29,7 +29,7 @@ def continue_texts(
     """Up to `num_tokens` further tokens of every prompt; text i draws by the sampling's seed and by i.
 
     A text that `stops` or `stop_texts` end has the token that ended it. Frozen matrices of the blocks are rearranged in
-    memory (terrace.model.arranged). Raises `ConfigError` for an empty prompt and for what no request can ask.
+    memory (terrace.model.arranged). Raises `ConfigError` for an empty prompt and as `Request` does.
     """
     requests = [
         Request(

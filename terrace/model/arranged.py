@@ -73,7 +73,7 @@ class ColumnsExperts(nn.Module):
         return collect(products(inner, self.leaving, order.counts, transposed=True), order)
 
     def _of_one(self, token: Tensor, choice: Choice) -> Tensor:
-        # Sorting a token's few rows would take longer than what it saves.
+        # Sorting a token's few rows would take longer than it saves.
         experts = choice.experts[0].tolist()
         both = token.new_empty(len(experts), self.entering.shape[2])
         for row, expert in enumerate(experts):
@@ -134,7 +134,7 @@ def _join_experts(mixture: Mixture) -> None:
     if mixture.joined is not None or not all(_suits(stack.weight) for stack in stacks):
         return
     mixture.joined = joined = ColumnsExperts(mixture)
-    # As in `_join`, the parameters are parts of what is kept.
+    # As in `_join`, the parameters are views of the tensor that is kept.
     gate, up = joined.entering.chunk(2, 2)
     for stack, columns in zip(stacks, (gate, up, joined.leaving), strict=True):
         stack.weight.data = columns.transpose(1, 2)

@@ -8,8 +8,8 @@
 
 On a CPU rows that documents or windows cut go in pieces. On CUDA they take varlen in half precision, else flex, else a
 mask. Rows that nothing cuts take the causal kernel, but in fp32 with grouped heads, for which it has no fused form
-(torch's documentation of `scaled_dot_product_attention`), flex. Of these kernels flex alone caps scores; where it
-cannot serve, sdpa and pieces are two products and a softmax.
+(torch's documentation of `scaled_dot_product_attention`), flex. Only flex caps scores; where it cannot serve, capped
+attention under sdpa and pieces is two products and a softmax.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from terrace.base.errors import ConfigError, ModelError
+from terrace.base.errors import ConfigError, ModelError, first_line
 from terrace.model import attention
 from terrace.model.attention import (
     Capped,
@@ -39,7 +39,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.documents import Documents
 
 _TRIED_CAP = 2.0  # within the scores of the trial, so that it shows
-# Of the largest element: what kernels of half precision differ by, which keep products of 8 or 11 bits.
+# Of the largest element: the error of kernels in half precision, whose products keep 8 or 11 bits.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _WORDS = {
@@ -54,8 +54,8 @@ _MASKED = "scaled_dot_product_attention of torch, under masks of whole rows"
 class AttentionPlans:
     """The mask plans of a model, shared by its layers.
 
-    A `window` of 0 means none; `is_grouped`: several query heads share a key-value head; a `cap` of scores of 0: none.
-    `choice` is the kernel that serves, "auto" for the best one.
+    A `window` of 0 means none, as does a `cap` of scores of 0; `is_grouped`: several query heads share a key-value
+    head. `choice` is the kernel that serves, "auto" for the best one.
     """
 
     def __init__(
@@ -193,8 +193,7 @@ def problem(
         with torch.enable_grad(), torch.inference_mode(False):
             return disagreement(kernel, device, dtype, head_dim, _TRIED_CAP if is_capped else 0.0)
     except Exception as error:  # whatever a loader, a compiler or a kernel makes of it
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        return f"{type(error).__name__}: {first}"
+        return first_line(error)
 
 
 def disagreement(

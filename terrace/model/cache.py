@@ -17,7 +17,7 @@ class LayerCache(Protocol):
 
     @property
     def continues(self) -> bool:
-        """Whether the cache itself knows what the passing tokens see, so that they need no mask plan."""
+        """Whether the cache itself masks keys for the passing tokens, so that they need no mask plan."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:

@@ -35,8 +35,8 @@ SCORE = "score.weight"  # of a scalar head, here and in weight files
 class ModelConfig:
     """The computation of a decoder. Raises `ModelError` for a configuration of no possible model.
 
-    Layers are alike but for their MLP, in whose place most of them have a mixture with `experts`, and for the way they
-    attend where `kinds` are given (`of_layer`).
+    Layers are alike with two exceptions (`of_layer`): with `experts` most of them have a mixture in place of the MLP,
+    and with `kinds` they differ in window and RoPE.
     """
 
     family: str  # one of FAMILIES: the layout of its config.json and of its weight files
@@ -52,8 +52,8 @@ class ModelConfig:
     norm_eps: float
     activation: str  # silu, gelu, gelu_tanh or relu
     gated_mlp: bool  # down(act(gate(x)) * up(x)) instead of down(act(up(x)))
-    rope_theta: float  # 0 where nothing is turned
-    rotary_dim: int  # leading elements of a head that RoPE turns; 0: none, or positions are learned
+    rope_theta: float  # 0: no RoPE
+    rotary_dim: int  # leading elements of a head that RoPE turns; 0: no RoPE, or learned positions
     parallel_residual: bool  # x + attention(norm(x)) + mlp(norm'(x)) instead of one after the other
     attention_bias: bool  # of query, key, value and output
     mlp_bias: bool
@@ -62,11 +62,11 @@ class ModelConfig:
     qkv_bias: bool = False  # of query, key and value alone
     qk_norm: bool = False  # an rms norm over every head of query and key, before RoPE
     whole_qk_norm: bool = False  # the same over all heads as one
-    norms: Literal["before", "after", "both"] = "before"  # attention and MLP: norms of their input, of their output
+    norms: Literal["before", "after", "both"] = "before"  # of attention and MLP: on their input, on their output
     norm_offset: bool = False  # rms norms multiply by 1 + weight
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
-    kinds: tuple[LayerKind, ...] = ()  # of every layer, where they differ; the window above is then the widest
+    kinds: tuple[LayerKind, ...] = ()  # one for each layer, where they differ; sliding_window is then the widest
     scales: Scales = field(default_factory=Scales)
     experts: ExpertsConfig | None = None  # None: every layer has an MLP
     scalar_head: bool = False  # one number a token in place of logits: a reward model or a critic
@@ -110,11 +110,11 @@ class ModelConfig:
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
         if self.whole_qk_norm and not self.qk_norm:
-            raise ModelError("whole_qk_norm says how qk_norm is: set both or neither")
+            raise ModelError("whole_qk_norm needs qk_norm: set both or neither")
         if self.norms != "before" and (self.parallel_residual or self.norm != "rms"):
-            raise ModelError(f"norms = {self.norms!r} is implemented of rms norms and serial residuals alone")
+            raise ModelError(f"norms = {self.norms!r} is implemented for rms norms and serial residuals alone")
         if self.norm_offset and self.norm != "rms":
-            raise ModelError("norm_offset is of rms norms alone: set it to false")
+            raise ModelError("norm_offset needs rms norms: set it to false")
 
     def _check_experts(self, names: Mapping[str, str]) -> None:
         if self.experts is None:
@@ -144,19 +144,22 @@ class ModelConfig:
 
     @property
     def rope_limit(self) -> int:
-        """The longest row for which RoPE has the frequencies of shorter ones; 0: any row."""
+        """The longest row that has the same RoPE frequencies as all shorter ones; 0: rows of any length."""
         scalings = [kind.rope_scaling for kind in self.kinds] or [self.rope_scaling]
         limits = [0 if each is None else each.limit(self.max_positions) for each in scalings]
         return min((limit for limit in limits if limit), default=0)
 
     @property
     def most_positions(self) -> int:
-        """The positions that a text of unknown length may have, learned or without another RoPE; 0: any."""
+        """The most positions of a text whose length is not known yet; 0: no limit.
+
+        Learned positions end, and some kinds of RoPE change their frequencies with the length.
+        """
         return self.max_positions if self.learned_positions else self.rope_limit
 
     @property
     def query_factor(self) -> float:
-        """Multiplies queries, since kernels of attention divide by the root of `head_dim`."""
+        """The factor of queries: kernels of attention divide scores by sqrt(head_dim), whatever `scales.attention`."""
         return self.scales.attention * math.sqrt(self.head_dim) if self.scales.attention else 1.0
 
     @property

@@ -31,7 +31,7 @@ IGNORE_INDEX = -100  # the label of a position that has no target, as in Hugging
 
 
 def scaled(rows: Tensor, scale: float) -> Tensor:
-    """Rows of an embedding times the model's scale, rounded to their dtype as the released Gemma models have it."""
+    """Rows of an embedding times `scale`, which is first rounded to their dtype, as in the released Gemma models."""
     return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
 
@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm("before")
         self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)
         self.mlp_output_norm = norm("after")
-        self.run: Runs = keeping  # of the norms before; attention and MLP have their own
+        self.run: Runs = keeping  # runs the norms before attention and MLP, which have their own
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """The layer's output for x (B, S, H); `positions` (B, S) mark documents if a row holds several.
@@ -92,7 +92,7 @@ class DecoderLayer(nn.Module):
             return output
 
         after = self._added(x, self._passed(x, self.attention_norm, attended, self.attention_output_norm))
-        # In the parallel form the MLP reads the layer's input, not what attention made of it.
+        # In the parallel form the MLP reads the layer's input, without attention's output.
         source = x if self.parallel_residual else after
         return self._added(after, self._passed(source, self.mlp_norm, self.mlp, self.mlp_output_norm))
 
@@ -131,7 +131,7 @@ class Head(nn.Module):
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
     def entering(self, x: Tensor) -> Tensor:
-        """The vectors (B, S, H) that the output matrix multiplies; logits are their products, capped."""
+        """The vectors (B, S, H) that the output matrix multiplies."""
         y: Tensor = self.norm(x)
         return y if self.divisor == 1.0 else y / self.divisor
 

@@ -5,8 +5,8 @@ depend on the order of initialisation, on which rank makes it, or on the plan.
 
 Matrices are normal with `init_std`; the two projections that write to the residual stream are scaled down
 by sqrt(2 * num_layers), after GPT-2, so that the stream's variance does not grow with depth. Norm weights
-are one (zero where norms multiply by 1 + weight) and biases zero. Of an adapter A is uniform within 1 / sqrt(in), as a
-linear layer of torch is, and B zero, so that it begins as nothing (Hu et al. 2106.09685, section 4.1).
+are one (zero where norms multiply by 1 + weight) and biases zero. A of an adapter is uniform within 1 / sqrt(in), as a
+linear layer of torch is, and B is zero, so that it adds nothing at first (Hu et al. 2106.09685, section 4.1).
 """
 
 import hashlib

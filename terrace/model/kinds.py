@@ -1,4 +1,4 @@
-"""How layers attend where they do not all attend alike, and constants that multiply or cap. Pure: needs no torch."""
+"""Kinds of layers, which differ in window and RoPE, and constants that multiply or cap. Pure: needs no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from terrace.model.windows import widest_window
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """How one layer attends, in a model whose layers differ in it; the fields are as in `ModelConfig`."""
+    """Window and RoPE of one layer, in a model whose layers differ in them; the fields are those of `ModelConfig`."""
 
     sliding_window: int = 0
     rope_theta: float = 0.0  # 0: queries and keys are not turned
@@ -22,14 +22,14 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Constants that multiply or cap what a model computes. Raises `ModelError` for numbers that cannot be.
+    """Constants that multiply or cap values of a model. Raises `ModelError` for a number out of range.
 
-    A cap c turns x into c tanh(x / c): of the scores of attention before the mask, of logits before the loss.
+    A cap c turns x into c tanh(x / c): scores of attention before the mask, logits before the loss.
     """
 
-    embedding: float = 1.0  # of the rows looked up; rounded to the dtype of the embedding
-    residual: float = 1.0  # of what attention and MLP add to the residual stream
-    attention: float = 0.0  # of a product of query and key; 0: 1 / sqrt(head_dim)
+    embedding: float = 1.0  # multiplies the rows looked up; rounded to the dtype of the embedding
+    residual: float = 1.0  # multiplies outputs of attention and MLP before they are added to the residual stream
+    attention: float = 0.0  # multiplies the product of query and key; 0: 1 / sqrt(head_dim)
     logit_divisor: float = 1.0
     attention_cap: float = 0.0  # 0: none
     logit_cap: float = 0.0
@@ -44,13 +44,13 @@ class Scales:
 
 
 def with_scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a model or a kind with the RoPE scaling that its own fields make."""
+    """The `fields` of a model or a kind, with the table `rope_scaling` as a `RopeScaling`."""
     scaling = fields.get("rope_scaling")
     return {**fields, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
 
 
 def check_kinds(config: Any) -> None:
-    """Raise `ModelError` where the layers of a `ModelConfig` cannot attend as it says, or says twice."""
+    """Raise `ModelError` for windows, RoPE or kinds of a `ModelConfig` that are out of range or disagree."""
     kinds: Sequence[LayerKind] = config.kinds
     model = LayerKind(
         sliding_window=config.sliding_window, rope_theta=config.rope_theta, rope_scaling=config.rope_scaling
@@ -69,7 +69,7 @@ def check_kinds(config: Any) -> None:
         return
     if len(kinds) != config.num_layers:
         raise ModelError(
-            f"kinds are given of {len(kinds)} layers, and the model has {config.num_layers}: name each one's"
+            f"kinds has {len(kinds)} entries, and the model {config.num_layers} layers: give one for each layer"
         )
     # Two ways to say one thing would make equal models compare unequal.
     if len(set(kinds)) == 1:

@@ -33,7 +33,7 @@ Normal = Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps), as `rms_
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (..., H) by its root mean square, times weight (H).
+    """x (..., H) divided by its root mean square, times weight (H).
 
     `F.rms_norm` computes in fp32 for half-precision input and in the input's precision otherwise.
     """
@@ -43,14 +43,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """Scale to unit root mean square over the last dim; (..., H) to (..., H).
 
-    With an `offset` of 1 it multiplies by 1 + weight, so that a weight of zero is no weight.
+    With an `offset` of 1 it multiplies by 1 + weight, as Gemma does.
     """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, **where: Any) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size, **where))
-        self.normal: Normal = rms_norm  # or another kernel of it
+        self.normal: Normal = rms_norm  # or a kernel that computes the same
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., H)."""

@@ -8,10 +8,10 @@ Each function has the arguments, the result and the meaning of the one that it s
     turn_both       Rotary.turn_both, for queries and keys at once; writes over both, its backward over both gradients
     to_gradient     decoder.to_gradient: a chunk of logits becomes its gradient in place, without a copy in fp32
 
-Writing in place is safe where nobody else reads: gate, up, queries and keys are results of products, which keep their
-inputs alone. Torch cannot see writes of a Triton kernel, so each is told to it (`increment_version`): a reader that
-kept such a tensor is an error of autograd, never a wrong number. The norm does not write over its gradient, as it
-could: autograd may hand one tensor to two readers.
+Writing in place is safe where nobody else reads: gate, up, queries and keys are results of products, whose backwards
+need only their inputs. Torch cannot see the writes of a Triton kernel, so `increment_version` records each: a backward
+that kept such a tensor then raises autograd's error in place of giving a wrong number. The norm could write over its
+gradient and does not: autograd may give one tensor to two readers.
 
 The package's fused linear cross entropy is not used. It holds up to 2 T H logits at a time, where the chunks of
 terrace.runtime.head have a fixed number; it makes a weight gradient of its own, the size of the output matrix; and it
@@ -45,7 +45,7 @@ _BLACKWELL = 10  # compute capability from which fewer warps are faster in half 
 
 
 def why_missing() -> str:
-    """Why the package cannot be used here, in words; empty where it is installed with Triton."""
+    """The reason why the package cannot be used here; empty where it is installed with Triton."""
     for name, module in ((PACKAGE, _MODULE), ("triton", "triton")):
         if find_spec(module) is None:
             return f"{name} is not installed ({install(PACKAGE)})"
@@ -84,7 +84,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        # Told before: the results are views, which would be older than their storage otherwise.
+        # Recorded before the kernel: the results are views, and would count as older than their storage otherwise.
         increment_version((gate, up))
         of_gate, of_up = ctx.function(gate, up, grad.contiguous())
         return of_gate, of_up, None
@@ -116,7 +116,7 @@ class _Turned(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int
     ) -> tuple[Tensor, Tensor]:
         ctx.rotary_dim = rotary_dim
-        _tell(query, key)
+        _record_writes(query, key)
         turned = _ops("rope").rope_forward(query, key, cos, sin, rotary_dim=rotary_dim)
         ctx.save_for_backward(*turned[2:])
         # Detached: a view of an input would be one for autograd, too.
@@ -125,13 +125,13 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        _tell(of_query, of_key)
+        _record_writes(of_query, of_key)
         turned = _ops("rope").rope_backward(of_query, of_key, cos, sin, rotary_dim=ctx.rotary_dim)
         return turned[0], turned[1], None, None, None
 
 
-def _tell(*heads: Tensor) -> None:
-    # Heads (B, N, S, D) that do not lie side by side are copied first, and stay as they are.
+def _record_writes(*heads: Tensor) -> None:
+    # The kernel copies heads (B, N, S, D) that do not lie side by side, and leaves them as they are.
     increment_version([each for each in heads if each.transpose(1, 2).is_contiguous()])
 
 
@@ -142,7 +142,7 @@ def turn_both(rotary_dim: int, query: Tensor, key: Tensor, cos: Tensor, sin: Ten
 
 
 def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
-    """The sum of the cross entropies of logits (T, V), fp64, which become `scale` times its gradient, in place."""
+    """The sum of the cross entropies of logits (T, V), in fp64; the logits become `scale` times its gradient."""
     losses = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     num_words = logits.shape[1]
     # By its mean over 1 / scale tokens, so that a scaled gradient is scaled before it is rounded.

@@ -1,6 +1,6 @@
-"""The kernels of `liger-kernel`, put where the blocks of a decoder call them.
+"""The kernels of `liger-kernel` as attributes of a decoder's modules.
 
-A tensor axis takes the kernel of a norm over to the module that stands in for it (terrace.runtime.tensor.apply).
+A tensor axis that replaces a norm moves its kernel to the new module (terrace.runtime.tensor.apply).
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -35,9 +35,10 @@ class _Place:
 def serve(
     blocks: Iterable[nn.Module], choice: PartChoice, device: torch.device, parts: Collection[Part] = PARTS
 ) -> dict[Part, int]:
-    """Have parts of blocks computed by the kernels of a choice; how many modules have a kernel of each part.
+    """Set the kernels of `choice` for `parts` of `blocks`; the number of modules that have one, by part.
 
-    Kernels are set on the objects alone. Raises `ConfigError` where those of "liger" cannot run.
+    They are attributes of these objects; classes stay as they are. Raises `ConfigError` where those of "liger" cannot
+    run.
     """
     if choice == "torch":
         return {}
@@ -59,7 +60,7 @@ def is_served(owner: object, name: str) -> bool:
 
 
 def any_served(blocks: Iterable[nn.Module]) -> bool:
-    """Whether a part of blocks is computed by a kernel."""
+    """Whether a kernel computes any part of `blocks`."""
     return any(is_served(place.owner, place.name) for place in _places(blocks))
 
 

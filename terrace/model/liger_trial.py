@@ -1,7 +1,6 @@
 """A trial of the kernels of `liger-kernel`, each on a few rows of a model's sizes: forward and backward against fp64.
 
-A kernel is trusted after its trial alone: the package is written for its own callers, and its functions change with its
-version.
+No kernel runs before its trial: the package is written for its own callers, and its functions change with its version.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, first_line
 from terrace.model import decoder, layers, liger
 from terrace.model.config import ModelConfig
 from terrace.model.part_kernel import LARGEST_ROW, PARTS, Part
@@ -42,15 +41,14 @@ def check(config: ModelConfig, device: torch.device, dtype: torch.dtype, parts: 
 
 @cache
 def problem_of(part: Part, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernels of a part do not work on a device, in words, or nothing."""
+    """The reason why the kernels of a part do not work on a device; empty where they do."""
     try:
         with torch.enable_grad(), torch.inference_mode(False):
             for trial in _TRIALS[part](config, device, dtype):
                 if trial:
                     return trial
     except Exception as error:  # whatever a loader, a compiler or a kernel makes of it
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        return f"{type(error).__name__}: {first}"
+        return first_line(error)
     return ""
 
 
@@ -119,7 +117,10 @@ def _normal(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int]) ->
 
 
 def _compared(own: _Function, reference: _Function, tensors: Sequence[Tensor]) -> str:
-    """The difference of two functions of the first two tensors in words, or nothing; the others are gradients."""
+    """The first difference of two functions in words; empty for none.
+
+    The first two `tensors` are their arguments, the others the gradients of their results.
+    """
     inputs, grads, dtype = tensors[:2], tensors[2:], tensors[0].dtype
     found = _results(own, inputs, grads)
     wanted = _results(reference, [each.double() for each in inputs], [each.double() for each in grads])
@@ -132,13 +133,13 @@ def _results(function: _Function, inputs: Sequence[Tensor], grads: Sequence[Tens
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     outputs = function(*leaves)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    # Copies of both: kernels write over gradients, and over results.
+    # Copies, since kernels write over gradients and over results.
     kept = [each.detach().clone() for each in outputs]
     return [*kept, *torch.autograd.grad(outputs, leaves, [each.clone() for each in grads])]
 
 
 def _difference(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str:
-    # Not "greater": a number that is none must fail.
+    # Not "greater than": NaN must fail.
     if (found.double() - wanted).abs().max() <= _TOLERANCE[dtype] * wanted.abs().max():
         return ""
     return f"it differs from the reference ({name})"

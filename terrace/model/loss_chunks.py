@@ -5,7 +5,7 @@
 # On a GPU the figure is a guess: 1,024 tokens of a vocabulary of 128,000, which is 256 MB in bf16.
 CHUNK_NUMEL = {"cpu": 1 << 22, "cuda": 1 << 27}
 
-# Of a chunk, what one pass after the other works on in fp32 or more on a CPU, so that it stays in a cache.
+# Elements of a chunk that passes in fp32 or more work on at a time on a CPU, so that they stay in a cache.
 CACHED_NUMEL = 1 << 18
 
 
@@ -37,10 +37,10 @@ def chunk_bytes(
     capped: bool = False,
     in_place: bool = False,
 ) -> int:
-    """Bytes of a chunk: its logits, the operands of their softmax, a wide sum of weight gradients; slopes of a cap.
+    """Bytes of a chunk: its logits, the operands of their softmax, a wide sum of weight gradients.
 
     `item` is the bytes of an element, `wide` its bytes in fp32 at least. The sum exists in half precision with several
-    chunks. A kernel that works `in_place` has no operands.
+    chunks. Logits that are `capped` have slopes beside them. A kernel that works `in_place` has no operands.
     """
     rows = min(tokens, chunk_rows(vocab_size, device))
     cached = rows if device == "cuda" else min(rows, max(1, CACHED_NUMEL // vocab_size))

@@ -19,5 +19,5 @@ class Runs(Protocol):
 
 
 def keeping(operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run both; autograd keeps what they need."""
+    """Run both; autograd keeps the tensors that their backwards need."""
     return reader(operation(*inputs))

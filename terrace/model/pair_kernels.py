@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from terrace.base.errors import first_line
 from terrace.model.attention import suits_plain_products
 
 KINDS = ("full", "causal", "mask")
@@ -31,7 +32,7 @@ KINDS = ("full", "causal", "mask")
 # Plain products have this many scores at a time: 4 MB in fp32, about a core's part of the caches.
 _MAX_SCORES = 1 << 20
 
-# Of the largest element. Half precision: what rounds the weights to 8 bits differs from what keeps 24 by a few 2^-8.
+# Of the largest element. Half precision: weights rounded to 8 bits differ from those of 24 bits by a few 2^-8.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -276,7 +277,7 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
         try:
             found = [*kernel.forward(pair), *kernel.backward(grad, pair, out, sums)]
         except (AttributeError, TypeError, RuntimeError) as error:
-            return f"{kernel.name} failed: {str(error).splitlines()[0]}"
+            return f"{kernel.name} failed: {first_line(error)}"
         wanted = [*plain_forward(pair), *plain_backward(grad, pair, out, sums)]
         for name, one, other in zip(("output", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
             if not _equal(one, other, _TOLERANCE[dtype]):

@@ -6,7 +6,7 @@ Dim = tuple[str, int]  # the quantity that a dim counts, and the number of its u
 
 
 def linear_params(parent: str, sizes: list[tuple[str, Dim, Dim]], bias: bool, head_dim: int) -> list[ParamSpec]:
-    """Of linear layers (name, outputs, inputs) of a module; dims that count heads have `head_dim` elements a unit."""
+    """Parameters of the linear layers (name, outputs, inputs) of a module; a head has `head_dim` elements."""
     params: list[ParamSpec] = []
 
     def size(dim: Dim) -> int:
@@ -22,14 +22,17 @@ def linear_params(parent: str, sizes: list[tuple[str, Dim, Dim]], bias: bool, he
 
 
 def norm_params(name: str, hidden_size: int, has_bias: bool) -> list[ParamSpec]:
-    """Of a norm over the residual stream."""
+    """Parameters of a norm over the residual stream."""
     parts = ("weight", "bias") if has_bias else ("weight",)
     dims = (("hidden", hidden_size),)
     return [ParamSpec(name=f"{name}.{part}", shape=(hidden_size,), dims=dims) for part in parts]
 
 
 def head_norm_params(num_heads: int, num_kv_heads: int, head_dim: int, is_whole: bool) -> list[ParamSpec]:
-    """Of the norms of queries and keys: of one head, shared by all, so that no axis cuts it; or of all heads as one."""
+    """Parameters of the norms of queries and keys.
+
+    Their size is one head, shared by all, so that no axis cuts it; with `is_whole` it is that of all heads together.
+    """
     params = []
     for name, heads in (("query_norm", ("heads", num_heads)), ("key_norm", ("kv_heads", num_kv_heads))):
         size = heads[1] * head_dim if is_whole else head_dim

@@ -1,4 +1,4 @@
-"""Kernels of the parts of a layer between its products, and the one table of which parts `liger-kernel` serves.
+"""Kernels for the parts of a layer between its matrix products, and the table of parts that `liger-kernel` serves.
 
     torch   operations of torch, which `torch.compile` may fuse (terrace.runtime.compiled)
     liger   the Triton kernels of the package `liger-kernel` (terrace.model.liger), each one pass over memory: rms
@@ -25,7 +25,7 @@ _DTYPES = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True)
 class PartsCase:
-    """A model on a device, as far as the kernels differ in it."""
+    """The properties of a model and a device that decide which kernels serve."""
 
     model: "ModelConfig"
     backend: str  # "cpu" or "cuda"
@@ -36,7 +36,7 @@ class PartsCase:
 
 
 def refusal(case: PartsCase) -> str:
-    """The reason why liger serves no part at all, with the values in it; empty where it serves some."""
+    """The reason why liger serves no part at all, with the values; empty where it serves some."""
     if case.backend != "cuda":
         return f"its kernels are for CUDA, and devices are of type {case.backend!r}"
     if case.dtype not in _DTYPES:
@@ -53,7 +53,7 @@ def left_to_torch(case: PartsCase) -> Mapping[Part, str]:
     reasons: dict[Part, str] = {
         "norms": _norms(case),
         "gated activations": _gated(model, case.rows),
-        "rotary positions": "" if model.rotary_dim else "the model turns none",
+        "rotary positions": "" if model.rotary_dim else "the model has none",
         "loss": _loss(case),
     }
     return {part: reason for part, reason in reasons.items() if reason}
@@ -74,7 +74,7 @@ def _gated(model: "ModelConfig", rows: int) -> str:
     if not model.gated_mlp:
         return "the model's MLP has no gate"
     if model.activation not in GATED:
-        return f"it has kernels of {' and '.join(GATED)}, and the model's activation is {model.activation}"
+        return f"it has kernels for {' and '.join(GATED)}, and the model's activation is {model.activation}"
     is_dense = model.experts is None or model.experts.dense_layers
     size = max(model.mlp_size, model.intermediate_size if is_dense else 0)
     if not size:

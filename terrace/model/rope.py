@@ -21,8 +21,8 @@ class RopeScaling:
     `high_freq_factor`, and interpolates smoothly between them (the Llama 3.1 release). `yarn` interpolates between the
     frequencies that turn `beta_slow` and `beta_fast` times in the original length (Peng et al. 2309.00071, section
     3.2). `longrope` divides each frequency by its own factor, a long one in rows beyond the original length (Ding et
-    al. 2402.13753). The last two multiply cosines and sines by `attention_factor`. A kind has no field that it does not
-    name. Raises `ModelError` for meaningless numbers.
+    al. 2402.13753). The last two multiply cosines and sines by `attention_factor`. Fields of other kinds keep their
+    defaults. Raises `ModelError` for meaningless numbers.
     """
 
     rope_type: RopeType
@@ -65,7 +65,7 @@ class RopeScaling:
                     raise ModelError(f"{name} of longrope RoPE scaling has {each}: all must be positive and finite")
 
     def check(self, rotary_dim: int, theta: float) -> None:
-        """Raise `ModelError` where it cannot scale the frequencies of `rotary_dim` turned elements and a base."""
+        """Raise `ModelError` where it cannot scale the frequencies of `rotary_dim` elements with the base `theta`."""
         if self.rope_type == "yarn" and theta <= 1:
             raise ModelError(f"rope_theta = {theta} must be above 1 for yarn RoPE scaling, which divides by its log")
         if self.rope_type == "dynamic" and rotary_dim <= 2:
@@ -80,7 +80,7 @@ class RopeScaling:
                 )
 
     def limit(self, max_positions: int) -> int:
-        """The positions that one set of frequencies serves; 0 for any number."""
+        """The longest row before the frequencies change; 0: they are the same for all rows."""
         if self.rope_type == "dynamic":
             return max_positions
         return self.original_max_position_embeddings if self.rope_type == "longrope" else 0

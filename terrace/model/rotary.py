@@ -21,7 +21,7 @@ class Rotary:
     The tables are computed on first use and kept here, not in module buffers, so that a model built on the meta
     device holds nothing but its parameters. One object serves all layers that turn alike.
 
-    `limit` is of scalings that depend on the length of a row: rows beyond it have other frequencies. 0: none does.
+    Rows longer than `limit` have other frequencies (`RopeScaling.limit`); 0: all rows have the same.
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None = None, limit: int = 0) -> None:
@@ -47,12 +47,12 @@ class Rotary:
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def _of_documents(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Positions of a rank, or of a turn of generation, do not tell how long the longest row of all is.
+        # Positions of one rank, or of one turn of generation, do not show the length of the longest row of all.
         if self.limit and (last := int(on_host(positions).max())) >= self.limit:
             assert self.scaling is not None, "only a scaling has a limit"
             raise ModelError(
-                f"position {last} of a document: {self.scaling.rope_type} RoPE has other frequencies from "
-                f"{self.limit} positions on, by the longest row of all: use shorter documents, or rows of one document"
+                f"a document has position {last}, and {self.scaling.rope_type} RoPE changes its frequencies from "
+                f"{self.limit} on, by the longest row of all: use shorter documents, or rows of one document"
             )
         return self._compute(positions, dtype, 0)
 

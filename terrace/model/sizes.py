@@ -14,12 +14,12 @@ _SIZES = (
     "intermediate_size",
     "max_positions",
 )
-LARGEST_SIZE = 2**31 - 1  # what kernels can index
+LARGEST_SIZE = 2**31 - 1  # the largest index of kernels
 _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 
 
 def check_sizes(config: object, names: Mapping[str, str]) -> None:
-    """Raise `ModelError` for a size of a `ModelConfig` out of bounds, or heads that are no multiple of the keys' heads.
+    """Raise `ModelError` for a size of a `ModelConfig` out of bounds, or heads that are no multiple of key-value heads.
 
     `names` are the keys of its family, for the messages.
     """

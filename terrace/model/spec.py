@@ -83,7 +83,7 @@ class Computes(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block: the parameters it owns, the earlier blocks it also reads parameters from, and what it computes.
+    """One block: the parameters it owns, the earlier blocks it also reads parameters from, and its computation.
 
     A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner. A block that computes
     `None` declares its parameters alone; its cost is the products of its matrices.

@@ -4,5 +4,5 @@ from collections.abc import Collection
 
 
 def widest_window(windows: Collection[int]) -> int:
-    """The widest of some windows, of which 0 is none at all."""
+    """The widest of `windows`; 0 stands for no window and is wider than any other."""
     return 0 if 0 in windows else max(windows, default=0)

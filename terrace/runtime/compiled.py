@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from terrace.base.errors import ConfigError, TrainingError
+from terrace.base.errors import ConfigError, TrainingError, first_line
 from terrace.model import attention
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.block_masks import BlockMasked
@@ -99,8 +99,7 @@ def reason_of(error: BaseException) -> str:
     command, output = (found[1] if (found := each.search(text)) else "" for each in (_COMMAND, _OUTPUT))
     if command and output:
         return f"{command} said: {output}"
-    lines = text.splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    return first_line(error)
 
 
 @contextmanager

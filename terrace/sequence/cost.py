@@ -55,7 +55,7 @@ class WorkCost:
     token_s: float = 0.0  # linear layers on one local token, forwards and backward
     backward: float = FLASH_BACKWARD  # attention backward, in forwards
     window: int = 0  # 0: none
-    other_windows: tuple[int, ...] = ()  # of some layers; all are priced by the window above
+    other_windows: tuple[int, ...] = ()  # of other layers; prices go by the window above
     forwards: float = 1.0  # forward passes per step, recomputation included; the mean over layers
 
     @staticmethod

@@ -78,7 +78,7 @@ NOTHING = Exchange((), ())
 class Round:
     """`num_rows` rows of keys, brought by `exchange` from the round before, and the pairs that read them.
 
-    `other_pairs` are those of layers with other windows, in their order; rows travel alike for all.
+    `other_pairs` are those of layers with `other_windows`, in that order; the rows sent are the same for all layers.
     """
 
     num_rows: int

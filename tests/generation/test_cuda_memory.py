@@ -12,7 +12,7 @@ PAGE = 2 << 20
 
 
 class Rules:
-    """Breaks off at a call that the driver would refuse; knows what is mapped where, and what may be read."""
+    """Breaks off at a call that the driver would refuse; knows each mapping, and which memory may be read."""
 
     def __init__(self, num_handles: int = 100) -> None:
         self.handles: set[int] = set()

@@ -79,7 +79,7 @@ def test_logits_of_which_no_token_can_be_drawn_are_named(sampling: Sampling, val
 
 
 def test_numbers_of_requests_and_positions_are_apart() -> None:
-    """Even over [0, 1), and no neighbour, in seed or in position, tells another."""
+    """Even over [0, 1), and no number predicts its neighbour's, in seed or in position."""
     rows = [[uniform(seed, position) for position in range(200)] for seed in range(200)]
     assert len({number for row in rows for number in row if 0 <= number < 1}) == 200 * 200
     table = torch.tensor(rows, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The rollout engine against whole passes of the same blocks, and what a request may depend on."""
+"""The rollout engine against whole passes of the same blocks; a request depends on itself alone."""
 
 from dataclasses import replace
 from typing import Any

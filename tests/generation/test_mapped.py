@@ -1,4 +1,4 @@
-"""Mapped pages: shared ones seen through several views, tails apart, memory given back, and what cannot be mapped."""
+"""Mapped pages: shared ones seen through several views, tails apart, memory given back, pages that cannot be mapped."""
 
 import mmap
 import random

@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class Memory:
-    """Pages that hold which token was written where: what a model would attend to."""
+    """Pages that hold the token written at each place, to which a model would attend."""
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         self._size = page_tokens

@@ -1,4 +1,4 @@
-"""Blocks of a replica's slices compute what the whole blocks compute, and write the same tokens."""
+"""Blocks of a replica's slices have the logits of the whole blocks, and write the same tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def logits_of(config: ModelConfig, blocks: Sequence[nn.Module]) -> Tensor:
 
 
 def compared(world: World, names: Sequence[str]) -> list[tuple[float, bool, list[float]]]:
-    """Of each model: how far its logits are from the whole blocks', whether they write the same, the first logits."""
+    """For each model: the distance of its logits from the whole blocks', whether tokens agree, the first logits."""
     found = []
     for name in names:
         config = CONFIGS[name]

@@ -49,7 +49,7 @@ def varlen_stand_in(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `torch.nn.attention.varlen.varlen_attn` documents, document by document."""
+    """`torch.nn.attention.varlen.varlen_attn` as it is documented, document by document."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert cu_seq_q[0] == 0
     assert enable_gqa or query.shape[1] == key.shape[1], "grouped heads must be told"

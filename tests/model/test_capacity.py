@@ -45,7 +45,7 @@ def test_of_equal_weights_the_later_token_is_dropped() -> None:
     [(1.0, 8, 4), (1.25, 8, 5), (1.1, 20, 11), (1.1, 21, 12), (0.01, 4, 1), (9.0, 0, 0), (1e300, 8, 8), (1e-300, 8, 1)],
 )
 def test_capacities(factor: float, length: int, expected: int) -> None:
-    """1.1 x 2 x 20 / 4 is 11, though floats say more."""
+    """1.1 x 2 x 20 / 4 is 11, although the product of floats is larger."""
     assert capacities(torch.tensor([length]), factor, FOUR).tolist() == [expected]
 
 

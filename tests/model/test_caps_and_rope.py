@@ -92,7 +92,9 @@ def test_rope_that_follows_the_longest_row() -> None:
     assert not torch.equal(rotary(x), short(x))
     positions = torch.tensor([[*range(12), *range(8)]])
     assert torch.equal(rotary(x, positions), short(x, positions))
-    with pytest.raises(ModelError, match=r"position 12 of a document: longrope RoPE has other frequencies from 12"):
+    with pytest.raises(
+        ModelError, match=r"a document has position 12, and longrope RoPE changes its frequencies from 12"
+    ):
         rotary(x, positions + 1)
 
 
@@ -104,12 +106,12 @@ YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embedding
     [
         ({"rope_scaling": replace(LONG, long_factor=(1.0,))}, "short_factor .* has 2 numbers, and 6 .* need 3"),
         ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0), "rotary_dim": 2}, "more than 2 turned"),
-        ({"kinds": (LayerKind(rope_theta=9.0),) * 3}, "kinds are given of 3 layers, and the model has 2"),
+        ({"kinds": (LayerKind(rope_theta=9.0),) * 3}, "kinds has 3 entries, and the model 2 layers: give one for each"),
         ({"kinds": (LayerKind(rope_theta=9.0),) * 2}, "kinds are all alike: leave them out"),
         ({"kinds": (LayerKind(sliding_window=3), LayerKind(sliding_window=4))}, "must be the widest .* windows, 4"),
-        ({"norms": "both", "parallel_residual": True}, "norms = 'both' is implemented of rms norms and serial"),
+        ({"norms": "both", "parallel_residual": True}, "norms = 'both' is implemented for rms norms and serial"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0 must be above 1 for yarn"),
-        ({"whole_qk_norm": True}, "whole_qk_norm says how qk_norm is"),
+        ({"whole_qk_norm": True}, "whole_qk_norm needs qk_norm"),
     ],
 )
 def test_what_no_layer_can_be_is_refused(changes: dict[str, object], message: str) -> None:
@@ -171,7 +173,11 @@ LISTS = {"rope_type": "longrope", "short_factor": [1, 1, 1], "long_factor": [1, 
         ),
         ("llama, longrope", {"rope_parameters": LISTS | {"short_factor": 3}}, "short_factor = 3 must be a list"),
         ("llama, longrope", {"rope_parameters": LISTS | {"short_factor": [1, "a", 2]}}, r"factor\[1\] = 'a' must be a"),
-        ("gemma3_text", {"sliding_window": None}, "sliding_window = None needs layer_types, which name no window"),
+        (
+            "gemma3_text",
+            {"sliding_window": None},
+            "sliding_window = None needs layer_types, all of them 'full_attention'",
+        ),
         ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "rope_parameters = 3 must be a table or null"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0.0 must be positive"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not implemented"),

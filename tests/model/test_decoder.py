@@ -1,4 +1,4 @@
-"""The torch half of the model room: what the blocks compute, and their initial values."""
+"""The torch half of the model room: the computation of the blocks, and their initial values."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Gates against choices and weights worked out by hand, and what they leak or do not."""
+"""Gates against choices and weights worked out by hand, and whether they leak later tokens."""
 
 import math
 from contextlib import nullcontext

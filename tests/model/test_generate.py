@@ -1,4 +1,4 @@
-"""Writing text: pages against whole passes, what a token costs, and what ends a text."""
+"""Writing text: pages against whole passes, the cost of a token, and the ends of texts."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
 
 
 def greedy_without_a_cache(blocks: list[nn.Module], prompt: list[int], num_tokens: int, context: int) -> list[int]:
-    """Every token by a whole pass over what it may look back on: as the docs tell it."""
+    """Every token by a whole pass over the tokens that it may look back on, as the docs describe."""
     text, begin = list(prompt), max(0, len(prompt) - context)
     for _ in range(num_tokens):
         if len(text) - begin > context:
@@ -44,7 +44,7 @@ def test_greedy_text_is_the_same_with_and_without_a_cache(name: str) -> None:
     blocks, prompts = make(config), [tokens_of(1), tokens_of(7, 1), tokens_of(12, 2), tokens_of(30, 3)]
     made = continue_texts(blocks, config, prompts, num_tokens=25, context=context, sampling=GREEDY)
     rolls = 0 < config.sliding_window <= context and not config.most_positions
-    reach = 10**6 if rolls else context  # a window says itself what may be forgotten
+    reach = 10**6 if rolls else context  # a window alone limits how far texts look back
     for prompt, text in zip(prompts, made, strict=True):
         assert list(text.tokens) == greedy_without_a_cache(blocks, prompt, 25, reach)
     assert len({token for text in made for token in text.tokens}) > 6  # or there is nothing to compare
@@ -96,7 +96,7 @@ def test_a_text_that_ends_leaves_the_batch() -> None:
 @pytest.mark.parametrize("num_texts", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "normed heads", "tied", "mixtral", "glm4_moe"])
 def test_arranged_matrices_give_the_same_numbers(name: str, num_texts: int) -> None:
-    """Frozen fp32 matrices by columns or packed, biases included; what is trained and fp64 stay as they are."""
+    """Frozen fp32 matrices by columns or packed, biases included; trained and fp64 matrices stay as they are."""
     config = replace(MODELS["llama"], tied_embeddings=True) if name == "tied" else MODELS[name]
     plain, arranged = make(config), make(config)
     for block in arranged:

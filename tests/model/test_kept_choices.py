@@ -1,4 +1,4 @@
-"""A recomputed forward chooses as the first one did, whatever its scores say."""
+"""A recomputed forward has the choices of the first one, for any scores."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def router_of(experts: ExpertsConfig, gating: Gating) -> Router:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_forward_chooses_as_the_first(name: str) -> None:
-    """Of other tokens, so that nearly all would choose other experts; its weights are of its own scores."""
+    """With other tokens, of which nearly all would choose other experts; weights follow the new scores."""
     experts, balance = CASES[name]
     gating = Gating(balance)
     gating.trains, gating.choices = True, {0: torch.arange(experts.num_experts)}

@@ -24,10 +24,9 @@ from terrace.simulate.held import activations_by_block
 from terrace.simulate.work import Work
 from terrace.train.config import resolve
 from terrace.train.rules import parts_words
+from tests.support.liger_cases import LLAMA
 
 ROOT = Path(__file__).parents[2]
-LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36}
-LLAMA |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -87,7 +86,7 @@ def test_kernels_on_a_gpu() -> None:
         (
             parse_model(GPT2),
             {},
-            {"norms": "layer norms", "gated activations": "no gate", "rotary positions": "turns none"},
+            {"norms": "layer norms", "gated activations": "no gate", "rotary positions": "has none"},
         ),
     ],
 )

@@ -248,7 +248,7 @@ def test_a_missing_size_is_named(base: dict[str, Any]) -> None:
 
 
 def test_gpt2_without_dropout_keys_means_dropout() -> None:
-    with pytest.raises(ModelError, match=r"embd_pdrop = 0.1 \(what its absence means\)"):
+    with pytest.raises(ModelError, match=r"embd_pdrop = 0.1 \(the default of an absent key\)"):
         parse_model({key: value for key, value in GPT2.items() if key != "embd_pdrop"})
 
 

@@ -34,7 +34,7 @@ def test_published_keys_mean_the_same_to_transformers(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["mixtral", GLM])
 def test_other_routers_give_other_logits(name: str) -> None:
-    """Else equal logits would say nothing of gates."""
+    """Otherwise equal logits would not test gates."""
     config = parse_model(TABLES[name])
     values = our_values(config)
 
@@ -161,7 +161,7 @@ def test_what_a_familys_file_cannot_say() -> None:
 
 
 def test_defaults_are_those_of_transformers() -> None:
-    """Of every key that is no size, by leaving it out."""
+    """Leave out every key that is no size, one at a time."""
     sizes = {"model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
     sizes |= {"num_key_value_heads", "num_experts_per_tok", "num_local_experts", "num_experts", "n_routed_experts"}
     sizes |= {"moe_intermediate_size", "shared_expert_intermediate_size"}

@@ -18,7 +18,7 @@ from tests.support.mixtures import PLAIN, mixture
 
 
 def sequence_loss(scores: Tensor, experts: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    """Of tokens that weigh 1."""
+    """The loss of tokens with a weight of 1."""
     choices = choices_by_sequence(experts, sequences, num_sequences, scores.shape[1])
     return share_loss(scores, loads_of(choices, scores.dtype)[sequences])
 
@@ -75,7 +75,7 @@ def test_the_step_loss_by_hand() -> None:
 
 
 def test_shares() -> None:
-    """Labels of a document over its tokens: a masked prompt takes part, and its document weighs what its labels do."""
+    """Labels of a document over its tokens: masked prompts take part, with the weight of the labels."""
     labels = torch.tensor([[-100, -100, 7, 7], [-100, 7, -100, 7]])
     assert shares_of(labels).tolist() == [[0.5] * 4, [0.5] * 4]
     positions = torch.tensor([[0, 0, 1, 2], [0, 1, 2, 0]])

@@ -81,7 +81,10 @@ class Adopted:
 
 
 def as_in_a_run(block: nn.Module, hold: bool = False) -> tuple[nn.Module, AbstractContextManager[object]]:
-    """The block with its parameters in flat buffers, and what records its weight gradients; with `hold` they wait."""
+    """The block with its parameters in flat buffers, and the context that records its weight gradients.
+
+    With `hold` they wait.
+    """
     adopted = Adopted.of(block)
     trained = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
     trained.gradients.open(torch.zeros_like(trained.full))

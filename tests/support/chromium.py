@@ -1,4 +1,4 @@
-"""A browser without a screen: what a page shows, what it says to the console, and a picture of it."""
+"""A browser without a screen: the document of a page, its messages to the console, and a picture of it."""
 
 import shutil
 import struct
@@ -30,14 +30,14 @@ _NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND"  # no name resolves: there is
 
 @dataclass(frozen=True)
 class Seen:
-    """The document after its scripts ran, and what it said to the console."""
+    """The document after its scripts ran, and its messages to the console."""
 
     dom: str
     console: list[str]
 
 
 def seen(page: Path, profile: Path, width: int = 1280) -> Seen:
-    """Open a page and return what is there."""
+    """Open a page; its document and messages."""
     done = _run(page, profile, f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom")
     return Seen(done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line])
 

@@ -43,7 +43,7 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 
 def compare_kernels(device: str, wire: WireFormat, values: Tensor) -> None:
-    """Assert that every kernel gives what the reference gives."""
+    """Assert that every kernel equals the reference."""
     cuda = import_module("terrace.comm.codecs.cuda")
     rows, numel = values.shape
     what = f"{wire.name}, {values.dtype}, {rows} x {numel}"

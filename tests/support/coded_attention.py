@@ -1,6 +1,6 @@
 """Attention in one process in which rows are rounded where they would go to another context rank.
 
-Of a micro-batch of one row, over u Ulysses ranks of each of at most two ring ranks. A row is one token's heads of
+It takes a micro-batch of one row, over u Ulysses ranks of each of at most two ring ranks. A row is one token's heads of
 one part.
 """
 

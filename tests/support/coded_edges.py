@@ -24,7 +24,7 @@ class Formats:
 
 @dataclass
 class _Coder:
-    """Rounds what crosses one boundary for one data rank, in equal parts for its tensor rows."""
+    """Rounds the messages over one boundary for one data rank, in equal parts for its tensor rows."""
 
     formats: Formats
     rows: int

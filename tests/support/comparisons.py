@@ -73,7 +73,7 @@ class Compared:
 
 
 def plan_of(case: Case) -> Plan:
-    """The plan with every message in fp64: what narrower formats round has no equal."""
+    """The plan with every message in fp64: the reference has no rounding of narrower formats."""
     plan = parse_plan({**case.plan, "update": case.optimizer["name"]}, cluster_of(*case.sizes))
     return replace(plan, wire={message: dict.fromkeys(row, "fp64") for message, row in plan.wire.items()})
 
@@ -275,7 +275,7 @@ class Drawn:
 
 
 def until(wanted: int, draws: Iterator[Drawn]) -> Counter[str]:
-    """Choices in the draws that ran, until so many have run and are equal; refused draws do not count."""
+    """Choices in the draws that ran, until `wanted` have run and are equal; refused draws do not count."""
     kinds, refused, wrong, largest = Counter[str](), Counter[str](), list[str](), Counter[str]()
     num_ran = 0
     for drawn in draws:

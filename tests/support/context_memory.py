@@ -1,4 +1,4 @@
-"""What a layer keeps and takes on one of several ranks, as autograd saves it and torch allocates it."""
+"""Memory of a layer on one of several ranks: tensors that autograd saves, and torch's peak."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -86,7 +86,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def saves(world: World, folder: str, table: dict[str, Any]) -> Tensor:
-    """Train a step, save model and optimizer, and return the logits of what was saved."""
+    """Train a step, save model and optimizer, and return the logits of the saved model."""
     with group(world):
         model = sharded(table, world)
         optimizer = adamw(model)

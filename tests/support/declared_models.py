@@ -59,7 +59,7 @@ def model_of(name: str) -> Any:
 
 
 def declaration_of(name: str) -> "terrace.Declaration":
-    """What the dims of a model count."""
+    """The declaration of a model."""
     table = MODELS[name]
     return terrace.Declaration(heads=table["num_attention_heads"], kv_heads=table["num_key_value_heads"], dims=DIMS)
 

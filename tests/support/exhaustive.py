@@ -31,7 +31,7 @@ def _with_first(task: Task, candidate: Candidate) -> list[Candidate]:
 
 
 def least_recomputed(space: Space, everything: list[Estimate], capacity_bytes: float) -> list[Estimate]:
-    """Of the candidates that fit, those that do not with a step less of recomputation; the best first."""
+    """The candidates that fit, and would not with a step less of recomputation; the best first."""
     lines: dict[Candidate, list[Estimate]] = {}
     for each in everything:
         lines.setdefault(each.candidate._replace(recompute=0, first=0), []).append(each)

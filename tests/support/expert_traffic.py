@@ -7,7 +7,7 @@ from terrace.plan.wire import FORMATS
 
 
 def traffic_of(tokens: int, choices: tuple[int, int], hidden: int, dtype: str = "fp32", **more: Any) -> ExpertTraffic:
-    """Traffic of tokens that choose `choices` = (k, E) experts; rows travel in `dtype` unless `more` says so."""
+    """Traffic of tokens that choose `choices` = (k, E) experts; rows travel in `dtype` unless `more` names formats."""
     per_token, num_experts = choices
     num_tiers, item_bytes = max(len(more["expert"]), len(more.get("rows", ()))), FORMATS[dtype].element_bytes
     uncoded = (FORMATS[dtype],) * num_tiers

@@ -134,7 +134,7 @@ class Wide(TorchFunctionMode):
 
 @contextmanager
 def in_fp64() -> Iterator[None]:
-    """Has `transformers` compute all in fp64, quotients of integers too."""
+    """Have `transformers` compute everything in fp64, quotients of integers too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -145,7 +145,7 @@ def in_fp64() -> Iterator[None]:
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """What `transformers` loads from a folder."""
+    """The model that `transformers` loads from a folder."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
     config = load_model(str(folder))
     if config.scales.attention_cap:
@@ -156,7 +156,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def their_logits(folder: Path, dtype: torch.dtype) -> Tensor:
-    """Logits of what `transformers` loads from a folder."""
+    """Logits of the model that `transformers` loads from a folder."""
     if dtype is not torch.float64:
         return _logits(loaded(folder, dtype))
     with in_fp64():
@@ -170,7 +170,7 @@ def _logits(model: Any) -> Tensor:
 
 
 def randomise(parameters: Any) -> None:
-    """Give every parameter values that tell it from every other: norms and biases too."""
+    """Give every parameter values of its own: norms and biases too."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in parameters:

@@ -55,13 +55,13 @@ def fallbacks(found: Operators = FALLBACKS) -> Iterator[None]:
 
 
 def train(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
-    """As of `parity`, with torch's fallbacks."""
+    """`parity.train` with torch's fallbacks."""
     with fallbacks():
         return parity.train(world, cluster, cases)
 
 
 def train_wrongly(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
-    """As `train`, with products of which the last rank's part of the tokens is another rank's."""
+    """As `train`, with the tokens of the products rotated by one rank's part."""
 
     def gather(x: Tensor, matrices: Sequence[Tensor], group: str) -> tuple[Tensor, list[Tensor]]:
         whole, products = _gather(x, matrices, group)

@@ -1,4 +1,4 @@
-"""Parts of parameters as sets of elements: a second way to count what a hand-over moves."""
+"""Parts of parameters as sets of elements: a second way to count the elements that a hand-over moves."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product

@@ -17,7 +17,7 @@ def record_in_block(engine: Engine) -> list[BlockStep]:
 
 
 def complaint(program: Program, recording: list[BlockStep], num_steps: int) -> str:
-    """The first step that was issued in another order than the blocks' programs say; empty where none was."""
+    """The first step that was issued in another order than in the blocks' programs; empty where none was."""
     if program.plan.balance == "cost":  # the messages of attention depend on the batch
         return ""
     expected = list(issued(program)) * num_steps
@@ -31,7 +31,7 @@ def complaint(program: Program, recording: list[BlockStep], num_steps: int) -> s
 
 
 def issued(program: Program) -> Iterator[BlockStep]:
-    """Steps inside blocks of a rank's whole program, in order, without what hides them."""
+    """Steps inside blocks of a rank's whole program, in order, without the work that hides them."""
     received = {
         (each.backward, each.block + (-1 if each.backward else 1), each.micro)
         for each in program.instructions

@@ -21,7 +21,7 @@ Chosen = list[list[tuple[int, Tensor]]]  # of each token, its experts and their 
 
 @dataclass
 class Routing:
-    """What the mixtures of a model know of the document that runs, the sums of their losses, the choices dropped."""
+    """The document that runs, for the mixtures of a model; the sums of their losses, and the choices dropped."""
 
     balance: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0

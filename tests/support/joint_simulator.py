@@ -1,12 +1,12 @@
-"""All ranks of a small world played together, told plainly: what the simulation of one rank is held to.
+"""All ranks of a small world simulated together, instruction by instruction: the reference for the simulation of one.
 
 Every rank has a compute stream and a lane for every tier. A collective is a chain of hops, each among the ranks that
-differ on one tier alone. The first hop starts when all of its members have issued the message, hold what it reads
+differ on one tier alone. The first hop starts when all of its members have issued the message, hold its input
 and have their lane free; every further hop when its members have ended the one before. A hop ends for all of its
 members at once.
 
-Ranks run the same instructions in the same order, and nothing that a rank does depends on what another does later in
-that order, so the world is played instruction by instruction, with a clock for each rank.
+Ranks run the same instructions in the same order, and no rank depends on another's later instructions, so the world is
+simulated instruction by instruction, with a clock for each rank.
 """
 
 from collections import defaultdict
@@ -120,7 +120,7 @@ class _World:
         return any(flat.trainable and not accumulates_in_place(plan, flat.layout) for flat in flats)
 
     def _inside(self, instruction: Instruction) -> None:
-        """Ranks of the tensor axis wait for one another inside a block, then for what they send."""
+        """Ranks of the tensor axis wait for one another inside a block, then for their messages."""
         seconds = self.costs.waits_inside(instruction).get(MessageClass.TENSOR, 0.0)
         if not seconds:
             return

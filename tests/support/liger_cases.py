@@ -38,9 +38,9 @@ TOLERANCE = 2e-4  # of fp32 after a few steps of AdamW, which divides small grad
 
 
 def interpret() -> None:
-    """Have the interpreter run kernels as they are compiled.
+    """Mend the interpreter, so that kernels compute in it as they do compiled.
 
-    It hands over floats as Python's, where a compiled kernel has scalars of fp32, and its functions of libdevice, which
+    It passes floats as Python's, where a compiled kernel has scalars of fp32, and its functions of libdevice, which
     have no body, return None.
     """
     interpreter, language = import_module("triton.runtime.interpreter"), import_module("triton.language")
@@ -94,7 +94,7 @@ WRONG: dict[Any, tuple[str, Any]] = {
 
 
 def layers() -> None:
-    """Blocks with kernels have the loss and the gradients of those without, and tell autograd where they write."""
+    """Blocks with kernels have the loss and the gradients of those without; autograd notices writes in place."""
     for config in models():
         plain, served = (_blocks(config) for _ in range(2))
         number = liger_parts.serve(served, "liger", CPU)
@@ -127,14 +127,14 @@ def _gradients(blocks: Sequence[nn.Module], positions: Tensor | None) -> list[Te
 
 @contextmanager
 def kernels_of(choice: Any) -> Iterator[None]:
-    """Engines of cases with kernels of a choice."""
+    """In the body of a `with`, engines of cases have the kernels of `choice`."""
     engine_of = parity.engine_of
 
     def served(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Module], **more: Any) -> Engine:
         number = liger_parts.serve(blocks, choice, CPU)
         assert choice == "torch" or number.keys() == {"norms", "rotary positions", "gated activations", "loss"}
         engine = engine_of(world, cluster, case, blocks, **more)
-        # A tensor axis has put others in the place of some.
+        # A tensor axis has replaced some of the modules.
         parts = [each for block in engine.state.modules.values() for each in block.modules()]
         assert all(vars(each)["normal"] is liger.rms_norm for each in parts if "normal" in vars(each))
         return engine

@@ -3,8 +3,8 @@
 The live measure knows nothing of the runtime: it asks the garbage collector for every tensor made since
 the start and adds up their storages, at every instruction and whenever the meter hears of an allocation.
 
-Of the lanes in tests.support.lanes the eager one makes gathers as early as they can be, and the lazy one lets
-gradients wait for their reduction as long as they can.
+The eager lane of tests.support.lanes makes gathers as early as possible, and the lazy one lets gradients wait for their
+reduction as long as possible.
 """
 
 import gc
@@ -40,12 +40,12 @@ def live_bytes() -> int:
 
 
 def codec_scratch() -> list[Tensor]:
-    """What the block codecs of this thread keep between calls."""
+    """The buffers that the block codecs of this thread keep between calls."""
     return [buffer for module in (cpu, sparse_cpu) for buffer in getattr(module._local, "buffers", ())]
 
 
 class _WatchedMeter(Meter):
-    """A meter that tells when something was allocated."""
+    """A meter that calls `heard` at each allocation."""
 
     def __init__(self, heard: Callable[[], None]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _WatchedMeter(Meter):
 
 
 def _import_all_of_torch() -> None:
-    """Have torch import what an optimizer imports when first made, so that scans need not look through it."""
+    """Have torch import the modules of an optimizer's first use, so that scans need not look through them."""
     leaf = torch.zeros(1)
     leaf.grad = torch.zeros(1)
     torch.optim.AdamW([leaf], fused=True).step()

@@ -1,4 +1,4 @@
-"""FSMoE's order of a mixture in chunks on one bus, played by another piece of code than the clocks of a rank."""
+"""FSMoE's order of a mixture in chunks on one bus, simulated by other code than the clocks of a rank."""
 
 from bench.validation.fsmoe_layers import Chunk
 

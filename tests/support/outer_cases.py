@@ -146,7 +146,7 @@ def simulated(case: Case, cluster: Cluster, **more: Any) -> tuple[OuterReference
 
 
 def check(pool: LocalPool, cluster: Cluster, cases: Sequence[Case], **more: Any) -> list[list[Found]]:
-    """Every case equals its reference on all ranks; what ranks found, by case."""
+    """Assert that every case equals its reference on all ranks; the results of the ranks, by case."""
     found = [pool.run(cluster.world_size, trained, cluster, case, timeout_s=120.0) for case in cases]
     for case, outcomes in zip(cases, found, strict=True):
         reference, figures = simulated(case, cluster, **more)

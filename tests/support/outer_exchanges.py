@@ -1,4 +1,4 @@
-"""How islands add up what they contribute to a mean, exactly or coded, in one process; imports nothing from Terrace.
+"""The sum of islands' contributions to a mean, exactly or coded, in one process; imports nothing from Terrace.
 
 A code is a function that gives back a row of elements as it arrives. Error feedback adds to a message the rounding
 error of the last message of the same sender, over the same hop, of the same elements (docs/plans.md, "Wire formats").
@@ -31,7 +31,7 @@ class Coded:
         self.residuals: dict[tuple[int, str, int, int], Tensor] = {}
 
     def arrives(self, key: tuple[int, str, int, int], values: Tensor) -> Tensor:
-        """Values as they arrive, with what earlier roundings of this sender left over."""
+        """Values as they arrive, with the residuals of this sender's earlier roundings added."""
         if not self.feedback:
             return self.code(values).to(values.dtype)
         # residuals and what they are added to are fp32

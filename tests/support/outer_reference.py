@@ -93,7 +93,7 @@ class UnderWay:
 
 @dataclass
 class Island:
-    """A copy of the model with an optimizer of its own; `ref` is what the next change is counted from."""
+    """A copy of the model with an optimizer of its own; `ref` are the values from which the next change is counted."""
 
     blocks: list[nn.Module]
     values: Values  # trained parameters, those that blocks share once
@@ -120,8 +120,8 @@ class Island:
 class OuterReference:
     """Islands that begin as copies of `blocks`, a model in fp64 whose blocks run one after the other.
 
-    `optimizer` is the table `[optimizer]`, whose clipping is by the norm of an island. `exchange` gives the sum of what
-    islands contribute, w_i d_i of a block as a flat row (matrices first), as it arrives decoded everywhere.
+    `optimizer` is the table `[optimizer]`, whose clipping is by the norm of an island. `exchange` gives the sum of
+    the islands' contributions, w_i d_i of a block as a flat row (matrices first), as it arrives decoded everywhere.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class OuterReference:
         ]
 
     def finish(self) -> list[Exchanged]:
-        """End of a run: what is under way is applied, then everything starts and is applied.
+        """End of a run: exchanges under way are applied, then every fragment starts one and applies it.
 
         With delay = every a start comes before the apply of the last one, here as in a cycle.
         """
@@ -200,7 +200,7 @@ class OuterReference:
         self.send(fragment, changes)
 
     def send(self, fragment: int, changes: Sequence[Values]) -> None:
-        """The mean of the changes of islands, and a copy of what islands have now."""
+        """Put under way the mean of the islands' changes, with a copy of their present values."""
         tokens = self.tokens[fragment]
         assert sum(tokens), f"no valid token since the last start of fragment {fragment}: the mean has no weights"
         weights = [count / sum(tokens) for count in tokens]

@@ -135,7 +135,7 @@ def run_case(world: World, cluster: Cluster, case: Case) -> Outcome:
 
 
 def loads_of(engine: Engine, results: Sequence[StepResult]) -> dict[str, list[object]]:
-    """Of each mixture on this rank, the tokens of its experts in every step, and the bias after the last."""
+    """For each mixture on this rank: the tokens of its experts in every step, and the bias after the last."""
     found: dict[str, list[object]] = {layer: [] for layer in engine.load.layers}
     for result in results:
         if result.loads is not None:

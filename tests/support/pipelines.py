@@ -1,4 +1,4 @@
-"""Pipelined cases that cover, pair by pair, what can be combined; and what their ranks execute."""
+"""Pipelined cases that cover all pairs of options that combine, and the instructions that their ranks execute."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -127,7 +127,7 @@ def programs_of(
 
 
 def executed(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[tuple[Program, list[Instruction]]]:
-    """Of each case the program of this rank and what its executor said to have begun, in the second of two steps."""
+    """The program of this rank and the instructions that its executor began in the second of two steps, by case."""
     found = []
     for case in cases:
         begun: dict[int, Instruction] = {}

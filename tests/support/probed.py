@@ -63,7 +63,7 @@ def layers(true: Device) -> list[LayerSample]:
 
 
 def synthetic(true: Cluster) -> Samples:
-    """What a machine with the constants of `true` would show."""
+    """The measurements of a machine with the constants of `true`."""
     step = [OptimizerSample(num_shards=6, numel=n, seconds=optimizer_s(true.device, 6 * n)) for n in (10**5, 10**7)]
     attention = []
     for length in (512, 2048):

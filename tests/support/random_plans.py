@@ -1,4 +1,4 @@
-"""Random models, plans, optimizers and batches, drawn by a number: what the independent reference is compared on.
+"""Random models, plans, optimizers and batches, drawn by a number, for comparison with the independent reference.
 
 A draw may be refused by validation; `cases` leaves such draws out. Two things have no equal and are never drawn: wire
 formats narrower than fp64, and Lion on keys whose bias softmax cancels: such a bias has a gradient of rounding errors

@@ -1,11 +1,11 @@
-"""What the ranks of a rehearsal run in tests: a program without torch, so that it starts at once.
+"""The program of a rehearsal's ranks in tests: it goes without torch, so that it starts at once.
 
 transfer NUM_BYTES OTHER...   rank 0 sends that much to each other rank in turn, and prints one JSON line a
                               rank: seconds, and the bytes per tier that it sent meanwhile
 stay FOLDER                   write the process ids of this rank and of a child into FOLDER, and sleep
 exit CODE                     rank 2 ends with CODE, the others at once with 0
 fail                          rank 2 raises, the others sleep
-show                          every rank says its environment
+show                          every rank prints its environment
 """
 
 import json
@@ -57,7 +57,7 @@ def _connect(other: int) -> socket.socket:
 
 
 def main(word: str, *arguments: str) -> None:
-    """Do what `word` says."""
+    """Run the command `word`."""
     rank = int(os.environ["RANK"])
     if word == "transfer":
         transfer(rank, int(arguments[0]), [int(other) for other in arguments[1:]])

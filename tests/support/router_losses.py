@@ -22,7 +22,7 @@ Seen = dict[Router, list[tuple[Tensor, Tensor, Tensor]]]
 
 @contextmanager
 def scored(blocks: Sequence[nn.Module], rows: Rows, balance: BalanceConfig) -> Iterator[Seen]:
-    """The tokens that each router sees meanwhile, and what it chooses before any choice is dropped."""
+    """The tokens that each router sees in the body of a `with`, and its choices before and after any are dropped."""
     seen: Seen = defaultdict(list)
 
     def look(router: Any, given: Any, choice: Any) -> Any:
@@ -39,7 +39,7 @@ def scored(blocks: Sequence[nn.Module], rows: Rows, balance: BalanceConfig) -> I
 
 
 def bounded(choice: Choice, sequence: int, factor: float, config: ExpertsConfig) -> Choice:
-    """`choice` of whole rows of tokens, without what is beyond the capacity."""
+    """`choice` of whole rows of tokens, without the choices beyond the capacity."""
     experts, weights = choice.experts.clone(), choice.weights
     most = math.ceil(round(factor * config.per_token * sequence / config.num_experts, 9))
     for row in range(0, len(experts), sequence):

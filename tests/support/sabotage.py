@@ -94,7 +94,7 @@ def uncounted_byte(engine: Engine) -> None:
 
 
 def skipped_tie(engine: Engine) -> None:
-    """Leave out what another stage adds to the gradient of a block that both hold."""
+    """Leave out another stage's part of the gradient of a block that both hold."""
     for flat in engine.state:
         flat.tie = lambda stages, stage: None  # type: ignore[method-assign]
 
@@ -130,7 +130,7 @@ def swapped_arrivals(engine: Engine) -> None:
 
 
 def _at_taking(engine: Engine, change: Callable[[Sequence[Batch]], None]) -> None:
-    """Change what a rank of a context axis has of each step's micro-batches."""
+    """Change the part of each step's micro-batches that a rank of a context axis has."""
     axis = engine.axes[-1]
     take = axis.take
 
@@ -155,7 +155,7 @@ def wrong_position(engine: Engine) -> None:
 
 
 def dropped_pair(engine: Engine) -> None:
-    """Leave out what the first rank of a pool makes of the keys of the last round."""
+    """Leave out the first rank's attention to the keys of the last round."""
 
     def drop(local: Sequence[Batch]) -> None:
         axis = engine.axes[-1]
@@ -167,7 +167,7 @@ def dropped_pair(engine: Engine) -> None:
 
 
 def lost_row(engine: Engine) -> None:
-    """Lose what another rank's experts made of one token, in every message that brings any."""
+    """Lose one token's output of another rank's experts, in every message that brings any."""
     (axis,) = (axis for axis in engine.axes if isinstance(axis, ExpertAxis))
     inner = axis.exchange
 
@@ -249,7 +249,7 @@ def rounded_on_a_plain_tier(engine: Engine) -> None:
 
 
 def lost_residual(engine: Engine) -> None:
-    """Forget what rounding left of the gradients that this rank sent to the stage before."""
+    """Forget the residuals of the gradients that this rank sent to the stage before."""
     for origin in engine.state.edges.values():
         origin.residual = lambda message, tier, leg, rows, numel: torch.zeros(rows, numel)  # type: ignore[method-assign]
 

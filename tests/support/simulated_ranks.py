@@ -1,4 +1,4 @@
-"""Simulated ranks of any plan: what each should hold of a known whole model, and the checkpoint that they save."""
+"""Simulated ranks of any plan: the part of a known whole model that each should hold, and their checkpoint."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -107,7 +107,7 @@ class Truth:
                     count += param.numel
 
     def buffer(self, program: Program, rank: int, flat: FlatParam, kind: str) -> Tensor:
-        """What a whole flat buffer of a rank holds, padding included."""
+        """The content of a rank's whole flat buffer, padding included."""
         full = torch.zeros(flat.padded)
         for spec, start, stop in flat.extents:
             part = self.values[flat.name][spec.name][kind][rank_slices(spec, program.mesh, rank)]
@@ -117,7 +117,7 @@ class Truth:
         return full
 
     def of(self, program: Program, rank: int, flat: FlatParam) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (kind, what a rank keeps, what it should hold there)."""
+        """Yield (kind, tensor that a rank holds, its expected value)."""
         if flat.optimizer is not None:
             (part,) = flat.optimizer.parts
             for kind in KINDS[ADAMW]:

@@ -1,4 +1,4 @@
-"""The rules of one rank's step told plainly, one instruction after the other: what the fast simulator is held to."""
+"""One rank's step simulated plainly, one instruction after the other: the reference for the fast simulator."""
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
@@ -119,12 +119,12 @@ class _Rank:
                 self._wait(self.refreshes.pop(needed), "wait refresh")
 
     def _opens_gradient(self, block: int) -> bool:
-        """Whether a gradient of a block stands in a buffer: what is frozen, or added up where it stays, needs none."""
+        """Whether a block has a gradient in a buffer: frozen ones, and those added up where they stay, have none."""
         plan, flats = self.program.plan, self.program.flats[block]
         return any(flat.trainable and not accumulates_in_place(plan, flat.layout) for flat in flats)
 
     def _inside(self, instruction: Instruction) -> None:
-        """What tensor ranks send inside a block takes its time on no lane."""
+        """Messages of tensor ranks inside a block take their time on no lane."""
         seconds = self.costs.waits_inside(instruction).get(MessageClass.TENSOR, 0.0)
         if seconds:
             self.time_s["wait tensor"] += seconds
@@ -169,7 +169,7 @@ class _Rank:
     def _stand_still(self, seconds: float) -> float:
         """Return how long all stands still for `seconds` of cores, but the link of islands, whose message goes on.
 
-        Of its time the message needs cores for a part; these are wanted, too, which lets all stand still for longer.
+        The message needs cores for a part of its time; it waits for them too, so that all stand still for longer.
         """
         lane = len(self.program.cluster.tiers) - 1
         if self.program.plan.outer is None or self.lanes_s[lane] <= self.now_s:

@@ -1,7 +1,7 @@
 """Optimizers with rounded states in one plain process: numpy and torch in fp64, no code of Terrace's optimizers.
 
 Random bits and grids are written down here a second time, from their definitions. Where states lie in 8-bit blocks,
-`num_slices` says into how many slices the ranks of the optimizer tier cut a flat buffer, and so its blocks.
+`num_slices` is the number of slices into which the ranks of the optimizer tier cut a flat buffer, and so its blocks.
 """
 
 import hashlib

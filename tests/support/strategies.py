@@ -15,7 +15,7 @@ from tests.support.toys import cluster_of
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program is built from."""
+    """The inputs from which a program is built."""
 
     cluster: Cluster
     plan: Plan

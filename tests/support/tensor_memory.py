@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward on one tensor rank, as torch allocates it."""
+"""Memory that a layer keeps for its backward on one tensor rank, as torch allocates it."""
 
 import torch
 

@@ -22,7 +22,7 @@ def prompts_of(*lengths: int) -> Rows:
 
 
 class Scaler:
-    """Scales numbers; says where it ran."""
+    """Scales numbers, and names the process in which it ran."""
 
     def __init__(self, world: World | None, factor: float = 1.0) -> None:
         self.rank, self.num_ranks = (0, 1) if world is None else (world.rank, world.world_size)

@@ -62,12 +62,12 @@ def regression() -> list[nn.Module]:
 
 
 def summed_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Of (..., V) against (...)."""
+    """The summed cross entropy of (..., V) against labels (...)."""
     return F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=-100)
 
 
 def summed_squares(output: Tensor, labels: Tensor) -> Tensor:
-    """Of numbers."""
+    """The summed squared error."""
     return F.mse_loss(output, labels, reduction="sum")
 
 

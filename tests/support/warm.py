@@ -32,7 +32,7 @@ _MOMENT_S, _FEW = 0.03, 4
 
 
 class Command:
-    """A process that runs, with what of `subprocess.Popen` the tests use."""
+    """A process that runs, with the part of `subprocess.Popen` that the tests use."""
 
     def __init__(
         self, words: Sequence[str], cwd: Path, environment: Mapping[str, str], umask: int | None = None
@@ -136,7 +136,7 @@ _spawn = util.spawnv_passfds
 
 
 def _fork_fork_server(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
-    """Start what `multiprocessing` starts, and its fork server by a fork: then it has imported all it needs."""
+    """Start processes of `multiprocessing`, its fork server by a fork: it has then imported all it needs."""
     program = arguments[-1]
     if "multiprocessing.forkserver" not in program:
         return int(_spawn(path, arguments, kept))

@@ -12,6 +12,8 @@ import torch
 import terrace
 from terrace.base.errors import ModelError, TerraceError
 from terrace.launch.start import LocalPool, World
+from terrace.model.declared_attention import DeclaredAttention
+from terrace.model.hf import declared as declarations
 from tests.support.declared_models import DIMS, Declared, alone, declaration_of, model_of, train_on_ranks, trained
 from tests.support.families import TOKENS, transformers
 from tests.support.nightly import nightly
@@ -116,10 +118,10 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
     assert "counts 'head', which no axis knows" in declared(dims=DIMS | {"*.q_proj.weight": ("head", "hidden")})
     assert "names 1 dims" in declared(dims=DIMS | {"*.q_proj.weight": ("heads",)})
     assert "heads = 0 of a declaration" in declared(heads=0)
-    assert "a dim of 24 declared as heads, which are 5" in declared(heads=5)
-    assert "would have a head of 6, and layers.0.layer.self_attn.q_proj.weight one of 3" in declared(heads=8)
+    assert "a dim of 24 declared as heads, and heads = 5 does not divide it" in declared(heads=5)
+    assert "gives a head the size 6, and layers.0.layer.self_attn.q_proj.weight 3" in declared(heads=8)
     swapped = DIMS | {"*.up_proj.weight": ("hidden", "intermediate")}
-    assert "layers.0.layer.mlp.up_proj.weight [36, 24] would have hidden of 36" in declared(dims=swapped)
+    assert "layers.0.layer.mlp.up_proj.weight [36, 24] gives hidden the size 36" in declared(dims=swapped)
     no_output = DIMS | {"*.o_proj.weight": ("hidden", "hidden")}
     assert "has 0 parameters with the dims (hidden, heads)" in declared(dims=no_output)
     eager = model_of("llama")
@@ -135,6 +137,17 @@ def test_declarations_that_do_not_fit_are_refused() -> None:
     dims |= {"*.attn.c_proj.weight": ("hidden", "hidden"), "*.mlp.c_proj.weight": ("intermediate", "hidden")}
     dims |= {"*.c_fc.weight": ("hidden", "intermediate"), "*.c_fc.bias": ("intermediate",)}
     assert "is a Conv1D: a declared matrix belongs to an nn.Linear" in declared(gpt2, kv_heads=None, dims=dims)
+
+
+def test_a_layer_that_does_not_pass_its_window_is_refused() -> None:
+    """Attention functions of `transformers` get the window by name, and some layers leave it out."""
+    layer, parts = torch.nn.Module(), torch.ones(1, 2, 6, 4)
+    attention = layer.__dict__[declarations._SITE] = DeclaredAttention(4, is_grouped=False)
+    with attention.on(None):
+        with pytest.raises(ModelError, match="attends within all tokens, and its configuration says 4"):
+            declarations._attention(layer, parts, parts, parts, None)
+        out, _ = declarations._attention(layer, parts, parts, parts, None, sliding_window=4)
+    assert out.shape == (1, 6, 2, 4)
 
 
 class Plus(torch.nn.Module):

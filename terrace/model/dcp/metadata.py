@@ -1,10 +1,10 @@
-"""`.metadata` of a DCP folder, read without running anything that stands in it.
+"""`.metadata` of a DCP folder, read without running anything in it.
 
 The file is a pickle. A pickle names classes and functions and has them called, so one from a stranger could run
 anything. Here every name is looked up in a table of those that `torch.distributed.checkpoint` writes, and each stands
 for a class of this module that only keeps its arguments; no class or function of torch is called. Any other name is
-refused. The classes are made anew for each file, since a pickle may set attributes of a class. The reader is the one of
-pickle that is written in Python: in C, five bytes have it clear memory of 64 GiB for the number of an object.
+refused. The classes are made anew for each file, since a pickle may set attributes of a class. The reader is pickle's
+own in Python: five bytes, the number of an object, can make the one in C clear 64 GiB of memory.
 
 Source: `torch.distributed.checkpoint.metadata` and `.filesystem` of torch 2.4 to 2.13.
 """
@@ -105,7 +105,7 @@ class _DamagedError(Exception):
 
 
 class _Kept:
-    # Stands for every class and function of the table: keeps what it was called with and its state.
+    # Stands for every class and function of the table: keeps its arguments and its state.
     kind = ""
     args: tuple[object, ...]
     state: object

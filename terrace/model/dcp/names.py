@@ -1,9 +1,9 @@
 """Names that other programs give the parameters of a model in a DCP folder.
 
 A DCP folder holds the state dict of a program, so names begin with the keys around the model: `model.` where it was
-saved as `{"model": ...}`, nothing in torchtitan. Behind them stand the names of Hugging Face, or torchtitan's own.
-torchtitan's Llama turns neighbouring elements of a head as a pair, and Hugging Face's the two halves of a head: the
-rows of query and key are reordered. Its Qwen 3 turns halves.
+saved as `{"model": ...}`, nothing in torchtitan. The rest is a name of Hugging Face, or torchtitan's own. RoPE in
+torchtitan's Llama turns neighbouring elements of a head as a pair, and in Hugging Face's elements of its two halves, so
+the rows of query and key are reordered. torchtitan's Qwen 3 turns halves.
 
 Source: `state_dict_adapter.py` of torchtitan's llama3 and qwen3; newer releases call the output matrix `lm_head`, and
 put `qkv_linear` before `wq`, `wk` and `wv`.
@@ -67,7 +67,7 @@ def program_name(name: str, naming: str) -> str:
         return next((own for own, in_files in _IN_FILES.items() if in_files == name), name)
     found = _titan_name(name)
     if found is None:
-        raise ModelError(f"torchtitan has no name for {name}: take the names of Hugging Face ({HUGGING_FACE})")
+        raise ModelError(f"torchtitan has no name for {name}: use the names of Hugging Face ({HUGGING_FACE})")
     return found
 
 
@@ -75,7 +75,7 @@ def check_dense(config: ModelConfig) -> None:
     """Raise `ModelError` for a mixture: its experts are stacks under names that differ between releases."""
     if config.experts is not None:
         raise ModelError(
-            f"a DCP folder is read and written of dense models alone, and this {config.family} has experts: take "
+            f"DCP folders are read and written for dense models alone, and this {config.family} has experts: use "
             "safetensors (save_pretrained, terrace export --format hf)"
         )
 
@@ -84,13 +84,13 @@ def check_titan(config: ModelConfig) -> None:
     """Raise `ModelError` for a model that torchtitan does not have under its names."""
     if config.family not in _TITAN_FAMILIES:
         raise ModelError(
-            f"torchtitan's names are known of {' and '.join(_TITAN_FAMILIES)} models alone, and this is "
-            f"{config.family}: take the names of Hugging Face ({HUGGING_FACE})"
+            f"torchtitan's names are known for {' and '.join(_TITAN_FAMILIES)} models alone, and this is "
+            f"{config.family}: use the names of Hugging Face ({HUGGING_FACE})"
         )
 
 
 def heads_of(config: ModelConfig, name: str) -> int:
-    """Heads whose rows torchtitan has in another order in the tensor that Hugging Face calls `name`, or 0."""
+    """The heads of the tensor that Hugging Face calls `name`, if torchtitan orders their rows differently; else 0."""
     if config.family != "llama":
         return 0
     module = name.rpartition(".")[0].rpartition(".")[2]
@@ -114,7 +114,7 @@ def model_names(names: Collection[str], where: str) -> tuple[str, dict[str, str]
 
     Raises `ModelError` where there is no model, or more than one.
     """
-    # A model without its head leaves out the base of its names, so short names count where there are no long ones.
+    # A model saved without its head has names without their base, so short names count where there are no long ones.
     found = next(filter(None, (_embeddings(names, short=short) for short in (False, True))), [])
     if not found:
         raise ModelError(
@@ -123,7 +123,7 @@ def model_names(names: Collection[str], where: str) -> tuple[str, dict[str, str]
         )
     if len(found) > 1:
         keys = [prefix or "no key" for _, prefix in found]
-        raise ModelError(f"{where} has more than one model, under {_some(keys)}: save the one to load alone")
+        raise ModelError(f"{where} has more than one model, under {_some(keys)}: save only the one to load")
     naming, prefix = found[0]
     own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     own = {name: whole for name, whole in own.items() if not name.startswith(_OTHERS)}

@@ -1,7 +1,7 @@
-"""Tensors of a DCP folder, by the names and with the calls of an open safetensors file.
+"""Tensors of a DCP folder, with the names and the interface of an open safetensors file.
 
-A tensor is read whole, chunk by chunk. A chunk is what `torch.save` wrote, so torch's own unpickler reads it, which
-admits tensors alone (`weights_only`).
+A tensor is read whole, chunk by chunk. `torch.save` wrote a chunk, and torch's own unpickler reads it, which admits
+tensors alone (`weights_only`).
 """
 
 import io
@@ -83,7 +83,7 @@ class DcpWeights:
         return list(self._names)
 
     def metadata(self) -> Mapping[str, str]:
-        """None of the metadata that safetensors files may have."""
+        """Empty: DCP has no counterpart of a safetensors file's metadata."""
         return {}
 
     def get_slice(self, name: str) -> "_Slice":
@@ -102,7 +102,9 @@ class DcpWeights:
 
     def _read(self, name: str, stored: DcpTensor) -> Tensor:
         if stored.dtype not in _TORCH:
-            raise ModelError(f"{name} in {self.folder} is stored as {stored.dtype}, which is no plain float")
+            raise ModelError(
+                f"{name} in {self.folder} is stored as {stored.dtype}: save it as float64, float32, bfloat16 or float16"
+            )
         dtype = _TORCH[stored.dtype]
         if len(stored.chunks) == 1:
             return self._chunk(name, stored.chunks[0], dtype)

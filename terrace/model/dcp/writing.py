@@ -31,7 +31,7 @@ _VERSION = "1.0.0"  # of the format, as torch 2.6 to 2.13 write it; earlier ones
 class DcpWriter:
     """Writes tensors and objects into the files of `folder`, each of at most `file_bytes` unless a tensor is larger.
 
-    `finish` writes `.metadata`, without which the folder is none of DCP. Raises `OSError`.
+    `finish` writes `.metadata`, without which no program takes the folder for DCP. Raises `OSError`.
     """
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
@@ -60,12 +60,11 @@ class DcpWriter:
 
     def alias(self, path: tuple[str, ...], of: tuple[str, ...]) -> None:
         """Give a tensor that was written a second name, as a tied matrix has."""
-        first, name = ".".join(of), ".".join(path)
+        first = ".".join(of)
         described = self._described[first]
         assert isinstance(described, TensorStorageMetadata), f"{first} is no tensor"
         start = described.chunks[0].offsets
         self._add(path, described, start, self._places[MetadataIndex(first, start)])
-        assert name in self._described
 
     def object(self, path: tuple[str, ...], value: Any) -> None:
         """Write a number, text, None, or a tuple of these."""

@@ -1,7 +1,7 @@
 """A bound on the tokens of a sequence that an expert takes, in training alone: others leave it out.
 
-Of S tokens an expert takes C = ceil(factor k S / E). The choices of least weight are dropped first, of equal ones that
-of the later token. Counted in a sequence, this drops the same choices whatever the micro-batches and ranks. Evaluation
+An expert takes C = ceil(factor k S / E) of S tokens. The choices of least weight are dropped first, the later of two
+equal ones. Counted in a sequence, this drops the same choices whatever the micro-batches and ranks. Evaluation
 drops nothing: its loss would depend on how texts are put together (marin-community/marin#8134 found 0.11 more).
 
 Shape legend: T tokens, B sequences, E experts, k experts of a token.

@@ -37,7 +37,7 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()  # layers with an MLP, ascending
 
     def check(self, num_layers: int, names: Mapping[str, str]) -> None:
-        """Raise `ModelError` for mixtures of no possible model; `names` are what a file calls the fields."""
+        """Raise `ModelError` for mixtures of no possible model; `names` are the keys of a file for the fields."""
 
         def said(field: str) -> str:
             return f"{names.get(field, field)} = {getattr(self, field)}"

@@ -102,8 +102,7 @@ class Mixture(nn.Module):
     """A router, its experts, and a shared expert where the model has one; (B, S, H) to (B, S, H).
 
     With `spread`, experts are on several ranks: it brings tokens to them and back, and calls `pass_through` there; with
-    `shares_waits` it also calls `pass_shared`, while messages travel. A `tally` is told of choices and
-    rows.
+    `shares_waits` it also calls `pass_shared`, while messages travel. A `tally` gets choices and rows.
     """
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
@@ -144,7 +143,7 @@ class Mixture(nn.Module):
     def routed(self, tokens: Tensor) -> Tensor:
         """Tokens (T, H) through the experts that the gate chooses, (T, H); zero for those that take no part.
 
-        Unless a runtime says more, all take part, and are one sequence.
+        Unless a runtime sets `gating`, all take part, and are one sequence.
         """
         gating = self.router.gating
         passage = None if gating is None else gating.passage

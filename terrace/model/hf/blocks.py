@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.attending import DeclaredAttention
+from terrace.model.declared_attention import DeclaredAttention
 from terrace.model.hf.declared import Declaration, attend_as_declared, check_modules, declared_specs
+from terrace.model.hf.rope import SLIDING
 from terrace.model.spec import BlockSpec
 
-# What a layer may ask for: given by a block, or left at the layer's own default.
+# Arguments that a layer may ask for: given by a block, or left at the layer's own default.
 _GIVEN = ("hidden_states", "attention_mask", "position_ids", "position_embeddings")
 _LAYERS = ("layers", "h", "blocks")
 _NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
@@ -50,8 +51,8 @@ def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[
     given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`. Layers
     that carry a state from token to token (Mamba, linear attention) refuse positions, in the first step that has some.
 
-    With a `declaration` of what the dims of parameters count, the blocks also take a tensor and a context axis:
-    attention then runs by this project's own kernels (terrace.model.hf.declared).
+    With a `declaration` of the parameters' dims (terrace.model.hf.declared) the blocks also take a tensor and a context
+    axis, and attention runs by terrace.model.attention.
 
     Runs the model once on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder
     of this form, has parameters elsewhere, is in training mode with dropout or noise, or computes more than its blocks.
@@ -92,10 +93,11 @@ def blocks_of(model: nn.Module, declaration: Declaration | None = None) -> list[
 
 def _declare(model: nn.Module, blocks: list[nn.Module], output: nn.Module, declaration: Declaration, what: str) -> None:
     lookup = getattr(blocks[0], "lookup", None)
-    if type(lookup) is not nn.Embedding or type(output) is not nn.Linear or getattr(output, "bias", None) is not None:
+    has_bias = getattr(output, "bias", None) is not None
+    if type(lookup) is not nn.Embedding or type(output) is not nn.Linear or has_bias:
         raise ModelError(
-            f"a declaration of {what} needs a plain nn.Embedding and an output matrix without bias, not "
-            f"{type(lookup).__name__} and {type(output).__name__}: leave it out"
+            f"a declaration of {what} needs an nn.Embedding and an nn.Linear without bias at its ends, not "
+            f"{type(lookup).__name__} and {type(output).__name__}{' with bias' * has_bias}: leave it out"
         )
     for block, spec in zip(blocks, declared_specs(blocks, declaration), strict=True):
         block.declared = spec  # type: ignore[assignment]
@@ -123,7 +125,7 @@ class _Context:
         # Newer configurations list a kind for each layer; older ones have one window for all.
         kind = self.kind(layer)
         if kind is not None:
-            return kind == "sliding_attention"
+            return kind == SLIDING
         return getattr(self.config, "sliding_window", None) is not None
 
     def kind(self, layer: int) -> str | None:
@@ -132,7 +134,7 @@ class _Context:
         return None if kinds is None else str(kinds[layer])
 
     def turns(self, rotary: nn.Module, x: Tensor, places: Tensor, layer: int) -> Any:
-        """The rotary tables of a layer; some models have other ones for each kind of layer (Gemma 3, OLMo 3)."""
+        """The rotary tables of a layer; some models have different ones for each kind of layer (Gemma 3, OLMo 3)."""
         asks = "layer_type" in inspect.signature(rotary.forward).parameters
         return rotary(x, places, self.kind(layer)) if asks else rotary(x, places)
 
@@ -174,7 +176,7 @@ class LayerBlock(nn.Module):
         self.whole_shape: Callable[[], Sequence[int]] | None = None  # (B, S) where an axis keeps x in another shape
 
     def declare(self, spec: BlockSpec, what: str) -> None:
-        """Attend by this project's own products from now on."""
+        """Attend by terrace.model.attention whenever the block runs."""
         window = int(self._context.config.sliding_window) if self._sliding else 0
         self.attending = attend_as_declared(self.layer, spec, "layer.", window, what)
 
@@ -255,7 +257,7 @@ def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
 
 
 def _check_dropout(model: nn.Module, what: str) -> None:
-    # Attention keeps its rate as a float attribute, not as a Dropout module; so do routers that jitter what they see.
+    # Attention keeps its rate as a float attribute, not as a Dropout module; so do routers that jitter their inputs.
     for name, module in model.named_modules():
         found = {key: value for key, value in vars(module).items() if isinstance(value, float)}
         rates = {key: value for key, value in found.items() if "dropout" in key or key == "jitter_noise"}

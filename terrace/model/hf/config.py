@@ -131,7 +131,7 @@ def without_training(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_aliases(table: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    # Releases of transformers differ in what they call a key.
+    # Releases of transformers have different names for some keys.
     result = dict(table)
     for alias, key in family.aliases.items():
         if alias in result and result.setdefault(key, result[alias]) != result.pop(alias):
@@ -147,7 +147,7 @@ def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
         return
     implemented = {key: json.dumps(only[key][0]) for key in refused}
     key = refused[0]
-    absent = "" if key in table else " (what its absence means)"
+    absent = "" if key in table else " (the default of an absent key)"
     fix = f"set it to {implemented[key]} in config.json"
     if "null" not in implemented.values():  # which no flag can say
         fix += ", or give " + " ".join(f"--model.{name} {value}" for name, value in implemented.items())
@@ -200,7 +200,7 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
         sizes = [family.names[name] for name in ("hidden_size", "head_dim") if name in family.names]
         raise ModelError(f"a head would have more than {ENDLESS:g} elements: give a smaller {' or '.join(sizes)}")
     if fields["head_dim"] > 0 and fields["scales"].get("attention") == fields["head_dim"] ** -0.5:
-        del fields["scales"]["attention"]  # the default, of which there is one way to say
+        del fields["scales"]["attention"]  # the default is stored as 0, so that equal models compare equal
     # Rounded down as the reference does: 0.25 of a head of 90 rotates 22 elements.
     turned = fields["rope_theta"] > 0
     return fields | {"rotary_dim": int(fields["head_dim"] * read_rope(table, family, 1.0)[1]) if turned else 0}

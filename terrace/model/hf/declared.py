@@ -1,11 +1,11 @@
-"""Declared blocks of a `transformers` model: what dims of its parameters count, and attention that axes can take over.
+"""Declared blocks of a `transformers` model: quantities of its parameters' dims, and attention that axes can replace.
 
-A tensor axis cuts parameters by what their dims count, and a context axis spreads the tokens that attend together. The
-declaration says the first; attention lies where the output projection is, and runs through this project's own products
-while a block runs. The model's own forward keeps its own attention.
+A tensor axis cuts each parameter along the dims that count heads, inner features or words; the declaration names them.
+A context axis spreads the tokens of a row: it needs the module with attention, which holds the output projection. This
+module attends by terrace.model.attention while a block runs, and by its own implementation in the model's own forward.
 
-What is declared is checked before it is used: every parameter has dims, projections are `nn.Linear`, norms compute what
-the axis would put in their place, and the blocks give the model's logits with the attention of this project.
+A declaration is checked before it is used: every parameter has dims, projections are `nn.Linear`, norms equal the
+modules that a tensor axis puts in their place, and blocks with terrace.model.attention give the model's logits.
 """
 
 import copy
@@ -20,25 +20,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, did_you_mean
-from terrace.model.attending import DeclaredAttention
+from terrace.model.declared_attention import DeclaredAttention
 from terrace.model.spec import BlockSpec, ParamSpec
 
 _HEADS, _KV_HEADS = "heads", "kv_heads"
 _COUNTED = ("hidden", "intermediate", "vocab", "head_dim", "positions")  # a unit is one element
 _IMPLEMENTATION, _ORIGINAL = "terrace", "sdpa"
-_SITE = "terrace_attention"  # on the model's attention module, not as a child of it
+_SITE = "terrace_attention"  # attribute of the attention module, not a child module
 _EPSILONS = ("eps", "variance_epsilon")
 _NORM_TOLERANCE = 1e-4  # of values near 1; 16-bit norms differ in their last bit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What the dims of a decoder's parameters count.
+    """The quantities that the dims of a decoder's parameters count. Raises `ModelError` for an unknown quantity.
 
     - `heads`, `kv_heads`: numbers of query heads and of key-value heads; without the second, as many as the first;
-    - `dims`: a pattern over the model's own names of parameters -> the quantity that each dim counts: `hidden` (the
-      residual stream), `heads`, `kv_heads`, `intermediate` (the inner size of the MLP), `vocab`, `head_dim`,
-      `positions`.
+    - `dims`: a pattern over the model's own names of parameters -> one quantity for each dim: `hidden` (the residual
+      stream), `heads`, `kv_heads`, `intermediate` (the inner size of the MLP), `vocab`, `head_dim`, `positions`.
     """
 
     heads: int
@@ -63,12 +62,14 @@ class Declaration:
         if len(fitting) != 1:
             found = " and ".join(repr(pattern) for pattern in fitting) if fitting else "no pattern"
             raise ModelError(
-                f"{name} {list(shape)} fits {found} of the declaration, and must fit one: say there what its dims count"
+                f"{name} {list(shape)} fits {found} of the declaration, and must fit one: declare its dims there"
             )
         names = self.dims[fitting[0]]
         if len(names) != len(shape):
-            raise ModelError(f"{name} has the shape {list(shape)}, and dims[{fitting[0]!r}] names {len(names)} dims")
-        # The table of words has whole rows, whichever axis cuts the residual stream.
+            raise ModelError(
+                f"{name} has the shape {list(shape)}, and dims[{fitting[0]!r}] names {len(names)} dims: name each"
+            )
+        # Embedding and output matrix keep whole rows, whichever axis cuts the residual stream.
         of_table = "features" if "vocab" in names else "hidden"
         return tuple(
             (of_table if each == "hidden" else each, self._units(name, each, size))
@@ -80,7 +81,10 @@ class Declaration:
             return size
         units = self.heads if counted == _HEADS or self.kv_heads is None else self.kv_heads
         if size % units:
-            raise ModelError(f"{name} has a dim of {size} declared as {counted}, which are {units}: no whole head each")
+            raise ModelError(
+                f"{name} has a dim of {size} declared as {counted}, and {counted} = {units} does not divide it: "
+                "correct the number or the dims"
+            )
         return units
 
 
@@ -103,7 +107,7 @@ def declared_specs(blocks: Sequence[nn.Module], declaration: Declaration) -> tup
 
 
 def _check_sizes(specs: Sequence[BlockSpec]) -> None:
-    # A quantity has one size in all of the model, of heads and key-value heads the size of a head.
+    # A quantity has one size in the whole model; for heads and key-value heads that is the size of one head.
     first: dict[str, tuple[int, str]] = {}
     for spec in specs:
         for param in spec.params:
@@ -114,13 +118,13 @@ def _check_sizes(specs: Sequence[BlockSpec]) -> None:
                 known, where = first.setdefault(key, (own, f"{spec.name}.{param.name}"))
                 if known != own:
                     raise ModelError(
-                        f"{spec.name}.{param.name} {list(param.shape)} would have {key} of {own}, and {where} one of "
-                        f"{known}: correct what its dims count"
+                        f"{spec.name}.{param.name} {list(param.shape)} gives {key} the size {own}, and {where} "
+                        f"{known}: correct the dims of one of them"
                     )
 
 
 def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: int, what: str) -> DeclaredAttention:
-    """Put this project's attention into a layer, for the forwards of its block; names in `spec` begin with `prefix`.
+    """Have a layer attend by terrace.model.attention while its block runs; names in `spec` begin with `prefix`.
 
     Raises `ModelError` for a layer without one output projection of heads, or whose attention cannot be replaced.
     """
@@ -128,8 +132,8 @@ def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: i
     outputs = [name for name, names in dims.items() if names == ["hidden", _HEADS]]
     if len(outputs) != 1:
         raise ModelError(
-            f"{spec.name} of {what} has {len(outputs)} parameters with the dims (hidden, heads), and attention lies "
-            "before the one that has them: declare the output projection so"
+            f"{spec.name} of {what} has {len(outputs)} parameters with the dims (hidden, heads), and must have one: "
+            "declare the output projection of attention so"
         )
     module: Any = layer.get_submodule(outputs[0].rpartition(".")[0].rpartition(".")[0])
     config = getattr(module, "config", None)
@@ -141,7 +145,7 @@ def attend_as_declared(layer: nn.Module, spec: BlockSpec, prefix: str, window: i
     grouped = any(names[0] == _KV_HEADS for names in dims.values())
     attention = DeclaredAttention(window, grouped)
     _register()
-    # A configuration of its own: the masks of the model's own forward go by the model's.
+    # A copy: the model's own forward makes its masks from the configuration that all modules share.
     module.config = copy.copy(config)
     module.config._attn_implementation = _IMPLEMENTATION
     module.__dict__[_SITE] = attention
@@ -165,10 +169,14 @@ def _attention(
         return found
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} attends with {name}, which declared attention does not have")
-    if (options.get("sliding_window") or 0) != attention.window:
+            raise ModelError(
+                f"{type(module).__name__} attends with {name}, which declared attention does not have: leave the "
+                "declaration out"
+            )
+    window = options.get("sliding_window") or 0
+    if window != attention.window:
         raise ModelError(
-            f"{type(module).__name__} attends within {options['sliding_window']} tokens, and its configuration says "
+            f"{type(module).__name__} attends within {window or 'all'} tokens, and its configuration says "
             f"{attention.window or 'all'}: leave the declaration out"
         )
     if options.get("dropout"):
@@ -181,7 +189,7 @@ def _attention(
 def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, float]:
     """Epsilons of the norms of a block, by the module's name.
 
-    Raises `ModelError` for a module whose stand-in under a tensor axis would compute something else.
+    Raises `ModelError` for a module that a tensor axis could not replace without changing the model.
     """
     epsilons: dict[str, float] = {}
     for param in spec.params:
@@ -198,6 +206,7 @@ def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, flo
         ):
             raise ModelError(
                 f"{spec.name}.{name} of {what} is a {type(module).__name__}: a declared matrix belongs to an nn.Linear"
+                "; leave the declaration out"
             )
     return epsilons
 
@@ -206,10 +215,13 @@ def check_modules(block: nn.Module, spec: BlockSpec, what: str) -> dict[str, flo
 def _checked_norm(module: Any, name: str, what: str) -> float:
     eps = next((float(found) for key in _EPSILONS if isinstance(found := getattr(module, key, None), float)), None)
     if eps is None:
-        raise ModelError(f"{name} of {what} is declared as a norm and has no epsilon ({' or '.join(_EPSILONS)})")
+        raise ModelError(
+            f"{name} of {what} is declared as a norm and has no epsilon ({' or '.join(_EPSILONS)}): leave the "
+            "declaration out"
+        )
     weight, bias = module.weight, getattr(module, "bias", None)
     x = torch.linspace(-1.5, 2.0, 3 * weight.numel(), dtype=weight.dtype, device=weight.device).view(3, -1)
-    # A weight of ones would hide that it is added to 1.
+    # A weight of ones would not show whether the module multiplies by 1 + weight.
     before = weight.detach().clone()
     try:
         weight.copy_(torch.linspace(0.5, 1.5, weight.numel()))

@@ -8,7 +8,7 @@ no key is ignored by accident.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from terrace.model.hf.key_tables import (
@@ -31,8 +31,9 @@ from terrace.model.hf.key_tables import (
     SmolLM3Table,
 )
 
-# Layers with the window where layer_types are absent: none, as the family has no window; all; those behind the first
-# max_window_layers; every other one; those that RoPE does not turn; all but each sliding_window_pattern-th.
+# Layers with the window where layer_types are absent: "" none, as the family has no window; "all"; "after" the first
+# max_window_layers; "alternating", every other one; "unturned", those without RoPE; "pattern", all but each
+# sliding_window_pattern-th.
 WindowRule = Literal["", "all", "after", "alternating", "unturned", "pattern"]
 
 
@@ -43,14 +44,14 @@ class Family:
     table: type[Any]
     architecture: str
     names: Mapping[str, str]  # field of ModelConfig -> key of the table; of its ExpertsConfig with "experts." in front
-    constants: Mapping[str, object]  # fields the family does not let one choose
+    constants: Mapping[str, object]  # fields with one value in the family
     implied: Mapping[str, object] = field(default_factory=dict)  # ONLY keys whose absence is not neutral
-    written: Mapping[str, object] = field(default_factory=dict)  # keys that every table says alike
+    written: Mapping[str, object] = field(default_factory=dict)  # keys with one value in every table
     aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling of a key -> the key
     harmless: frozenset[str] = frozenset()  # more keys without effect on the next token
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # more keys with the values that it implements
     is_mixture: bool = False
-    theta_key: str = ""  # where older files keep the RoPE base; empty: the family has no RoPE
+    theta_key: str = "rope_theta"  # where older files keep the RoPE base; empty: the family has no RoPE
     default_theta: float = 10000.0
     factor_key: str = ""  # where older files keep the rotated fraction of a head
     default_factor: float = 1.0
@@ -58,11 +59,11 @@ class Family:
     local_theta_key: str = ""  # where older files keep the base of layers with a window, if theirs is another
     default_local_theta: float = 10000.0
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-    no_rope_key: str = ""  # of the layers that are not turned
+    no_rope_key: str = ""  # the key that names layers without RoPE
     windows: WindowRule = ""
     mixes: bool = False  # whether layer_types may name both kinds
     names_kinds: bool = False  # whether layer_types are written even where all are alike
-    is_scored: bool = True  # whether transformers has it with a score
+    is_scored: bool = True  # whether transformers has it with a scalar head
 
     @property
     def scored_architecture(self) -> str:
@@ -86,21 +87,6 @@ _ROTARY_NAMES = _SHARED_NAMES | {
 _BIASED = {"attention_bias": "attention_bias"}
 _GROUPED = _ROTARY_NAMES | {"num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
 _GATED = {"norm": "rms", "gated_mlp": True, "parallel_residual": False}
-_GEMMA = {
-    **_GROUPED,
-    "activation": "hidden_activation",
-    "head_dim": "head_dim",
-    "attention_bias": "attention_bias",
-}
-_GEMMA_CONSTANTS = _GATED | {
-    "mlp_bias": False,
-    "norms": "both",
-    "norm_offset": True,
-    "scales.embedding": ROOT_OF_HIDDEN,
-}
-# Released files have second names, which transformers does not read.
-_GEMMA_HARMLESS = frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"})
-_CAUSAL_ONLY = {"use_bidirectional_attention": (False, None)}
 _ROUTED = _GROUPED | {"experts.per_token": "num_experts_per_tok", "experts.route": "route"}
 _GATES = {"experts.gate": "gate", "experts.router_size": "router_size"}
 _QWEN_ROUTED = (_ROUTED | _GATES) | {
@@ -109,21 +95,32 @@ _QWEN_ROUTED = (_ROUTED | _GATES) | {
     "experts.normalized": "norm_topk_prob",
     "experts.dense_layers": "mlp_only_layers",
 }
+_LLAMA = Family(
+    table=LlamaTable,
+    architecture="LlamaForCausalLM",
+    names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
+    constants=_GATED,
+)
+_GEMMA2 = Family(
+    table=Gemma2Table,
+    architecture="Gemma2ForCausalLM",
+    names=_GROUPED | {"activation": "hidden_activation", "head_dim": "head_dim"} | _BIASED,
+    constants=_GATED | {"mlp_bias": False, "norms": "both", "norm_offset": True, "scales.embedding": ROOT_OF_HIDDEN},
+    only={"use_bidirectional_attention": (False, None)},
+    # Released files have second names, which transformers does not read.
+    harmless=frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"}),
+    windows="pattern",
+    mixes=True,
+    names_kinds=True,
+)
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        table=LlamaTable,
-        architecture="LlamaForCausalLM",
-        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
-        constants=_GATED,
-        theta_key="rope_theta",
-    ),
+    "llama": _LLAMA,
     "mistral": Family(
         table=MistralTable,
         architecture="MistralForCausalLM",
         names=_GROUPED | {"head_dim": "head_dim"},
         constants=_GATED | {"attention_bias": False, "mlp_bias": False},
-        theta_key="rope_theta",
         windows="all",
     ),
     "qwen2": Family(
@@ -131,7 +128,6 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Qwen2ForCausalLM",
         names=_GROUPED,
         constants=_GATED | {"attention_bias": False, "qkv_bias": True, "mlp_bias": False},
-        theta_key="rope_theta",
         windows="after",
         mixes=True,
     ),
@@ -140,43 +136,31 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Qwen3ForCausalLM",
         names=_GROUPED | _BIASED | {"head_dim": "head_dim"},
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
-        theta_key="rope_theta",
         windows="after",
         mixes=True,
     ),
-    "smollm3": Family(
+    "smollm3": replace(
+        _LLAMA,
         table=SmolLM3Table,
         architecture="SmolLM3ForCausalLM",
-        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
-        constants=_GATED,
-        theta_key="rope_theta",
         default_theta=2e6,
         harmless=frozenset({"max_window_layers"}),
         no_rope_key="no_rope_layers",
         windows="unturned",
         mixes=True,
     ),
-    "granite": Family(
-        table=GraniteTable,
-        architecture="GraniteForCausalLM",
-        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
-        constants=_GATED,
-        is_scored=False,
-        theta_key="rope_theta",
-    ),
+    "granite": replace(_LLAMA, table=GraniteTable, architecture="GraniteForCausalLM", is_scored=False),
     "olmo2": Family(
         table=Olmo2Table,
         architecture="Olmo2ForCausalLM",
         names=_GROUPED | _BIASED,
         constants=_GATED | {"mlp_bias": False, "qk_norm": True, "whole_qk_norm": True, "norms": "after"},
-        theta_key="rope_theta",
     ),
     "phi3": Family(
         table=Phi3Table,
         architecture="Phi3ForCausalLM",
         names=_GROUPED,
         constants=_GATED | {"attention_bias": False, "mlp_bias": False},
-        theta_key="rope_theta",
         factor_key="partial_rotary_factor",
         factor_is_free=True,
         rope_types=("default", "longrope"),
@@ -184,32 +168,16 @@ FAMILIES: Mapping[str, Family] = {
         only={"attention_bias": (False,)},
         windows="all",
     ),
-    "gemma2": Family(
-        table=Gemma2Table,
-        architecture="Gemma2ForCausalLM",
-        names=_GEMMA,
-        constants=_GEMMA_CONSTANTS,
-        only=_CAUSAL_ONLY,
-        harmless=_GEMMA_HARMLESS,
-        theta_key="rope_theta",
-        windows="pattern",
-        mixes=True,
-        names_kinds=True,
-    ),
-    "gemma3_text": Family(
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
         table=Gemma3Table,
         architecture="Gemma3ForCausalLM",
-        names=_GEMMA,
-        constants=_GEMMA_CONSTANTS | {"qk_norm": True},
-        harmless=_GEMMA_HARMLESS,
-        only=_CAUSAL_ONLY | {"attn_logit_softcapping": (None,)},
-        theta_key="rope_theta",
+        constants={**_GEMMA2.constants, "qk_norm": True},
+        only={**_GEMMA2.only, "attn_logit_softcapping": (None,)},
         default_theta=1e6,
         is_scored=False,
         local_theta_key="rope_local_base_freq",
-        windows="pattern",
-        mixes=True,
-        names_kinds=True,
     ),
     "gpt_neox": Family(
         table=GPTNeoXTable,
@@ -241,6 +209,7 @@ FAMILIES: Mapping[str, Family] = {
             "attention_bias": True,
             "mlp_bias": True,
         },
+        theta_key="",
         implied={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
         # Absent keys would take the defaults of transformers.
         written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -259,7 +228,6 @@ FAMILIES: Mapping[str, Family] = {
         aliases={"num_experts": "num_local_experts"},
         is_mixture=True,
         windows="all",
-        theta_key="rope_theta",
         default_theta=1e6,
     ),
     "qwen2_moe": Family(
@@ -268,7 +236,6 @@ FAMILIES: Mapping[str, Family] = {
         names=_QWEN_ROUTED | {"qkv_bias": "qkv_bias", "experts.shared_size": "shared_expert_intermediate_size"},
         constants=_GATED | {"attention_bias": False, "mlp_bias": False, "experts.shared_gate": True},
         is_mixture=True,
-        theta_key="rope_theta",
         windows="alternating",
         mixes=True,
     ),
@@ -279,10 +246,9 @@ FAMILIES: Mapping[str, Family] = {
         constants=_GATED | {"mlp_bias": False, "qk_norm": True},
         aliases={"num_local_experts": "num_experts"},
         harmless=frozenset({"max_window_layers"}),
-        # Qwen3-Coder's files say what the family is.
+        # Qwen3-Coder's files name constants of the family.
         only={"shared_expert_intermediate_size": (0,), "use_qk_norm": (True,), "qkv_bias": (False,)},
         is_mixture=True,
-        theta_key="rope_theta",
         windows="after",
     ),
     "glm4_moe": Family(
@@ -310,7 +276,6 @@ FAMILIES: Mapping[str, Family] = {
         is_scored=False,
         harmless=frozenset({"num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}),
         is_mixture=True,
-        theta_key="rope_theta",
         factor_key="partial_rotary_factor",
         default_factor=0.5,
         factor_is_free=True,

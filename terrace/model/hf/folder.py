@@ -44,7 +44,7 @@ def holds_weights(folder: str) -> bool:
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether the weights of a folder are those of `torch.distributed.checkpoint`; safetensors come first."""
+    """Whether the weights of a folder are in files of `torch.distributed.checkpoint`; safetensors come first."""
     return (folder / METADATA).is_file() and not any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 

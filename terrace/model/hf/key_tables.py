@@ -11,7 +11,7 @@ ROOT_OF_HIDDEN = "root of hidden"  # as a family's constant: the embedding times
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RotaryTable:
+class _SizedTable:
     # keys and defaults that all families with rotary positions share
 
     vocab_size: int
@@ -19,10 +19,16 @@ class _RotaryTable:
     num_hidden_layers: int
     num_attention_heads: int
     intermediate_size: int
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RotaryTable(_SizedTable):
+    # the same for all but Gemma
+
     max_position_embeddings: int = 2048
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +106,12 @@ class Phi3Table(_RotaryTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GemmaTable:
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
+class _GemmaTable(_SizedTable):
     num_key_value_heads: int
     head_dim: int
-    intermediate_size: int
     max_position_embeddings: int = 8192
     hidden_activation: str = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
-    initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     query_pre_attn_scalar: float = 256.0

@@ -23,7 +23,7 @@ resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout attention_pro
 router_jitter_noise
 """
 _NOISES = tuple(_NOISE.split())
-# What only training knows, and its value without.
+# Keys that matter in training alone, and their value without it.
 TRAINING: Mapping[str, object] = {**dict.fromkeys(_NOISES, 0.0), "output_router_logits": False}
 ONLY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NOISES, (0.0, None)),

@@ -1,28 +1,27 @@
-"""The keys of `config.json` that say how each layer attends, to `ModelConfig.kinds` and back.
+"""The keys of `config.json` for windows and RoPE of each layer, to `ModelConfig.kinds` and back.
 
-Windows are named by `sliding_window` and, layer by layer, by `layer_types`; where these are absent each family has a
-rule of its own. `no_rope_layers` has a 1 for every layer whose queries and keys are turned.
+`sliding_window` is the size of windows, and `layer_types` names the layers that have one; without `layer_types` each
+family has a rule of its own. `no_rope_layers` has a 1 for every layer with RoPE.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ModelError
+from terrace.model.hf.rope import FULL, SLIDING, Turn
 from terrace.model.windows import widest_window
 
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10**5  # absurd numbers are refused where all sizes are; until then they must not fill memory
 
 
-def read_kinds(
-    loaded: Any, family: "Family", turns: Mapping[str, tuple[float, Mapping[str, Any] | None]]
-) -> dict[str, Any]:
-    """The fields of `ModelConfig` that say how layers attend: windows, RoPE, and fields of kinds where layers differ.
+def read_kinds(loaded: Any, family: "Family", turns: Mapping[str, Turn]) -> dict[str, Any]:
+    """The fields of `ModelConfig` for windows and RoPE, with `kinds` where layers differ.
 
-    `turns` are base and scaling for each kind of layer. Raises `ModelError` for layers that are not implemented.
+    `turns` are base and scaling of RoPE for each kind of layer. Raises `ModelError` for layers that are not
+    implemented.
     """
     num_layers = max(0, min(loaded.num_hidden_layers, _MOST_LAYERS)) if hasattr(loaded, "num_hidden_layers") else 0
     turned = _turned(loaded, num_layers)
@@ -40,14 +39,14 @@ def read_kinds(
     if not found:  # a family without kinds, or no layers
         return {"rope_theta": turns[FULL][0], "rope_scaling": turns[FULL][1], "sliding_window": window}
     widest = widest_window([window if kind == SLIDING else 0 for kind in kinds])
-    # The widest layer that is turned speaks for all.
+    # The model's own fields are those of the widest layer with RoPE.
     main = max(found, key=lambda kind: (kind["rope_theta"] > 0, kind["sliding_window"] == widest))
     alike = all(kind == found[0] for kind in found)
     return main | {"sliding_window": widest} | ({} if alike else {"kinds": tuple(found)})
 
 
 def kinds_of(fields: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The fields of the kind of every layer."""
+    """The fields of `LayerKind` for every layer."""
     alike = {key: fields[key] for key in ("sliding_window", "rope_theta", "rope_scaling")}
     return fields["kinds"] or [alike] * fields["num_layers"]
 
@@ -76,7 +75,9 @@ def _turned(loaded: Any, num_layers: int) -> list[bool]:
     named, every = loaded.no_rope_layers, loaded.no_rope_layer_interval
     if named is None:
         if every < 1:
-            raise ModelError(f"no_rope_layer_interval = {every} must be at least 1: a layer in so many is not turned")
+            raise ModelError(
+                f"no_rope_layer_interval = {every} must be at least 1: the distance of layers without RoPE"
+            )
         return [bool((layer + 1) % every) for layer in range(num_layers)]
     if len(named) < num_layers or set(named) - {0, 1}:
         raise ModelError(
@@ -97,8 +98,8 @@ def _named(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[str] |
     # The kind of each layer; None: all have the window, if there is one.
     kinds, window, num_layers = getattr(loaded, "layer_types", None), _window(loaded, family), len(turned)
     if kinds is None and family.windows == "pattern" and not window:
-        # Their layers are of two kinds all the same, with a RoPE each.
-        raise ModelError("sliding_window = None needs layer_types, which name no window: give one of them")
+        # Without a window their layers would still be of two kinds, each with its own RoPE.
+        raise ModelError(f"sliding_window = None needs layer_types, all of them {FULL!r}: give these, or a window")
     if kinds is None:
         sliding = _sliding(loaded, family, turned)
         return None if sliding is None or not window else [SLIDING if each else FULL for each in sliding]
@@ -132,6 +133,8 @@ def _sliding(loaded: Any, family: "Family", turned: Sequence[bool]) -> list[bool
         case "pattern":
             every = getattr(loaded, "sliding_window_pattern", 2)
             if every < 1:
-                raise ModelError(f"sliding_window_pattern = {every} must be at least 1: a layer in so many sees all")
+                raise ModelError(
+                    f"sliding_window_pattern = {every} must be at least 1: the distance of layers without a window"
+                )
             return [bool((layer + 1) % every) for layer in layers]
     return None

@@ -13,7 +13,7 @@ OWN_KEYS: Mapping[str, object] = {
     "gate": "softmax",
     "router_size": 0,
     "route": "gate",
-}  # and what they say where they are left out
+}  # and their defaults
 _PART = "experts."  # in front of the names of these fields
 _MOST_LAYERS = 10**6
 
@@ -45,7 +45,7 @@ def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, 
 
 
 def write_experts(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The keys that `read_experts` reads as these fields of an `ExpertsConfig`, where the family can say them."""
+    """The keys that `read_experts` reads as these fields of an `ExpertsConfig`, as far as the family has them."""
     table = {key: fields[own.removeprefix(_PART)] for own, key in names.items() if _is_part(own)}
     # Keys that only Terrace reads are left out where they say nothing.
     table = {key: value for key, value in table.items() if OWN_KEYS.get(key) != value}

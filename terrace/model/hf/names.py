@@ -17,15 +17,15 @@ from terrace.model.config import SCORE, ModelConfig, block_specs
 from terrace.model.experts.config import GATE_BIAS
 from terrace.model.spec import ParamSpec
 
-# What files of older releases hold beside parameters: masks and frequencies, which follow from config.json.
+# Tensors that files of older releases hold beside parameters: masks and frequencies, which follow from config.json.
 DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Part `part` of the tensor `name`, whose parts have `parts` rows each; empty: it is whole.
+    """A parameter in a file: part `part` of the tensor `name`, which has `parts` rows for each part; empty: all of it.
 
-    Rows of parts alternate within each of `num_groups` groups; parts are then alike.
+    Parts follow one another in each of `num_groups` groups of rows; with several groups all parts have as many rows.
 
     With `num_stacked`, a stack of tensors, in whose names the index stands in place of "{}".
     """

@@ -29,7 +29,7 @@ from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_files, is_dcp, token_ids, weight_files
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
-SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
+SHARD_BYTES = 5_000_000_000  # the size at which transformers begins the next file
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 _FLOATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # as safetensors names them, and as Terrace
@@ -212,11 +212,11 @@ def write_pretrained(
 ) -> list[str]:
     """Write a folder that `transformers` loads, whole or not at all, and return the names of its files.
 
-    `value` returns the whole parameter of (block, parameter); it is asked in the order of the blocks, once for each,
+    `value` returns the whole parameter of (block, parameter); it is called in the order of the blocks, once for each,
     and a shard is in memory at a time. `dtype` is fp32, bf16, fp16 or fp64. From the folder `source` come, byte for
     byte, the tokenizer's files and generation_config.json, and of its config.json which tokens begin, end and pad a
     text; without one, `end_of_text` ends it. Raises `ModelError` for a folder that is not empty or cannot be written,
-    for values that fp16 cannot hold, and for a model that its family's config.json cannot say.
+    for values that fp16 cannot hold, and for a model that its family's config.json cannot describe.
     """
     folder = Path(folder)
     if dtype not in DTYPES:
@@ -315,7 +315,7 @@ def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
     elif source.parts:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
     whole = (whole.t() if source.transposed else whole).contiguous()
-    # A view of something larger cannot be stored: the file would not know what else is in it.
+    # A view of a larger tensor cannot be stored: the file would not know the rest of its memory.
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
 

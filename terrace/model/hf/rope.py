@@ -1,8 +1,8 @@
 """The keys of `config.json` that describe rotary positions, read as numbers of `ModelConfig` and written again.
 
 Both spellings are read: a `rope_parameters` table, and `rope_theta`, `rotary_emb_base`, `rotary_pct` or `rope_scaling`
-at the top. When a file holds both they must agree. What `transformers` derives from absent keys is resolved here, and
-written as a number.
+at the top. When a file holds both they must agree. A value that `transformers` derives from absent keys is computed
+here, and written as a number.
 """
 
 import math
@@ -14,9 +14,9 @@ from terrace.base.errors import ModelError, did_you_mean
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in `layer_types`
 
-# Keys of a config.json that a kind must have, and keys that it may have.
+# Keys of a config.json that a rope_type must have, and keys that it may have.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -33,7 +33,7 @@ Turn = tuple[float, Mapping[str, Any] | None]  # base and fields of a scaling
 ENDLESS = 1e30  # beyond, it is no number that anyone means
 ORIGINAL = "original_max_position_embeddings"
 _OTHERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_READ = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # keys that others follow from
+_READ = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # attention_factor is computed from these
 _ALIASES = {"su": "longrope"}  # older names
 
 
@@ -110,7 +110,10 @@ def read_scaling(table: Mapping[str, Any], family: "Family", max_positions: int)
 def write_turns(
     kinds: Sequence[Mapping[str, Any]], scaling: Mapping[str, Any] | None, theta: float, family: "Family"
 ) -> dict[str, Any]:
-    """The table of `rope_parameters` of the kinds of all layers, and of the model's own base and scaling."""
+    """The table `rope_parameters`, from the model's `scaling` and base `theta`, or from the `kinds` of its layers.
+
+    A family with a RoPE of its own for layers with a window (`local_theta_key`) has one table inside for each kind.
+    """
     if not family.local_theta_key:
         return _written(scaling, theta or family.default_theta)
     found = {FULL: _written(None, family.default_theta), SLIDING: _written(None, family.default_local_theta)}
@@ -129,7 +132,7 @@ def _written(scaling: Mapping[str, Any] | None, theta: float) -> dict[str, Any]:
 
 
 def published_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A table of `rope_parameters` as older releases have it, `rope_scaling`."""
+    """The `rope_scaling` of older releases that equals a table `rope_parameters`; None for the default."""
     others = {"rope_theta", "partial_rotary_factor"}
     scaled = {key: value for key, value in rope.items() if key not in others}
     return None if rope["rope_type"] == "default" else scaled
@@ -195,7 +198,7 @@ def _checked(name: str, key: str, value: object) -> object:
 def _attention_factor(
     kind: str, inner: Mapping[str, Any], where: str, fields: Mapping[str, Any], max_positions: int
 ) -> float:
-    # What cosines and sines are multiplied by, where a file does not say it.
+    # The factor of cosines and sines, where a file does not have it.
     original = max(1, fields[ORIGINAL])
     factor = _agreed({f"{where}.factor": inner.get("factor")}, max_positions / original)
     if kind == "longrope":

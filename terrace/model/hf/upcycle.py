@@ -1,7 +1,7 @@
 """A mixture of experts from a dense model that computes the same (sparse upcycling, 2212.05055).
 
-Every MLP becomes N copies of itself. The weights of a token's copies sum to 1, so the output is the MLP's whatever the
-router says, and the copies part ways in training. Each copy can be cut into G experts, of which a token then passes G
+Every MLP becomes N copies of itself. The weights of a token's copies sum to 1, so the output is the MLP's for any
+router, and the copies part ways in training. Each copy can be cut into G experts, of which a token then passes G
 times as many: equal router rows keep the parts of a copy together, and their down products count G times (fine-grained
 upcycling with virtual groups, 2410.07524). A shared expert, where the family has one, is a copy too: its gate of zeros
 counts it half, and the other experts count the other half.
@@ -48,9 +48,9 @@ class Upcycling:
             raise ModelError(f"--seed {self.seed} must be at least 0 and below 2^63")
 
     def config_of(self, dense: ModelConfig) -> ModelConfig:
-        """The mixture that a dense model becomes, in the family that can say it.
+        """The mixture that a dense model becomes, in the family whose config.json describes it.
 
-        Raises `ModelError` where none can, or where the parts do not divide the MLP.
+        Raises `ModelError` where none does, or where the parts do not divide the MLP.
         """
         family = TARGETS.get(dense.family)
         if dense.experts is not None:

@@ -102,14 +102,14 @@ def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockS
 
 
 def _check_rank(blocks: Sequence[BlockSpec], chosen: Collection[tuple[str, str]], rank: int) -> None:
-    # A rank beyond the smaller side adds parameters but no expressiveness. Named is the matrix with the smallest, since
-    # a rank that it can have all others can have, too.
+    # A rank beyond the smaller side adds parameters but no expressiveness. The error names the matrix with the smallest
+    # side: a rank that suits it suits all others.
     matrices = [param for block in blocks for param in block.params if (block.name, param.name) in chosen]
     least = min(matrices, key=lambda param: min(param.shape), default=None)
     if least is not None and rank > min(least.shape):
         out_size, in_size = least.shape
         raise ModelError(
-            f"lora.rank = {rank} is more than {least.name}, of {out_size} x {in_size}, can have: use at most "
+            f"lora.rank = {rank} exceeds the smaller side of {least.name} ({out_size} x {in_size}): use at most "
             f"{min(least.shape)}, or leave the matrix out of lora.targets"
         )
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
-from terrace.model.attending import DeclaredAttention
 from terrace.model.attention import Plans
 from terrace.model.attention_plans import AttentionPlans
+from terrace.model.declared_attention import DeclaredAttention
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock
 from terrace.model.layers import Attention
 from terrace.plan.context import attention_heads, local_tokens

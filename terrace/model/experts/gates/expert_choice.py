@@ -1,6 +1,6 @@
 """Each expert takes the tokens of a sequence that score best for it (2202.09368, section 3.2).
 
-Of S tokens an expert takes C = ceil(k S / E), so all have the same load, and a token passes k of them on average, any
+An expert takes C = ceil(k S / E) of S tokens, so all have the same load, and a token passes k of them on average, any
 number from none to all. A choice depends on later tokens: a decoder that is trained so cannot be sampled from.
 
 Shape legend: T tokens, B sequences, E experts.

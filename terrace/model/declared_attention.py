@@ -1,6 +1,6 @@
-"""Attention of a layer that another library has written: its own projections, and this project's products in between.
+"""Attention between the projections of a layer from another library.
 
-Tokens see what they see in `terrace.model.attention`; where keys are on other ranks, an axis replaces `plans`.
+Masks are those of `terrace.model.attention`; where keys are on other ranks, an axis replaces `plans`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from terrace.model.attention_plans import AttentionPlans
 
 
 class DeclaredAttention(nn.Module):
-    """The attention of one layer, without parameters: heads as the layer has projected them, to their outputs."""
+    """The attention of one layer, without parameters: from projected queries, keys and values to the heads' outputs."""
 
     def __init__(self, window: int, is_grouped: bool) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class DeclaredAttention(nn.Module):
 
     @contextmanager
     def on(self, positions: Tensor | None) -> Iterator[None]:
-        """While the body runs, the layer attends by this, with documents by `positions` (B, S)."""
+        """In the body of a `with` the layer attends by this module; `positions` (B, S) mark documents."""
         before = self.is_running, self._positions
         self.is_running, self._positions = True, positions
         try:
