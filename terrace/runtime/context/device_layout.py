@@ -76,7 +76,7 @@ class DeviceLayout:
 
     @cached_property
     def windows(self) -> "list[DeviceLayout]":
-        """This layout for the layers of each window, the first of which it is itself."""
+        """A layout for the layers of each window; the first is this object."""
         found = [self]
         for index in range(1, len(self.ring_steps[0].pairs)):
             other = copy(self)
