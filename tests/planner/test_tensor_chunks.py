@@ -86,13 +86,13 @@ def test_one_device_has_no_tensor_axis() -> None:
 def test_on_the_command_line(here: Planning) -> None:
     """A plan's file says how its messages are cut; the words say the step of each way."""
     words = ("--nodes", "1", "--pin", "tensor=4", "--allow", "tensor_chunks=fused", "--allow", "tensor_chunks=2")
-    said = here.say("plan", *words, "--output", "a.toml", cluster="dgx-h100", batch=64)
+    said = here.say("plan", *words, "--out", "a.toml", cluster="dgx-h100", batch=64)
     assert said.code == 0, said
     used = "allowed and used: tensor_chunks; with tensor messages whole step " in said.out
     assert used or "allowed and not used: tensor_chunks; with tensor messages whole step " in said.out
     with open("a.toml", "rb") as file:
         value = tomllib.load(file)["tensor_chunks"]
     assert value in ((2, "fused") if used else (1,))
-    assert here.say("plan", *words[:4], "--output", "b.toml", cluster="dgx-h100", batch=64).code == 0
+    assert here.say("plan", *words[:4], "--out", "b.toml", cluster="dgx-h100", batch=64).code == 0
     with open("b.toml", "rb") as file:
         assert tomllib.load(file)["tensor_chunks"] == 1
