@@ -9,6 +9,7 @@ import pytest
 from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
+from terrace.plan.recompute import WHOLE
 from terrace.planner.pins import parse_pins
 from terrace.planner.products import ProductsFound, find_with
 from terrace.planner.space import Space
@@ -59,6 +60,35 @@ def test_never_unasked_and_only_where_a_plan_can_have_it() -> None:
     assert spread.value == 1
     assert len(spread.products.searched.found.best[0].candidate.mesh.tiers("rows")) == 2
     assert spread.step_s["fused"] == spread.step_s[1]
+
+
+def test_pipelines_with_tensor_rows_have_them_too() -> None:
+    """Their stages are priced without ranks inside; the program that would train has the same parts."""
+    task = replace(TASK, cluster=load_cluster("dgx-h100").resized(2), batch=32)
+    found = find_cut([4], space_of("tensor=8", "pipeline=2", task=task), search)
+    whole_s, cut_s = found.step_s[1], found.step_s[4]
+    assert whole_s is not None
+    assert cut_s is not None
+    assert cut_s < whole_s
+    best = found.products.searched.found.best[0]
+    assert found.products.searched.evaluator.plan(best.candidate).tensor_chunks == 4
+    assert best.candidate.mesh.total("pipeline") == 2
+
+
+@pytest.mark.parametrize("operations", [None, ("mlp",)])
+def test_beside_them_tensor_ranks_recompute_whole_layers_alone(operations: tuple[str, ...] | None) -> None:
+    for value in (4, "fused"):
+        again = replace(TASK, tensor_chunks=value, operations=operations).recomputations  # type: ignore[arg-type]
+        parts = {
+            tensor: {
+                name
+                for one in again.chain(tensor=tensor, context=False, partly=True)
+                for name in (*again.values[one].parts, *again.values[one].least)
+            }
+            for tensor in (False, True)
+        }
+        assert "mlp" in parts[False]
+        assert parts[True] <= {*WHOLE}
 
 
 REFUSED = [

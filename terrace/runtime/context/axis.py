@@ -139,7 +139,7 @@ class ContextAxis(InBlockAxis):
         `window` is the index of the layers' window among the model's.
         """
         assert self._layout is not None, "a block runs in a step alone"
-        return attend(query, key, value, self._layout.windows[window])
+        return attend(query, key, value, self._layout.of_window(window))
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
