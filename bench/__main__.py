@@ -1,10 +1,10 @@
-"""Run the benchmarks one after the other, and write what they claim to `docs/benchmarks/summary.md`.
+"""Run the benchmarks one after the other, and write their claims to `docs/benchmarks/summary.md`.
 
     make bench                                 all of them: under 40 minutes on two idle cores, 50 with the lab
     make bench ARGS="--only planner,codecs"    some; the other rows of the page stay as they are
 
 Each benchmark is a process of its own and leaves its claims in a file; a crash loses only its own rows, and the exit
-code says that there was one. Figures that miss their goals do not fail: they are on the page, with what bounds them.
+code says that there was one. Figures that miss their goals do not fail: they are on the page, with their bounds.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what was asked for, keep the records, write the page; 1 when a benchmark failed."""
+    """Run the chosen benchmarks, keep the records, write the page; 1 when a benchmark failed."""
     options, failed = parse(), []
     for what in RUNS:
         if what.name not in options.names:

@@ -263,7 +263,7 @@ def _everyone(figure: int) -> list[int]:
 
 
 def verdict(num_ranks: int, job: Job, name: str, results: dict[str, Result]) -> tuple[list[Claim], list[str]]:
-    """Claims of case `name` about time, and memory where it counts, and what is wrong with its numbers."""
+    """Claims of case `name` about time, and memory where it counts, and the faults of its numbers."""
     ours, theirs = results["engine"], results["torch"]
     text, rival = f"pipeline of {num_ranks} ranks, {name}, hidden {job.hidden}", versioned("torch", "pipelining")
     case, goal = CASES[name], SHARDED_GOAL if CASES[name].sharded else turns.GOAL

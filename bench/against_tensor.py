@@ -165,7 +165,7 @@ def rows(num_ranks: int, job: Job, results: dict[str, Result]) -> list[list[str]
 
 
 def verdict(num_ranks: int, job: Job, results: dict[str, Result]) -> tuple[list[Claim], list[str]]:
-    """A claim for each form that both libraries ran, and what is wrong with their numbers."""
+    """A claim for each form that both libraries ran, and the faults of their numbers."""
     claims, wrong = [], []
     for form in job.forms:
         ours, theirs = results.get(f"engine {form}"), results.get(f"torch {form}")

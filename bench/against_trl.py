@@ -1,7 +1,7 @@
 """GRPO on the task `sort` against TRL's `GRPOTrainer`: `python -m bench.against_trl`, with the extra `trl`.
 
 Both take the same supervised start, the same prompts in the same order, 64 of them with 8 responses a step, two updates
-of 256, and the same rates, clips and optimizer; what they draw differs. Each has a process of its own, one thread and
+of 256, and the same rates, clips and optimizer; their samples differ. Each has a process of its own, one thread and
 fp32, and they take turns step by step. TRL runs in its two forms, with `transformers`' generation of a padded batch and
 with its continuous batching over pages; the faster one is the rival. Time is processor time of a whole step. Rewards
 are those of the responses drawn, so of equally many samples.

@@ -9,7 +9,7 @@ _TOLERANCE = 1e-3  # of the number
 def least(holds: Callable[[float], bool], low: float, high: float) -> float:
     """The least number from `low` to `high` at which `holds`, to a thousandth; infinite where it does not at `high`.
 
-    What holds at a number must hold at all greater ones.
+    Where `holds` is true at a number, it must be at all greater ones.
     """
     if not holds(high):
         return math.inf

@@ -18,8 +18,8 @@ from pathlib import Path
 class Claim:
     """A measured figure and the goal it is held against.
 
-    `found` with its quartiles is in `unit` ("" for a ratio to the rival). `bound` says what keeps the figure from its
-    goal, for the page's reader, and is shown when the goal is missed.
+    `found` with its quartiles is in `unit` ("" for a ratio to the rival). `bound` tells the page's reader why the
+    figure cannot reach its goal, and is shown when the goal is missed.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Contestants in processes of their own that take turns: processor seconds of the same work, side by side.
 
 A contestant is a function at the top of a module and its arguments; called in its process, it prepares the work and
-returns a function without arguments that does the work once. What that returns must be equal for all, or is shown.
+returns a function without arguments that does the work once. Its result must be equal for all, or is shown.
 """
 
 import multiprocessing

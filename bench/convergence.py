@@ -1,4 +1,4 @@
-"""Does compression change what a model learns? Three-level placement, lossless, compressed, and without error feedback.
+"""Does compression change the loss of a model? Three-level placement, lossless, compressed, and without error feedback.
 
 Eight gloo ranks in three tiers train a decoder of 1.3 M parameters on the source text of the Python standard library,
 with the same batches, initial values and learning rates for all, with several seeds. Compared is the mean loss of the

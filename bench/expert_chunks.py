@@ -1,10 +1,10 @@
 """Chunks of tokens on their way to experts, and gradients in the gaps between them: 2 x 2 x 2 ranks on paced links.
 
 Experts are on different ranks over the two outer tiers, so that a token's row crosses both. Messages are held to the
-rates of the links; attention and experts take seconds that a rank sleeps, experts in proportion to its rows: what is
-measured is how the runtime overlaps messages and computing, whatever the machine. The prediction plays the same program
-with the same seconds, and sizes the parts of gradients. Contestants take turns step by step; the median over steps is
-reported. The first sends a layer's gradient in one message before the next dispatch, in one chunk.
+rates of the links; attention and experts take seconds that a rank sleeps, experts in proportion to its rows: so the
+overlap of messages and computing is measured, whatever the machine. The prediction plays the same program with the same
+seconds, and sizes the parts of gradients. Contestants take turns step by step; the median over steps is reported. The
+first sends a layer's gradient in one message before the next dispatch, in one chunk.
 """
 
 import statistics

@@ -140,7 +140,7 @@ def theirs(implementation: str, sizes: Sizes, num_tokens: int) -> Work:
 
 
 def one_rank(sizes: Sizes, num_tokens: int, rounds: int) -> tuple[list[list[str]], Claim, list[str]]:
-    """Rows of the table, the claim, and what is wrong with the numbers."""
+    """Rows of the table, the claim, and the faults of the numbers."""
     contestants: dict[str, Any] = {"terrace": (own, (sizes, num_tokens)), "dense": (dense, (sizes, num_tokens))}
     contestants |= {name: (theirs, (name, sizes, num_tokens)) for name in IMPLEMENTATIONS}
     seconds, found = take_turns(contestants, rounds)
@@ -243,7 +243,7 @@ CONTESTANTS: dict[str, float | None] = {"terrace": None, DROPLESS: None, "deepsp
 
 
 def several(num_ranks: int, num_tokens: int, rounds: int) -> tuple[list[list[str]], Claim, list[str]]:
-    """Rows of the table, the claim, and what is wrong with the numbers."""
+    """Rows of the table, the claim, and the faults of the numbers."""
     found: dict[str, tuple[Timing, list[float]]]
     found = turns.hold(contest, list(CONTESTANTS), num_ranks, num_tokens, rounds)
     ours, rows = found["terrace"], []

@@ -1,4 +1,4 @@
-"""What a mixture learns: against a dense model of its active size, with and without a moved bias, with rows in fp8.
+"""Losses of a mixture: against a dense model of its active size, with and without a moved bias, with rows in fp8.
 
 Two gloo ranks train small decoders on the source text of the Python standard library, with the same batches and
 learning rates for all, with several seeds:

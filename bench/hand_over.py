@@ -1,4 +1,4 @@
-"""What does the hand-over from training to generation cost, beside two plainer ways? Predicted; needs no torch.
+"""Seconds of the hand-over from training to generation, beside two plainer ways. Predicted; needs no torch.
 
 A model of 7B parameters (Llama 2's, 2307.09288) in bf16 goes from training layouts on 32 devices to replicas of tensor
 ranks. The ways:
@@ -75,7 +75,7 @@ def rows_of(cluster: Cluster, rows: int, names: Sequence[str]) -> Iterator[Row]:
 
 
 def peak_bytes(transition: Transition) -> int:
-    """The most bytes of parameters that a rank has: what it holds, and of its slice what it receives."""
+    """The most bytes of parameters that a rank has: those it holds, and those of its slice that it receives."""
     totals = [0] * sum(map(len, transition.replicas))
     for first in dict.fromkeys(transition.alike):
         times = transition.alike.count(first)

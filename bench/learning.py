@@ -93,8 +93,8 @@ class Held(Generic[Found]):
                 self._known[key] = of(**record)
 
     def result(self, job: Job, plans: object, run: Callable[[], Found]) -> Found:
-        """The result of a job, from the file or from `run`, whose result is appended to it; `plans` are what it trains
-        under, with all else that the job does not say.
+        """The result of a job, from the file or from `run`, whose result is appended to it; `plans` are the plans of
+        its training, with all else that the job does not name.
         """
         key = key_of(job.variant, job.seed, job.setting, job.tokens.digest, plans)
         is_known = key in self._known

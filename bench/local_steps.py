@@ -1,4 +1,4 @@
-"""What do local steps, late exchanges and rounding across a slow tier change in what a model learns?
+"""How do local steps, late exchanges and rounding across a slow tier change the loss of a model?
 
 Four gloo ranks train a decoder of 1.0 M parameters on the source text of the Python standard library. All runs of a
 seed begin at one checkpoint of 300 synchronous steps and take 1,200 more, with the same batches and learning rates.
@@ -197,7 +197,7 @@ def claims_of(found: Sequence[Mapping[str, Found]]) -> list[Claim]:
 
 
 def show(found: Sequence[Mapping[str, Found]]) -> None:
-    """Print a row for each variant: means over its seeds, and the spread of what is compared."""
+    """Print a row for each variant: means over its seeds, and the spread of the compared figures."""
     rows = []
     for name, variant in VARIANTS.items():
         runs, values = [each[name] for each in found if name in each], rises(found, name)

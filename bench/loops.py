@@ -17,13 +17,13 @@ Table = dict[str, Any]
 
 
 def loop(wire: str = "", **changes: Any) -> Table:
-    """A plan of four islands that exchange every 20 steps; `wire` is the format of what crosses."""
+    """A plan of four islands that exchange every 20 steps; `wire` is the format of messages between islands."""
     table = {"preset": "ddp", "outer": {"every": EVERY, "lr": RATE, "momentum": MOMENTUM, **changes}}
     return table | ({"wire": {"outer": {SLOW: wire}}} if wire else {})
 
 
 def co2(*, penalty: bool) -> Table:
-    """CO2's loop: what an island did while an exchange was under way is thrown away."""
+    """CO2's loop: an island's steps during an exchange are thrown away."""
     return {"preset": "ddp", "outer": {"preset": "co2", "every": EVERY, "delay": EVERY, "penalty": penalty}}
 
 

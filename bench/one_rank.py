@@ -52,7 +52,7 @@ HEADER = ["contestant", "rounds", "CPU ms", "wall ms", "faults", "CPU ratio (qua
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all contestants train."""
+    """The model and the batches of all contestants."""
 
     hidden: int = 512
     layers: int = 4

@@ -4,8 +4,8 @@ Two ranks stand for two machines, with a memory folder each. They train a step, 
 then the second machine's memory is lost. By turns the state is restored from disk (as a restarted run does: rank 0
 checks every file, each rank reads its boxes, from a disk cache that was emptied for these files) and from memory (rank
 0 joins the lists of all hosts, each host checks its files of the newest step, missing files travel, each rank reads its
-boxes). Seconds are from one meeting of the ranks to the next, so the slower rank counts. Bytes from disk are what the
-kernel has read for the ranks (`read_bytes` of /proc/self/io).
+boxes). Seconds are from one meeting of the ranks to the next, so the slower rank counts. Bytes from disk are those that
+the kernel has read for the ranks (`read_bytes` of /proc/self/io).
 """
 
 import os

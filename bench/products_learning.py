@@ -1,4 +1,4 @@
-"""Do products in 8-bit floats change what a model learns? Against the same run with products in bf16.
+"""Do products in 8-bit floats change the loss of a model? Against the same run with products in bf16.
 
 One process trains a decoder of 1.3 M parameters on the source text of the Python standard library, with the same
 batches, initial values and learning rates for all, with several seeds; a CPU emulates the products exactly. Compared is

@@ -6,7 +6,7 @@ NAME is an algorithm, `shuffled` (GRPO whose rewards are dealt out anew, which m
 beside which Safe RLHF is judged) or `all`. Bars are of the reward of drawn responses, the mean of the last five steps,
 and of the likeliest ones to held-out prompts. Responses that DAPO and CISPO draw and do not learn from count as well.
 
-Algorithms have the numbers of their papers, and all the rate of GRPO but for what `BARS` says.
+Algorithms have the numbers of their papers, and all the rate of GRPO except those in `BARS`.
 """
 
 import argparse

@@ -9,7 +9,7 @@ eight A100 of 80 GB with 200 Gb/s of a node between them; 1024 prompts of 1024 t
 - standalone: each model on a pool of its own;
 - best: of all partitions.
 
-`--launch` is what the host takes to launch the kernels of a layer: the preset's figure for an engine that launches each
+`--launch` are the host's seconds to launch the kernels of a layer: the preset's figure for an engine that launches each
 kernel, as Terrace's does, or 0 for one that has recorded them.
 """
 
@@ -68,7 +68,7 @@ def llama(name: str) -> ModelConfig:
 
 
 def cluster_of(devices: int, launch_s: float | None = None) -> Cluster:
-    """Nodes of eight A100 with the paper's network; `launch_s` replaces what the host takes for a layer."""
+    """Nodes of eight A100 with the paper's network; `launch_s` replaces the host's seconds for a layer."""
     whole = load_cluster("dgx-a100").resized(devices // 8)
     inner, outer = whole.tiers
     outer = replace(outer, bandwidth_bytes_per_s=NODE_BYTES_PER_S / inner.size, shared=True)

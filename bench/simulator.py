@@ -1,5 +1,5 @@
 """Speed of the simulator: instructions played and recorded per second of processor time, on one rank and in a pipeline,
-and what each rank of a large pipeline spends on its own program; needs no torch.
+and seconds of each rank of a large pipeline for its own program; needs no torch.
 
 A step is played twice, to be steady, so a program of n instructions is 2 n events. Pricing and the report are timed,
 building the program is not: it has a column of its own. The best of a few rounds counts, since other jobs can only slow

@@ -1,4 +1,4 @@
-"""Do narrow states change what a model learns? AdamW's moments in bf16 and in 8-bit blocks, and bf16 parameters without
+"""Do narrow states change the loss of a model? AdamW's moments in bf16 and in 8-bit blocks, and bf16 parameters without
 an fp32 master.
 
 One rank trains a decoder of 1.3 M parameters on the source text of the Python standard library, with the same batches,
@@ -89,7 +89,7 @@ def noisy() -> Iterator[None]:
 
 @contextmanager
 def to_the_nearest() -> Iterator[None]:
-    """Half a step in place of random bits: then what is cut off was rounded to the nearest."""
+    """Half a step in place of random bits, so that cutting off rounds to the nearest."""
     drawn = Noise.bits
 
     def half(self: Noise, state: str, step: int, start: int, stop: int, device: torch.device) -> Tensor:

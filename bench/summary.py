@@ -1,4 +1,4 @@
-"""The page of the benchmarks: a row for each claim, and what bounds the figures that miss their goals."""
+"""The page of the benchmarks: a row for each claim, and the bounds of figures that miss their goals."""
 
 import os
 import platform

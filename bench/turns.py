@@ -77,7 +77,7 @@ def ratio_cell(ours: Result, theirs: Result) -> str:
 
 
 def differences(name: str, ours: Result, theirs: Result, dtype: str) -> list[str]:
-    """What is wrong with the numbers of two contestants: losses or gradient norms that differ."""
+    """Faults in the numbers of two contestants: losses or gradient norms that differ."""
     difference = max(loss_difference(ours.timing, theirs.timing), norm_difference(ours.norms, theirs.norms))
     return [f"{name}: losses or norms differ by {difference:.0e}"] if difference > _LIMITS[dtype] else []
 

@@ -2,7 +2,7 @@
 
 FLOPs are 4 B N S^2 D forward and 10 B N S^2 D backward, halved for the causal mask. Rows with documents, and under a
 window, go through the mask plans of `train.attention`: FLOPs are those of the pairs that are seen, and peak memory is
-what a forward and a backward allocate beside their inputs.
+that of a forward and a backward beside their inputs.
 """
 
 from collections.abc import Callable, Iterator

@@ -61,7 +61,7 @@ def _product(setting: Setting, subject: str, sizes: tuple[int, ...], by_row: boo
 
 
 def rounded(values: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
-    """`values` (R, C) in e4m3 and what they are multiplied with afterwards: fp32, () or (R, 1)."""
+    """`values` (R, C) in e4m3 and the factors of their products: fp32, () or (R, 1)."""
     largest = values.abs().amax(1, keepdim=True) if by_row else values.abs().amax()
     scale = largest.float().clamp(min=1e-12) / _LARGEST
     return (values / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale

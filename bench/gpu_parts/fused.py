@@ -35,7 +35,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     small, shape = decoder(64, 2), (2, 33)
     exact = {way: _run(setting, small, shape, way, "fp64") for way in (1, "fused")}
     yield _exact(exact[1], exact["fused"])
-    # Two layers of an 8 B model's width or so, and 8,192 tokens: long products and messages.
+    # Two layers about as wide as an 8 B model's, and 8,192 tokens: long products and messages.
     wide = decoder(setting.size(4096, 64), 2, setting.size(32000, 257))
     shape, found = (setting.size(4, 1), setting.size(2048, 32)), dict[Any, Found]()
     for way in WAYS:

@@ -17,7 +17,7 @@ _ONE_RANK = ("package", "node", "system")  # the tiers of the cluster that the p
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """What the probe found, then rows for the step and for memory."""
+    """Findings of the probe, then rows for the step and for memory."""
     folder = setting.folder / "prediction"
     folder.mkdir(exist_ok=True)
     sizes = [word for tier in _ONE_RANK for word in (f"--cluster.tiers.{tier}.size", "1")]

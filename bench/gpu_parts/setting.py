@@ -1,4 +1,4 @@
-"""What all parts are given, and what they give back."""
+"""The setting of all parts, and the rows that they return."""
 
 import statistics
 import time

@@ -44,7 +44,7 @@ class Lab:
         self.left_out = 0
 
     def records(self) -> list[dict[str, Any]]:
-        """What was measured at this scale."""
+        """The measurements at this scale."""
         return [record for record in read(self._options.results) if record["scale"] == self._options.scale]
 
     def rates(self, links: str) -> Mapping[str, float]:

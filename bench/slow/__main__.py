@@ -54,7 +54,7 @@ def launches(names: Sequence[str], rounds: int) -> list[Launch]:
 
 
 def key(launch: Launch, options: argparse.Namespace) -> str:
-    """What a line of the results file is known by: contestant, job, links and length of a launch."""
+    """The key of a line in the results file: contestant, job, links and length of a launch."""
     number, links, entry = launch
     return key_of(number, links, RATES[links], JOB, replace(entry, label=""), num_spans(launch, options))
 

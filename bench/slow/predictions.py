@@ -4,8 +4,8 @@
 
 probes the rehearsal cluster `lab`, with its outermost link as slow as in `bench.slow`, and runs each plan on it with
 the probed cluster file, whose step `terrace train` predicts before it starts. Every finished run is appended to the
-results file as one line of JSON; a second call makes what is missing, also of settings that have changed, and writes
-the page. Needs root, for network namespaces.
+results file as one line of JSON; a second call runs those that are missing or have changed settings, and writes the
+page. Needs root, for network namespaces.
 """
 
 import argparse
@@ -74,13 +74,13 @@ def train(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def key_of_run(folder: Path, setting: Setting) -> str:
-    """What a line of the results file is known by: the setting, its model, and the probe that predicts it."""
+    """The key of a line in the results file: the setting, its model, and the probe that predicts it."""
     cluster = (folder / "cluster.toml").read_text(encoding="utf-8")
     return key_of(replace(setting, label=""), {**MODEL, **SIZES}, JOB.sequence, LINKS, cluster)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Probe and run what the results lack."""
+    """Probe and run the settings that the results lack."""
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "cluster.toml").exists():

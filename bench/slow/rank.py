@@ -1,7 +1,7 @@
 """One rank of one contestant: steps in spans from barrier to barrier; rank 0 prints a line of JSON.
 
 A span of a contestant with local steps is a whole cycle with nothing under way at its ends. So it pays for one exchange
-of everything, less what hides behind steps, and no barrier but those at its ends crosses the slow link.
+of everything, less the part hidden behind steps, and no barrier but those at its ends crosses the slow link.
 """
 
 import argparse

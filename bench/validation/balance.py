@@ -46,7 +46,7 @@ change. Nothing was fitted.
 
 
 def nodes(num_gpus: int, adapter_bytes_per_s: float) -> Cluster:
-    """Return nodes of eight A100 with the links of A800 nodes, and what a GPU has of the adapters."""
+    """Nodes of eight A100 with the links of A800 nodes, and a GPU's share of the adapters."""
     cluster = load_cluster("dgx-a100").resized(num_gpus // 8)
     node, system = cluster.tiers
     tiers = (replace(node, bandwidth_bytes_per_s=200e9), replace(system, bandwidth_bytes_per_s=adapter_bytes_per_s))
@@ -106,7 +106,7 @@ def gains(model: str, num_gpus: int) -> list[float]:
 
 
 def same_seconds(cluster: Cluster, model: ModelConfig) -> tuple[float, float]:
-    """Return what a step takes under both: seconds of a layer but for attention, and seconds of all else once."""
+    """Seconds of a step under both: of a layer without attention, and of all else once."""
     work, specs, device = Work(model=model, sequence=_TOKENS), block_specs(model), cluster.device
     seconds = {block: seconds_of(device, work, specs[block]) for block in (0, 1, model.num_blocks - 1)}
     passes_s = {block: each.forward_s + each.backward_s for block, each in seconds.items()}

@@ -42,7 +42,7 @@ _OPTIMIZER_BYTES = 100
 
 @dataclass(frozen=True, kw_only=True)
 class _Device:
-    """How a device of the rows is described: a preset, and what flash attention 2 reaches on it."""
+    """How a device of the rows is described: a preset, and the rate of flash attention 2 on it."""
 
     preset: str
     forward: float
@@ -213,7 +213,7 @@ def _cluster(name: str, num_devices: int) -> Cluster:
 def overlapped_s(compute_s: float, message_s: float, penalty: float, tail_s: float = 0.0) -> float:
     """Return the seconds of computation and messages side by side, where computing slows by `penalty` meanwhile.
 
-    max(C (1 + penalty min(1, N / C)), N) + tail: never better than the longer of them, nor, with a penalty of
-    at most 1, worse than both in turn. `tail_s` is what nothing can hide: a first gather, a last reduction.
+    max(C (1 + penalty min(1, N / C)), N) + tail: never better than the longer of them, nor, with a penalty of at most
+    1, worse than both in turn. Nothing can hide `tail_s`: a first gather, a last reduction.
     """
     return max(compute_s + penalty * min(compute_s, message_s), message_s) + tail_s

@@ -3,7 +3,7 @@
 A layer's mixture passes in `r` chunks. D, G, P, R, C are the seconds of a chunk's dispatch between nodes, gather
 inside, products, reduction inside, combine between nodes; X those of gradients sent meanwhile, between nodes:
 
-    between nodes   D D .. D X C C .. C       a message starts when its lane and what it carries are there
+    between nodes   D D .. D X C C .. C       a message starts when its lane is free and its rows are there
     inside            G G .. G R R .. R
     compute             P P .. P
 

@@ -1,10 +1,10 @@
 """Narayanan et al. 2104.04473, Table 1: ten GPT models from 1.7 to 1008 billion parameters on 32 to 3072 A100.
 
 Every row is evaluated as `terrace plan` evaluates a candidate: the row's mapping, batch, micro-batch and schedule, all
-states replicated over the data ranks, and full recomputation. What Megatron-LM did in another way than this project
-is said by `bench.validation.software`: attention that writes its scores, dropout, norms on every tensor rank,
-sends that hold up the stages they join, and gradients that a pipeline sums after its last backward. Tensor ranks fill
-a node from inside, and pipeline stages are nodes.
+states replicated over the data ranks, and full recomputation. Differences of Megatron-LM from this project are in
+`bench.validation.software`: attention that writes its scores, dropout, norms on every tensor rank, sends that hold up
+the stages they join, and gradients that a pipeline sums after its last backward. Tensor ranks fill a node from inside,
+and pipeline stages are nodes.
 """
 
 from bench.validation.rows import Row, Table, gpt, read_rows
@@ -51,7 +51,7 @@ def table() -> Table:
 
 
 def setting(line: dict[str, str]) -> tuple[Task, Candidate]:
-    """Return what a published row trained, and how."""
+    """The task of a published row, and its plan."""
     tensor, pipeline, data = (int(line[axis]) for axis in ("tensor", "pipeline", "data"))
     chunks = int(line["chunks"])
     num_nodes = tensor * pipeline * data // _NODE_SIZE

@@ -1,4 +1,4 @@
-"""The validated rows by what they ran on: the file from which predicted figures get their bands.
+"""The validated rows by their devices: the file from which predicted figures get their bands.
 
 Rows of whole steps: published ones, and those of the pages of predictions on probed CPUs. Forms of a layer, which are
 plans of one machine and model, serve to compare plans alone (`terrace.simulate.bands`).

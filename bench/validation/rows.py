@@ -27,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of one source. A limit is on the absolute error; what it guards is `mean_error` and `max_error`."""
+    """Rows of one source. A limit is on the absolute error; it guards `mean_error` and `max_error`."""
 
     title: str
     text: str

@@ -39,8 +39,8 @@ class Device:
     """One accelerator (or one process on a CPU).
 
     `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
-    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset. `memory_bytes` is
-    what a process can get of the device, which is less than its chips hold.
+    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset. `memory_bytes`
+    are those that a process can get of the device, fewer than its chips hold.
     """
 
     name: str

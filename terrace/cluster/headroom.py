@@ -1,8 +1,8 @@
 """Headroom: memory of a device that every plan leaves free, a share of it ("5%") or bytes ("4GB").
 
-Predicted memory counts tensors, the process (CUDA context, communicators) and what an allocator loses on average. The
-headroom is for what it does not count: scratch memory of kernels, RoPE's tables, fragmentation above the average, and
-the error of the prediction itself.
+Predicted memory counts tensors, the process (CUDA context, communicators) and the average loss in an allocator. The
+headroom is for memory that it does not count: scratch memory of kernels, RoPE's tables, fragmentation above the
+average, and the error of the prediction itself.
 """
 
 import re

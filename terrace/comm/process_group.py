@@ -1,7 +1,7 @@
 """Process groups, and when NCCL makes the communicators behind them.
 
-A communicator on NCCL is made by all its ranks at once, which wait for each other. Made at the first message, a
-receive that is posted early would hold up the host until the other side sends, which may depend on what this host has
+A communicator on NCCL is made by all its ranks at once, which wait for each other. Made at the first message, a receive
+that is posted early would hold up the host until the other side sends, which may depend on messages that this host has
 yet to issue; and a first batch of sends and receives would wait for members that have none. So a group's communicator
 is made with the group: it gets the rank's device.
 

@@ -25,7 +25,7 @@ class Operators:
 
     `gather` takes x (m, K), matrices (K, N) and the group; it returns the x of all ranks (n m, K), in rank order, and
     its products (n m, N). `scatter` takes x (n m, K), a matrix (K, N) and the group, and returns this rank's part (m,
-    N). `share` gets so many bytes of a group's memory, before anything is computed.
+    N). `share` reserves a number of bytes that the ranks of a group share, before anything is computed.
     """
 
     gather: Callable[[Tensor, Sequence[Tensor], str], tuple[Tensor, list[Tensor]]]

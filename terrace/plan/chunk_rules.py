@@ -1,4 +1,4 @@
-"""Rules of `plan.tensor_chunks`: a number of parts, or "fused" with the products beside the messages."""
+"""Rules of `plan.tensor_chunks`: a number of parts of each message, or "fused" with the products beside them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What layers must be for ranks to attend together (terrace.plan.context): their windows, caps and RoPE."""
+"""Rules on layers whose ranks attend together (terrace.plan.context): their windows, caps and RoPE."""
 
 from collections.abc import Sequence
 
@@ -21,14 +21,14 @@ def _layers(blocks: Sequence[BlockSpec]) -> list[ModelConfig]:
 
 
 def why_whole(blocks: Sequence[BlockSpec], sequence: int = 0, balance: str = "tokens") -> str:
-    """Why rows of `sequence` tokens (0: of any number) cannot be attended to by several ranks; empty where they can."""
+    """Why ranks cannot share the attention of rows of `sequence` tokens (0: of any length); empty where they can."""
     windows = windows_of(blocks)
     if len(windows) > 1 and balance == "cost":
         listed = " and ".join("no window" if not window else f"a window of {window}" for window in windows)
         return f'its layers differ in their windows ({listed}), and balance = "cost" prices documents by one'
     for layer in _layers(blocks):
         if layer.scales.attention_cap:
-            return "it caps the scores of attention, which the kernels of ranks that attend together cannot"
+            return "it caps the scores of attention, which no kernel of a context axis supports"
         if 0 < layer.rope_limit < sequence and layer.rope_scaling is not None:
             kind = layer.rope_scaling.rope_type
             return f"its {kind} RoPE changes with the length of rows beyond {layer.rope_limit} tokens"

@@ -82,7 +82,7 @@ class AttentionBytes:
 
     `inputs` are the queries, keys and values of a rank's tokens in the heads of one part, `outputs` the attention
     output of the same; `keys` are the keys and values of a place in the heads of one part. These are in the compute
-    dtype; `formats` has what they are on each tier, if some tier has another format.
+    dtype; `formats` has the format on each tier, if some tier has another one.
     """
 
     ulysses: tuple[int, ...]

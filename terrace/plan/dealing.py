@@ -2,7 +2,8 @@
 
 A replica for generation has a rank for every slice. Replicas lie in units of the innermost tiers with room for one, so
 messages that their ranks exchange for every token stay on fast links. Inside a unit each slice goes to equally many
-ranks, those that together hold the most of what they get. A rank receives its slice minus what it holds.
+ranks, chosen so that together they already hold the most of their slices. A rank receives the elements of its slice
+that it does not hold.
 
 On ranks of a tensor axis, in any number of stages, this is HybridFlow's strided grouping (2409.19256, section 5.3):
 training rank (pp, tp) of t gets slice tp // (t / g) of g, so that its parameters are part of its slice. With S = p t

@@ -66,8 +66,7 @@ def hidden_size(blocks: Sequence[BlockSpec]) -> int:
 def is_layer(blocks: Sequence[BlockSpec], index: int) -> bool:
     """Whether a block is a layer, neither an embedding nor the head.
 
-    Of blocks that do not declare what they compute, the model's first is taken for the embedding and its last for the
-    head.
+    Where blocks do not declare `computes`, the model's first is taken for the embedding and its last for the head.
     """
     if blocks[index].computes is None:
         return 0 < index < len(blocks) - 1

@@ -3,8 +3,8 @@
 Parameters of one block that are replicated over the same axes and train, or do not, stand in one buffer. Without a
 tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
 (norms, say) have buffers of their own, which tensor ranks hold as data ranks do. Where a plan factors the ranks once
-more for experts, stacks have buffers of their own, with other holders. So has what counts move, a gate's bias: it is
-whole on every rank.
+more for experts, stacks have buffers of their own, with other holders. So has a gate's bias, which is moved by counts
+of tokens: it is whole on every rank.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ every hop, and each element meets the same peers in the same order as in one mes
 bits. REDUCE and SYNC are cut at the same columns, so that each part of a SYNC follows its own part of the REDUCE.
 
 Parts begin at multiples of 8 blocks of the formats on the way: 8 blocks fill whole units of 16 bytes, to which a
-message is padded, so the bytes of all parts add up to those of one message. What a block format rounds depends on the
+message is padded, so the bytes of all parts add up to those of one message. Rounding by a block format depends on the
 cut.
 """
 

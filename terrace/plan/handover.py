@@ -4,12 +4,12 @@ From the outermost tier inward: each unit inside a tier receives, once, all that
 then the same inside each unit, down to single ranks. It comes from the nearest ranks that have it, shared evenly among
 them, and goes in even parts to the members that need it. So
 
-    no rank receives what it does not need, or twice;
+    no rank receives an element that it does not need, or one twice;
     over all tiers a rank receives |need minus own| elements;
     a unit receives |its need minus its own| over all tiers outside it.
 
-A rank forwards only what it needs itself, so nobody has memory for transit. A set of ranks is an integer with a bit for
-each. HybridFlow (Sheng et al. 2409.19256, section 5) does this for one layout, tensor and pipeline ranks
+A rank forwards only elements that it needs itself, so no rank has memory for transit. A set of ranks is an integer with
+a bit for each. HybridFlow (Sheng et al. 2409.19256, section 5) does this for one layout, tensor and pipeline ranks
 (terrace.plan.dealing); here training may hold parameters in any way.
 """
 
@@ -75,7 +75,7 @@ def cells_of(holds: Sequence[Parts], needs: Sequence[Parts]) -> list[Cell]:
 
 
 def moves_of(cells: Iterable[Cell], tiers: Sequence[int], rank: int | None = None) -> list[Move]:
-    """Moves that give every rank what it needs, those over outer tiers first: a source holds or has received its box.
+    """Moves that give every rank its elements, those over outer tiers first: a source holds or has received its box.
 
     `tiers` are the sizes of the cluster's tiers, innermost first. With `rank`, only the moves from it and to it, which
     a rank finds without those inside the units of others.
@@ -87,7 +87,7 @@ def moves_of(cells: Iterable[Cell], tiers: Sequence[int], rank: int | None = Non
 
 
 def missing(cells: Iterable[Cell], tiers: Sequence[int], tier: int) -> list[int]:
-    """Elements that each unit inside `tier` needs and does not hold: what must enter it, over this tier or outer ones.
+    """Elements that each unit inside `tier` needs and does not hold, so must receive over this tier or outer ones.
 
     Units inside tier 0 are ranks; inside `len(tiers)` lies the whole world, which misses nothing.
     """
@@ -107,7 +107,7 @@ def missing(cells: Iterable[Cell], tiers: Sequence[int], tier: int) -> list[int]
 def crossing(cells: Sequence[Cell], tiers: Sequence[int]) -> tuple[int, ...]:
     """Elements that all ranks together send over each tier.
 
-    What enters a unit from further out than its tier is what the unit around it misses, so it is taken off.
+    Elements that enter a unit from beyond its tier are those that the unit around it lacks, so they are subtracted.
     """
     entering = [sum(missing(cells, tiers, tier)) for tier in range(len(tiers) + 1)]
     return tuple(inner - outer for inner, outer in pairwise(entering))

@@ -35,7 +35,7 @@ class FlatBox(NamedTuple):
 
 
 def flat_boxes(params: Sequence[ParamSpec], start: int, stop: int, slices: Slices) -> Iterator[FlatBox]:
-    """Boxes of elements [start, stop) of the flat buffer of `params`, in order; what is padding alone has none."""
+    """Boxes of elements [start, stop) of the flat buffer of `params`, in order; padding alone has none."""
     last = 0
     for param in params:
         first, last = last, last + param.numel

@@ -7,7 +7,7 @@ elements to n_i - 1 peers (spans: terrace.plan.layout):
 
 Sparse messages of sums that all members get, and coded ones between two members, go whole to every member, which adds
 them up (`Hop.is_whole`): over the tiers u + 1 .. t a rank sends its part of P / span(u) elements, coded once, and
-forwards what the tiers outside brought:
+forwards the pieces that arrived over the tiers outside:
 
     bytes(i) = (n_i - 1) * pieces * message_bytes(P / span(u))  pieces = n_(i+1) ... n_t
 

@@ -12,7 +12,7 @@ n + 4 (ceil(n / 256) + 1) in 8-bit blocks):
     optimizer   with n = P / span(optimizer): 2 s(n), and n elements of the master dtype more when the master copy is
                 apart. Lion and SGD with momentum have one moment, s(n), and so have the matrices of layers under Muon:
                 of the rank with the fewest of them. SGD without momentum has none
-    outer       P / span(optimizer) * m                   always, of islands, for each of Outer.num_slices: what they
+    outer       P / span(optimizer) * m                   always, of islands, for each of Outer.num_slices: the values
                 last agreed on, momentum, and two where an exchange takes steps
     feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels), and of
                                                           gradients that a stage sends back (terrace.plan.edges)

@@ -154,7 +154,7 @@ class Mesh:
         return self if of_experts is None else _interned(self.degrees, of_experts)
 
     def with_experts_of(self, other: "Mesh") -> "Mesh":
-        """The mesh with the experts of another, whatever its ranks of a stage: to price what happens inside a block."""
+        """The mesh with the experts of another, whatever its ranks of a stage: to price the inside of a block."""
         return self if self.experts is other.experts else _interned(self.degrees, other.experts)
 
     def expert_table(self, tiers: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -1,9 +1,9 @@
 """The outer loop of a plan: a tier that is synchronised every so many steps (docs/slow-networks.md).
 
 Ranks that differ on `Outer.tier`, or on a tier outside it, are on different islands. Inside an island every step is
-synchronous; islands exchange what they changed. Blocks take turns: block b belongs to fragment b mod `fragments`, and
-each fragment has one exchange in a cycle of `every` steps (local SGD 1805.09767, DiLoCo 2311.08105, Streaming DiLoCo
-2501.18512, CO2 2401.16265).
+synchronous; islands exchange their changes of the parameters. Blocks take turns: block b belongs to fragment b mod
+`fragments`, and each fragment has one exchange in a cycle of `every` steps (local SGD 1805.09767, DiLoCo 2311.08105,
+Streaming DiLoCo 2501.18512, CO2 2401.16265).
 """
 
 from collections.abc import Callable, Collection

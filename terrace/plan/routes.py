@@ -5,8 +5,8 @@ after each sum. A gather with neighbouring tiers in the same block format codes 
 tiers inside forward the messages as they came: one rounding, however many tiers. There `pieces` messages of `numel`
 elements travel together (terrace.plan.hops).
 
-A sum that comes back over the tiers it crossed is an all-reduce: what is reduced is gathered again. A sum of n sparse
-messages is n times as dense, and would have to be coded a second time for its gather. So sparse messages of an
+A sum that comes back over the tiers it crossed is an all-reduce: its reduced parts are gathered again. A sum of n
+sparse messages is n times as dense, and would have to be coded a second time for its gather. So sparse messages of an
 all-reduce are gathered instead, and every member decodes and adds them itself, its own too: one rounding, and the same
 sum on all. The tiers outside a sparse one must then have its format, and no gather follows over them. On the outermost
 tier of an all-reduce all block formats travel so between two members: as many bytes, in one message instead of two.
@@ -82,7 +82,7 @@ def block_hops(
 
 
 def reduced_to(layout: "Layout", plan: Plan, message: MessageClass) -> int:
-    """The tier whose part of a buffer is what the reduction of a message leaves on a rank; -1 without a reduction."""
+    """The tier whose part of a buffer a rank holds after the reduction of a message; -1 without a reduction."""
     route = ROUTES[message]
     if route.reduction is None:
         return -1

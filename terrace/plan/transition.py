@@ -1,6 +1,6 @@
 """A model on its way from its training layout to replicas for generation: who gets which slice, and by which moves.
 
-A pure value, the same on every rank. Blocks that are alike share what is found for the first of them.
+A pure value, the same on every rank. Blocks that are alike share the result for the first of them.
 """
 
 import math
@@ -38,7 +38,8 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """A hand-over: the ranks of every replica, by slice; of each block what ranks hold, and what is in each slice.
+    """A hand-over: the ranks of every replica, by slice; the elements of each block that ranks hold, and those in each
+    slice.
 
     Blocks are handed over in `rounds`: one of every stage at a time, so that all ranks send.
     `alike` is the first block that equals each block; `holds`, `slices` and `dtypes` are by such a first block.

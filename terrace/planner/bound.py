@@ -141,7 +141,7 @@ class Bounds:
         return self.works.of(shape, *numbers), dearest
 
     def partly(self, core: PartialCandidate, first: int) -> PartialCandidate:
-        """A core without a pipeline, that recomputes something in its first layers alone, with their number.
+        """A core without a pipeline whose recomputation is limited to its `first` layers.
 
         The others keep more. One of them is left out of `stages`: at the peak its backward may have begun.
         """
@@ -280,7 +280,7 @@ class Bounds:
         return self.least_s(core, found[0][0])
 
     def delayed(self, core: PartialCandidate, excesses: list[Excess]) -> list[Excess]:
-        """Excesses of a core with what its experts wait for on their lanes (terrace.planner.delays), ascending."""
+        """Excesses of a core with the waits of its experts on their lanes (terrace.planner.delays), ascending."""
         shape, schedule = core.shape, core.schedule
         mesh, delays = shape.mesh, self.chains.delays
         if shape.divides or mesh.experts is None or schedule in ("", SERIAL) or not (delays.tells or not shape.is_open):

@@ -165,8 +165,9 @@ class Chains:
         return found
 
     def _ends_of(self, shape: OpenMesh, most: int, placement: Placement) -> _Ends:
-        """Of a stage of `most` layers: seconds until the first and the last of them has its parameters, from the last
-        backward of the first and of the last until CLIP; less what computing hides.
+        """Four times in seconds of a stage of `most` layers: until its first and until its last layer has its
+        parameters, and from the last backward of the first and of the last layer until CLIP. Computing hides none of
+        them.
         """
         mesh, alike = shape.mesh, self.split.alike
         assert alike is not None, "only equal layers are told by their number"

@@ -31,6 +31,7 @@ from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import activations_of
 from terrace.simulate.chunks import Numbers
+from terrace.simulate.cost import trained_part
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
     CUDA_ALLOCATOR_FACTOR,
@@ -218,6 +219,8 @@ class Estimator:
                 found = self._kernels[key] = undivided.longer(*longer)
                 return found
             found = seconds_of(device, work, spec, accumulate=accumulate)
+            # Frozen matrices get no gradient, as in a program's costs.
+            found = replace(found, weight_s=found.weight_s * trained_part(spec))
             in_chunks = spec.computes is Computes.LOGITS and tensor == 1
             found = self._kernels[key] = at_once(found) if in_chunks else found
         return found

@@ -266,7 +266,7 @@ class Evaluator:
         if mixes and mesh.total("tensor") > 1 and not takes_unit(candidate.schedule):
             return self._stage_program(part, candidate, micros)
         plan = self.plan(candidate)
-        plan = replace(plan, mapping={}, wire=_data_wire(plan), schedule=None)
+        plan = replace(plan, mapping={}, tensor_chunks=1, wire=_data_wire(plan), schedule=None)
         if not mixes:
             plan = replace(plan, experts={}, expert_chunks={})
         if takes_unit(candidate.schedule):

@@ -16,6 +16,7 @@ from terrace.plan.mesh import EXPERT_AXES, Mesh
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.simulate.chunks import Layer, Numbers, Orders, best_chunks
+from terrace.simulate.cost import trained_part
 from terrace.simulate.experts import ExpertSeconds, priced_experts
 from terrace.simulate.masks import work_in
 from terrace.simulate.mixture import Seconds
@@ -135,10 +136,11 @@ class Experts:
         key = (kind, degrees, *_load(work), accumulate, pieces)
         found = self._priced.get(key)
         if found is None:
-            device = self.task.cluster.device
-            own = work_in(work, self.task.kinds.specs[kind], self.task.backend)
+            device, spec = self.task.cluster.device, self.task.kinds.specs[kind]
+            own, trained = work_in(work, spec, self.task.backend), trained_part(spec)
             cut = replace(traffic, chunks=(pieces, pieces))
-            found = self._priced[key] = priced_experts(device, own, cut, accumulate)
+            seconds, (forward_s, input_s, weight_s) = priced_experts(device, own, cut, accumulate, trained)
+            found = self._priced[key] = seconds, (forward_s, input_s, weight_s * trained)
         return found
 
     def _traffic(self, kind: int, mesh: Mesh, work: Work) -> ExpertTraffic | None:

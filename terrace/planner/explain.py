@@ -112,7 +112,7 @@ def _neighbours(space: Space, candidate: Candidate) -> list[tuple[str, Candidate
 
 
 def _recompute_neighbours(task: Task, candidate: Candidate) -> list[tuple[str, Candidate]]:
-    """Nothing, and the first that all layers recompute, and whole layers, less what the candidate does."""
+    """Values of `recompute` for all layers: none, the first of the chain, whole layers; not the candidate's own."""
     axes = {axis: candidate.mesh.total(axis) > 1 for axis in ("tensor", "context")}
     chain = task.recomputations.chain(**axes, partly=False)
     # The candidate may have a value of its own, with the first layers apart.

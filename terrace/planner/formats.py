@@ -1,10 +1,10 @@
 """Wire formats that a user allows, and the search that uses them where they make the predicted step shorter.
 
-A search prices the formats of its task and chooses none, since rounding changes what is learned. With formats allowed
-(`--allow`) there are two searches: without any of them, and with the narrowest of each message class and tier that
-shortens a message (`shortens`). Where the second finds the faster plan, each class and tier of that plan then takes the
-widest format with which the step is no longer (`_widened`). Formats of exchanges between islands are chosen with their
-cycle (terrace.planner.loops).
+A search prices the formats of its task and chooses none, since rounding changes the training itself. With formats
+allowed (`--allow`) there are two searches: without any of them, and with the narrowest of each message class and tier
+that shortens a message (`shortens`). Where the second finds the faster plan, each class and tier of that plan then
+takes the widest format with which the step is no longer (`_widened`). Formats of exchanges between islands are chosen
+with their cycle (terrace.planner.loops).
 """
 
 import math
@@ -35,7 +35,7 @@ _ROUNDS = 3  # of formats chosen for a plan, and of plans ranked with them
 
 @dataclass(frozen=True)
 class Choice:
-    """Formats of a message class on a tier, the widest first, `default` among them: what it has without any.
+    """Formats of a message class on a tier, the widest first, among them the `default`, which it has if none is given.
 
     With those in `useless` a message would take longer: coding takes more than fewer bytes save.
     """

@@ -31,7 +31,7 @@ _MOST_SIZES = 256  # looked at beyond the first that has room for the states
 
 
 class AtLeast(NamedTuple):
-    """What is known where the time is over: no plan fits with fewer than `size` members; with these one may."""
+    """The result of a search that ran out of time: no plan fits with fewer than `size` members; with `size` one may."""
 
     size: int
 
@@ -44,7 +44,7 @@ def least_nodes(
     At most `limit` plans of a size are evaluated. With `grow_batch` the batch of a size is the next multiple of its
     ranks, else it stays.
     """
-    # One of its own: its words are changed.
+    # Not `ENDLESS`: the words of a patience are changed here.
     task, patience = space.task, Patience() if patience is None else patience
     for size in _sizes(task):
         patience.words = f"no plan fits; looking for the fewest members of {task.cluster.tiers[-1].name}: {size}"

@@ -1,10 +1,10 @@
 """The outer loop of a plan with islands: the least that hides the link between them.
 
-Local steps and rounding change what is learned, so the search takes as little as it can: of all loops within the bounds
-whose mean step is at most `NEAR` longer than that of the fastest, the one with the smallest `every`; of these that with
-the smallest `delay`; then the widest format on the outer tier, and on tiers inside; then the fewest fragments. Every
-loop is played as the cycle that it is (terrace.simulate.cycle), so that coding, the islands' own computing and what
-messages slow down all count.
+Local steps and rounding change the training itself, so the search takes as little as it can: of all loops within the
+bounds whose mean step is at most `NEAR` longer than that of the fastest, the one with the smallest `every`; of these
+that with the smallest `delay`; then the widest format on the outer tier, and on tiers inside; then the fewest
+fragments. Every loop is simulated as a whole cycle (terrace.simulate.cycle), so that coding, the islands' own computing
+and the slow-down by messages all count.
 
 More of `every` spreads an exchange over more steps, more of `delay` gives it more time, and neither makes a step longer
 but for a copy of a slice. So the fastest loop has the most of both, and each is found by bisection, once for every

@@ -1,9 +1,9 @@
 """Narrow states that a user allows, and the search that stores states so where that makes the step shorter.
 
-A search prices how the states of its task are stored and chooses nothing, since rounding changes what is learned. With
-`--allow optimizer_states=int8` or `--allow master=bf16` it is run for each way that was allowed as well, the widest
-first, and a narrower one is taken where it makes the step shorter or where nothing fits without: less memory may leave
-room for less recomputation, larger micro-batches or fewer ranks that share a state.
+A search prices how the states of its task are stored and chooses nothing, since rounding changes the training itself.
+With `--allow optimizer_states=int8` or `--allow master=bf16` it is run for each way that was allowed as well, the
+widest first, and a narrower one is taken where it makes the step shorter or where nothing fits without: less memory may
+leave room for less recomputation, larger micro-batches or fewer ranks that share a state.
 """
 
 import math

@@ -26,7 +26,7 @@ def recomputations(space: Space, mesh: Mesh) -> list[int]:
     chain = task.recomputations.chain(tensor=tensor, context=context, partly=not pipeline)
     if "recompute" not in pins.ranges:
         return chain
-    return [value for value in (chain[0], chain[-1]) if pins.allows("recompute", int(value > 0))]
+    return [value for value in dict.fromkeys((chain[0], chain[-1])) if pins.allows("recompute", int(value > 0))]
 
 
 class Needs:

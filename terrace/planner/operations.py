@@ -35,9 +35,11 @@ _Parts = tuple[str, ...]
 
 def recomputations_of(task: "Task") -> Recomputations:
     """The choices of a task: those that it asks for, or those that its model and device make worth a search."""
-    nothing = Again(())
+    # Beside tensor messages in parts, or fused ones, only whole layers are (terrace.plan.recompute_rules).
+    nothing, cuts = Again(()), task.tensor_chunks != 1
     if task.operations is not None:
-        return Recomputations((nothing, Again(task.operations or WHOLE)), ((0, 1), (0, 1)))
+        with_tensor = (0,) if task.operations and cuts else (0, 1)
+        return Recomputations((nothing, Again(task.operations or WHOLE)), ((0, 1), with_tensor))
     flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
     work = Work(model=task.model, sequence=task.sequence, flash=flash, compute=task.compute, products=task.products)
     blocks = [task.blocks[index] for index in task.inner]
@@ -45,7 +47,7 @@ def recomputations_of(task: "Task") -> Recomputations:
     partly = len(residual_patterns(task.blocks)) == 1
     costs, possible = _Costs(task.cluster.device, work, blocks), _possible(blocks)
     chains = []
-    for free in (possible, tuple(name for name in possible if name != "norms")):
+    for free in (possible, () if cuts else tuple(name for name in possible if name != "norms")):
         chain = [nothing]
         for before, corner in pairwise(costs.corners(free)):
             chain += [Again(corner, before)] * partly + [Again(corner)]

@@ -45,7 +45,7 @@ class OuterBounds:
 
 
 def parse_outer(text: str, tier: str) -> OuterBounds:
-    """Parse `--outer` for islands on `tier`; raises `TerraceError` for what no loop satisfies."""
+    """Parse `--outer` for islands on `tier`; raises `TerraceError` for bounds that no loop satisfies."""
     words = [word.strip() for word in text.split(",")]
     base: Outer | None = None
     if words[0] in OUTERS:

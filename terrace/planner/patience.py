@@ -1,7 +1,7 @@
-"""How long a search for advice may take, and whom it tells where it is.
+"""A limit in seconds for searches behind an error's advice, and their line of progress.
 
-A search of plans is bounded by the number of plans (`--limit`), but one of clusters of many sizes is many of these.
-A `Patience` ends it by the clock; what it has found by then is what is said.
+A search for plans is bounded by `--limit`, a number of plans. A search over sizes of a cluster consists of many of
+them, so a `Patience` ends it by the clock, and the error then names only the sizes that are ruled out by that time.
 """
 
 import math
@@ -9,20 +9,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_EVERY_S = 0.5  # between two words of progress
+_EVERY_S = 0.5  # between two reports of progress
 
 
 class OutOfTimeError(Exception):
-    """The patience is over. Not an error of a user: whoever started the search says what is known."""
+    """A search has used up its `Patience`; its caller catches this and reports the partial result."""
 
 
 @dataclass(kw_only=True)
 class Patience:
-    """`limit_s` seconds from now, by `clock`; `tell` receives `words` every half a second of a search."""
+    """`limit_s` seconds from its construction, by `clock`; a search passes `words` to `tell` every half second."""
 
     limit_s: float = math.inf
     tell: Callable[[str], None] = field(default=lambda words: None)
-    # Seconds of the processor, which is all that a search waits for: what is said does not depend on other programs.
+    # Processor time: a search waits for nothing else, so its result does not depend on other programs.
     clock: Callable[[], float] = time.process_time
     words: str = ""
 
@@ -30,7 +30,7 @@ class Patience:
         self._began_s = self._told_s = self.clock()
 
     def check(self) -> None:
-        """Called by a search again and again; raises `OutOfTimeError` once the time is over."""
+        """Called by a search in every round; raises `OutOfTimeError` once the time is over."""
         now_s = self.clock()
         if now_s - self._began_s >= self.limit_s:
             raise OutOfTimeError

@@ -1,8 +1,8 @@
 """Tensor messages in parts, or fused with products, that a user allows (`--allow tensor_chunks=fused`).
 
-A search sends whole messages unless it is told otherwise: fused products run only on CUDA devices that share memory,
-which a description of a cluster does not prove. With values allowed it runs once more for each, on plans that can have
-it, and takes the value with the shortest step if that is shorter by more than a tie than with whole messages.
+Unless other values are allowed, a search sends whole messages: fused products run only on CUDA devices that share
+memory, which a description of a cluster does not prove. The search is repeated for each allowed value, on plans that
+can have it. The value with the shortest step is taken if its step is shorter than the others' by more than a tie.
 """
 
 import math
@@ -74,7 +74,7 @@ def _parsed(text: str, task: Task) -> Chunks:
 
 
 def find_cut(values: Sequence[Chunks], space: Space, search: Callable[[Space], "ProductsFound"]) -> ChunksFound:
-    """A search of `space`, with tensor messages cut as one of `values` says where that makes the step shorter."""
+    """A search of `space`, with one of `values` for `tensor_chunks` where that makes the step shorter."""
     found: dict[Chunks, ProductsFound] = {1: search(space)}
     best: Chunks = 1
     step_s: dict[Chunks, float | None] = {1: _step_s(found[1])}
@@ -82,7 +82,7 @@ def find_cut(values: Sequence[Chunks], space: Space, search: Callable[[Space], "
         cut_space = replace(space, task=replace(space.task, tensor_chunks=value))
         found[value] = search(cut_space)
         step_s[value] = _step_s(found[value])
-        # A shorter step counts from a tie on: of two that tie, the one before is the simpler or was asked for first.
+        # Of two values that tie the earlier one stays: whole messages, or the value that was named first.
         if (step_s[value] or math.inf) < (1 - TIE) * (step_s[best] or math.inf):
             best = value
     return ChunksFound(found[best], step_s)

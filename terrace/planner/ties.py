@@ -1,8 +1,8 @@
 """Finalists of a search that predictions cannot tell apart, and which of them comes first.
 
-The search ranks by predicted seconds, and ends there. Two plans of one search share most of their errors, so what tells
-them apart is their relative error (`terrace.simulate.bands.tie_share`), which is less than the error of a step.
-Finalists within it of the fastest tie. Among them comes first:
+The search ranks by predicted seconds, and ends there. Two plans of one search share most of their errors, so they are
+compared by their relative error (`terrace.simulate.bands.tie_share`), which is less than the error of a step. Finalists
+within it of the fastest tie. Among them comes first:
 
 1. the plan that sends the fewest bytes across the slowest tier: predictions depend on these bytes most, and other jobs
    disturb them; amounts within `AS_FEW` of the fewest are equal;

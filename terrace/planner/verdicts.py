@@ -14,7 +14,7 @@ from terrace.planner.task import Candidate, Task, plan_of
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Cost of a plan or a change, named by `what`, or the reason it is not possible."""
+    """Cost of a plan or of a change with a name, or the reason why it is not possible."""
 
     what: str
     estimate: Estimate | None = None  # also of a plan that does not fit

@@ -186,8 +186,8 @@ def _buses(tiers: Sequence[Tier], samples: Samples) -> tuple[list[Tier], list[Co
 
 
 def _shown(device: Device, samples: Samples) -> list[Constant]:
-    """Findings that no constant of a cluster file holds: what products keep, attention by kernel, products beside
-    messages.
+    """Findings that no constant of a cluster file holds: rates that products sustain, attention by kernel, products
+    beside messages.
     """
     rows = []
     if samples.sustained is not None:

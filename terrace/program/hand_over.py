@@ -1,7 +1,7 @@
 """The hand-over as a program: the instructions by which a rank gives and takes parameters between two steps.
 
-    RESHARD b0 b4 over system     what of these blocks crosses the outermost tier, to and from any rank
-    RESHARD b0 b4 over node       inside it: a rank may pass on what the instruction before has brought it
+    RESHARD b0 b4 over system     elements of these blocks that cross the outermost tier, to and from any rank
+    RESHARD b0 b4 over node       inside it: a rank may pass on elements that it got by the instruction before
     RESHARD b1 b5 over system     on another lane, so it travels meanwhile
 
 All ranks have the same instructions in the same order, blocks of one round (`Transition.rounds`) together, tiers from

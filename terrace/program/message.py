@@ -52,8 +52,8 @@ class Message:
     `tiers` are the indexes of the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index,
     bytes) of each collective or point-to-point message; empty for a RECV, since the peer sends its bytes.
     `coding_bytes` is the memory traffic of coding and decoding block formats, `fed_back` the elements of a message
-    between stages whose rounding errors are kept. `parts` are those of a message in gaps:
-    they send what `sends` and `transfers` say of all of it.
+    between stages whose rounding errors are kept. `parts` are those of a message in gaps, whose `sends` and `transfers`
+    add up to those of the message.
     """
 
     message_class: MessageClass

@@ -3,7 +3,7 @@
 1. Each turn runs at least once and has the programs of all stages, which pass `verify_stages`.
 2. All programs are for the same cluster, plan, blocks and stages, so that each finds the states it reads where another
    left them.
-3. A restoring program has no place in a period: no state is loaded there, and it would send what is up to date.
+3. A restoring program has no place in a period: no state is loaded there, and it would send values that are up to date.
 4. With islands, a period of steps is a cycle: in the order of its steps, and again from the first, each fragment
    starts one exchange and applies it `delay` steps later, before it starts another; fragments take turns. An exchange
    of its own ends a run and has no place in a period.

@@ -1,4 +1,4 @@
-"""A walk over the instructions of one rank: where it is, what has run, and the facts of the stage that rules read."""
+"""A walk over the instructions of one rank: where it is, which have run, and the facts of the stage that rules read."""
 
 from dataclasses import dataclass, field
 from functools import cached_property

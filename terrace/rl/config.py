@@ -1,6 +1,6 @@
 """The file of a run of `terrace rl`, checked whole before anything starts.
 
-Model, cluster and plan are what they are for `terrace train`: a name or a file. All sizes are global.
+Model, cluster and plan are given as to `terrace train`: a name or a file. All sizes are global.
 """
 
 from collections.abc import Mapping, Sequence
@@ -299,7 +299,7 @@ def _check_sizes(config: RlConfig) -> None:
 
 
 def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
-    """Raise `ConfigError` where a model may write tokens that its task does not know; a prediction may be of any."""
+    """Raise `ConfigError` for a model with more tokens than its task has; a prediction does not need this check."""
     if run.task and model.vocab_size > VOCAB:
         raise ConfigError(
             f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "

@@ -58,7 +58,7 @@ class Samples:
         self._kept[HELD_OUT] = list(self._of(HELD_OUT, rows.part(0, min(_HELD_OUT, len(rows))), None))
 
     def taken(self, step: int, is_last: bool) -> list[dict[str, Any]]:
-        """What is kept, as tables, of steps 0 (the start) and 1, of every `every`th and of the last; it then leaves."""
+        """Samples since the last call, as tables: of steps 0 (the start), 1, each `every`th and the last, else none."""
         kept, self._kept = self._kept, {}
         if step != 1 and step % self._every and not is_last:
             return []

@@ -61,7 +61,7 @@ def _check_columns(batches: Sequence[Batch]) -> None:
 
 
 def _check_reads(batches: Sequence[Batch], objective: object) -> None:
-    """Raise `ModelError` for labels that say what they read where a loss does not know, or `reads` of another shape."""
+    """Raise `ModelError` for labels with `reads` under a loss that does not use them, or `reads` of another shape."""
     for batch in batches:
         if batch.reads is None:
             continue

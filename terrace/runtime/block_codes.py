@@ -10,9 +10,9 @@ they are the middles of equal parts of [0.1, 1], 2^i parts where states have sig
 Both grids end in exactly 1 on either side, where the paper's has -0.993. So the largest magnitude is kept, and decoded
 values have the same codes and scale again: a state that is decoded for a checkpoint and coded again has the same bits.
 
-Unsigned states are second moments, which divide. Zero is stored for what fp32 cannot tell from zero beside the largest
-of the block, and a value below the smallest point is rounded up to it: a moment that vanished would turn a small first
-moment into a step of any size.
+Unsigned states are second moments, which divide. A value that fp32 cannot tell from zero beside the largest of the
+block is stored as zero, and a value below the smallest point is rounded up to it: a moment that vanished would turn a
+small first moment into a step of any size.
 """
 
 from functools import lru_cache
@@ -56,7 +56,7 @@ def grid(signed: bool, device: torch.device) -> Grid:
 
 
 def encode(values: Tensor, lead: int, signed: bool, codes: Tensor, scales: Tensor) -> None:
-    """Code `values` (n), fp32, of which the first `lead` lie before the range and what is behind `codes` after it.
+    """Code `values` (n), fp32, of which the first `lead` lie before the range, and those beyond `codes` after it.
 
     n is a multiple of a block. `codes` has a byte an element, int8 or uint8, `scales` an fp32 a block. `values` is
     scratch memory afterwards; elements outside of the range must be zero.

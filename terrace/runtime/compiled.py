@@ -37,7 +37,7 @@ from terrace.program.program import Program
 _COMPILER = ("torch._inductor", "torch._dynamo")
 # As torch shows the call of a compiler of C++ that has failed.
 _COMMAND, _OUTPUT = re.compile(r"^Command:\s*(\S+)", re.M), re.compile(r"^Output:\s*(\S.*)$", re.M)
-_FIX = "install what it wants (a C++ compiler with its linker and OpenMP, CXX names one; on CUDA Triton)"
+_FIX = "install its compiler (C++ with linker and OpenMP, CXX names one; on CUDA Triton)"
 
 
 def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
@@ -65,7 +65,7 @@ def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
 
 
 def compiles_words(programs: Sequence[Program], has_kernels: bool = False) -> str:
-    """A line that says how blocks are compiled, and why so; arguments as for `why_parts`."""
+    """A line on whether blocks are compiled whole or in parts, and why; arguments as for `why_parts`."""
     why = why_parts(programs, has_kernels)
     return f"torch.compile: the parts between products, since {why}" if why else "torch.compile: whole blocks"
 
@@ -94,11 +94,11 @@ def _no_compiler(why: str) -> ConfigError:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why torch.compile has failed, in a line: the compiler and the first line that it or its linker has said."""
+    """Why torch.compile has failed, in a line: the compiler and the first line that it or its linker printed."""
     text = str(error).strip()
     command, output = (found[1] if (found := each.search(text)) else "" for each in (_COMMAND, _OUTPUT))
     if command and output:
-        return f"{command} said: {output}"
+        return f"{command} printed: {output}"
     return first_line(error)
 
 

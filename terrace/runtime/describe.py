@@ -36,7 +36,7 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
 
 
 def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """`specs` with what `declared`, specs of the same blocks, say of them: dims of parameters, computations.
+    """`specs` with the dims of parameters and the computations that `declared`, specs of the same blocks, give.
 
     Raises `ModelError` when they are not the same parameters.
     """

@@ -88,7 +88,7 @@ def loss_and_gradients(
 
     The gradient of `weight` (V, H), if it trains, is recorded; without a queue, as with compiled blocks, it is
     returned. Labels are as for `token_loss`, `to_gradient` as in `terrace.model.decoder`. Losses and softmax are
-    computed in fp32 at least, products in the dtype of `hidden`. A `cap` of logits of 0 is none.
+    computed in fp32 at least, products in the dtype of `hidden`. `cap` bounds the logits; 0 is no cap.
     """
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)

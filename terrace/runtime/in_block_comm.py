@@ -60,9 +60,9 @@ class InBlockComm:
         return InFlight(lane.submit(when_ready), send)
 
     def wait(self, flight: InFlight, ranks: tuple[int, ...], *, computes: bool = False) -> None:
-        """Wait for messages from `ranks`; the seconds are the clock's, in the wait of the messages' class.
+        """Wait for messages from `ranks`.
 
-        Those of work that also `computes` are the pass's.
+        The clock counts the seconds as waiting for the messages' class, or with `computes` as part of the pass.
         """
         # Computing up to here belongs to the pass around the message.
         self.clock.mark(self.clock.doing)

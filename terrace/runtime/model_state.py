@@ -35,8 +35,8 @@ class ModelState:
     `blocks` are the modules of the whole model as this rank runs them, `specs` the same blocks whole. Parameters of the
     held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else
     from `values`, the parameters of each whole block, which then must be the same on every rank. `meter` counts the
-    memory of the state by category, `seed` draws the bits of stochastic rounding. `edges` are the origins of what
-    blocks send to other stages; `choices` has the tokens of each expert (E) in the last step, int64, by block.
+    memory of the state by category, `seed` draws the bits of stochastic rounding. `edges` are the origins of the
+    messages to other stages; `choices` has the tokens of each expert (E) in the last step, int64, by block.
     """
 
     def __init__(

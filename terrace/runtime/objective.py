@@ -1,7 +1,7 @@
 """Objectives of a step: a loss of the last block's output, or of numbers by token and the columns of a batch.
 
-Losses are sums. What they are divided by, once over all ranks and micro-batches, is the number of labels that count,
-or the sum of a batch's `weights` (`num_counted`); no denominator is of a micro-batch.
+Losses are sums, divided once over all ranks and micro-batches: by the number of labels that count, or by the sum of a
+batch's `weights` (`num_counted`). No divisor is of one micro-batch.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ Objective = OutputLoss | TokenObjective | ValueObjective
 
 
 def _read(inputs: Tensor, batch: Batch) -> Tensor:
-    """Of the last block's input, what labels belong to: a last block treats each token by itself."""
+    """The part of the last block's input that has labels: a last block treats each token by itself."""
     return inputs if batch.reads is None else inputs.index_select(1, batch.reads[0])
 
 

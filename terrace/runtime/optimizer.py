@@ -37,7 +37,7 @@ class Optimizer(Protocol):
 
     @property
     def parts(self) -> list[StatePart]:
-        """The state that a checkpoint stores; what is in blocks is a copy, unless the states are open."""
+        """The state that a checkpoint stores; block-coded states are decoded into copies, unless they are open."""
 
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
         """One step with learning rate `lr`; `muon_momentum` is the gathered flat buffer, under Muon."""

@@ -1,7 +1,7 @@
 """Operations whose results are dropped, and computed again when their backward needs them.
 
-y = f(x), and g reads y. Autograd would keep x, what f keeps of its inside, and y for g. Here it keeps a `_Place` for
-each of these tensors, and the replay of f keeps x alone:
+y = f(x), and g reads y. Autograd would keep x, the inner results that f keeps, and y for g. Here it keeps a `_Place`
+for each of these tensors, and the replay of f keeps x alone:
 
     forward     y = f(x), g(y)                    y is freed as soon as g has run
     backward    the first node that asks for a place runs f once more on x: its tensors go to the places that are left
@@ -120,7 +120,7 @@ class Replays:
     def run(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], reader: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """`reader(operation(*inputs))`, of which autograd keeps the inputs and what the reader makes itself."""
+        """`reader(operation(*inputs))`, of which autograd keeps the inputs and the reader's own results."""
         if not torch.is_grad_enabled():
             return reader(operation(*inputs))
         replay = _Replay(operation, inputs)

@@ -49,7 +49,7 @@ class HandOver:
 
         `source` are the working copies, or the masters of the optimizer, which are there before a refresh under way has
         arrived, and of which a rank may have fewer. Raises `PlanError` where blocks or ranks cannot have such replicas,
-        and for masters whose refresh rounds what others see.
+        and for masters whose refresh rounds the values that others get.
         """
         program, self._engine, self._rank = engine.program, engine, engine.rank
         if source == "optimizer":

@@ -8,9 +8,9 @@ where `largest` is 448 in e4m3 and 57344 in e5m2. No scale is taken from an earl
 
     A B^T ~ (codes_A codes_B^T) scale_A scale_B^T                   added up in fp32, then rounded to the result's dtype
 
-so a scale of rows is never inside a sum. inf or nan in an operand makes nan of what its scale is for. A product takes
-both operands with K last, since the matrix units of Hopper read 8-bit operands in no other order: input and weight
-gradients quantise a transposed operand.
+so a scale of rows is never inside a sum. inf or nan in an operand makes nan of every element that shares its scale. A
+product takes both operands with K last, since the matrix units of Hopper read 8-bit operands in no other order: input
+and weight gradients quantise a transposed operand.
 
 On a GPU the product is torch.nn.functional.scaled_mm, without fast accumulation, and the quantisation one compiled
 kernel and a reduction. Elsewhere codes are turned back into fp32 and multiplied: the same definition, exactly.

@@ -125,7 +125,7 @@ class GivenUp(Exception):  # noqa: N818  (every rank expects it and raises its o
 def end_gradients(flats: Iterable[FlatParam], edges: Iterable[Origin], sums: StepSums, gives_up: bool) -> None:
     """After CLIP: let the gradients stand, or raise `GivenUp` if `gives_up` or the sums are not finite.
 
-    `edges` are the origins of what went to other stages.
+    `edges` are the origins of the messages to other stages.
     """
     # All ranks have the same sums, so all go on or none; nothing has been updated yet.
     given_up = gives_up or not sums.is_finite

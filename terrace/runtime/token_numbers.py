@@ -42,7 +42,7 @@ class TokenNumbers:
 def token_numbers(hidden: Tensor, weight: nn.Parameter, labels: Tensor, cap: float = 0.0) -> TokenNumbers:
     """The numbers of normalised hidden states (B, S, H) before an output matrix (V, H), for labels (B, S).
 
-    Labels are as for `terrace.model.decoder.token_loss`; a `cap` of logits of 0 is none.
+    Labels are as for `terrace.model.decoder.token_loss`; `cap` bounds the logits, 0 is no cap.
     """
     results: tuple[Tensor, Tensor] = _Numbers.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, 1), weight, labels.flatten(), cap

@@ -1,6 +1,6 @@
 """The tape of attention in a decoder layer: its products, norms of heads, RoPE and core (terrace.simulate.activations).
 
-Scores that a model caps are kept twice where no kernel caps them itself: capped, and as weights.
+Where no kernel caps scores, capped scores are kept twice: as they are, and as weights after the softmax.
 """
 
 import math

@@ -157,7 +157,7 @@ def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
 
 
 def widest_band(what: str) -> Band:
-    """The band of `what`, of which too little was validated: that of the generation that is missed most."""
+    """The widest band, for a subject with too few validated rows: that of the generation with the largest errors."""
     misses: dict[str, list[float]] = {}
     for row in validated():
         if row.kind == STEP:

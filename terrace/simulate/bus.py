@@ -89,7 +89,7 @@ class Bus:
         return at_s + left_s - now_s
 
     def _pieces(self, now_s: float) -> Iterator[Piece]:
-        """What is shared from `now_s` on, by the messages that are issued, in order."""
+        """Pieces of the time from `now_s` on in which issued messages share the bus, in order."""
         for stretches in self._busy.values():
             while stretches and stretches[0][1] <= now_s:
                 stretches.popleft()

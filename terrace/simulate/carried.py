@@ -2,9 +2,9 @@
 
 Between two programs a rank is described by seconds that are left (`Left`): of busy lanes, of refreshes, of the changes
 of islands under way. A program that begins in a state seen before, to a picosecond, ends as it did then; a cycle of 500
-steps is therefore a few plays. While an exchange crosses the outer tier through several equal steps, nothing but what
-is left of it changes from step to step, and these are not played either. The period is played until it ends in the
-state in which it has begun, and the last one counts.
+steps is therefore a few plays. While an exchange crosses the outer tier through several equal steps, nothing changes
+from step to step but its rest, and these are not played either. The period is played until it ends in the state in
+which it has begun, and the last one counts.
 """
 
 from collections import defaultdict

@@ -1,8 +1,8 @@
 """A steady cycle of islands over time: its steps, exchanges on their link, and waits for them.
 
 The cycle is played once more, by ranks that take notes. The clock of a rank stands still where messages share cores or
-a bus (terrace.simulate.rank), and what is on its way goes on in later steps, so notes become seconds of the wall
-between moments at which all clocks are known.
+a bus (terrace.simulate.rank), and messages under way go on in later steps, so notes become seconds of the wall between
+moments at which all clocks are known.
 """
 
 from bisect import bisect_right

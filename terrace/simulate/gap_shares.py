@@ -5,7 +5,7 @@ gradient on it, each of these is worth playing:
 
     all behind      the last gap takes everything: beside attention no message of experts waits
     behind first    the last gap takes s seconds of it, the other gaps the rest, in proportion to s_g, as far as it goes
-    everywhere      every gap takes G s_g / (sum of s), or s_g where that is less; the last what is left
+    everywhere      every gap takes G s_g / (sum of s), or s_g where that is less; the last gap the rest
 
 Where the link never idles long enough, something waits in any order. Which shares are best is for the play of the whole
 step to say, in which other messages take the link, too (terrace.simulate.step).

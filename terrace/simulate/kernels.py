@@ -77,11 +77,11 @@ def attention_s(
     """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
 
     A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, and 2.5 times as many backward, each at
-    the share of the peak of its `kernel`; its traffic is neglected (Dao 2307.08691, section 2). Without it
-    there are two batched products forward and four backward over the full square, and the scores pass through memory:
-    with bf16, 4 bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al.
-    2205.05198, section 4.1, lists the stored tensors); `capped` scores pass once more, in fp32 at least, read and
-    written. FlexAttention's cap is not priced: it is of registers.
+    the share of the peak of its `kernel`; its traffic is neglected (Dao 2307.08691, section 2). Without it there are
+    two batched products forward and four backward over the full square, and the scores pass through memory: with bf16,
+    4 bytes a score forward and 6 backward for the fused scale, mask and softmax (Korthikanti et al. 2205.05198, section
+    4.1, lists the stored tensors); `capped` scores pass once more, in fp32 at least, read and written. FlexAttention's
+    cap is not priced: it is applied in registers.
     """
     pairs = batch * heads
     if flash:

@@ -69,7 +69,7 @@ def has_flash_attention(
     takes half precision and heads of up to 256; the other fused one takes fp32, longer heads and masks too, but no
     grouped heads (torch's documentation): under a mask these are repeated. All other cases use plain products. On a CPU
     plain products are used for short rows, or pieces of rows, in bf16; with documents, pieces may be short, so plain
-    products are assumed. Of fused kernels flex alone caps scores.
+    products are assumed. Among fused kernels only flex caps scores.
     """
     masked = documents or 0 < model.sliding_window < sequence
     is_grouped = model.num_kv_heads != model.num_heads

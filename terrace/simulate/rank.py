@@ -254,7 +254,7 @@ class Rank:
         self.changes[event.block] = self.issue(event, self.heard), event.category
 
     def outer_apply(self, event: Event) -> None:
-        """OUTER_APPLY reads the mean change, and writes what a refresh of the step before still reads."""
+        """OUTER_APPLY reads the mean change, and writes memory that a refresh of the step before still reads."""
         self.wait(*self.changes.pop(event.block))
         if event.block in self.refreshes:
             self.wait(self.refreshes.pop(event.block), "wait refresh")

@@ -124,7 +124,7 @@ def record(program: "Program", costs: Costs) -> Recording:
 
 
 class Recorder(Rank):
-    """A rank that writes down its spans; it calls `Rank` by name, since `super()` takes as long as what it calls."""
+    """A rank that writes down its spans; it calls `Rank` by name, since `super()` takes as long as the call itself."""
 
     __slots__ = (
         "cause",

@@ -243,8 +243,8 @@ def _with_gaps(step: Step) -> Step:
 def with_chunks(step: Step) -> Step:
     """The step with the numbers of chunks that its plan leaves out (terrace.simulate.chunks).
 
-    From FLOPs alone nothing tells what small products take: such a step is as it is built. Raises `PlanError` for a
-    plan that cannot run.
+    FLOPs alone do not give the seconds of small products: a step priced so is returned as it is. Raises `PlanError` for
+    a plan that cannot run.
     """
     plan, work = step.plan, step.work
     if not plan.experts or len(plan.expert_chunks) == len(EXPERT_CHUNKS) or not isinstance(work, Work):

@@ -14,8 +14,8 @@ operation that keeps one of them begins, and each is freed as any kept tensor is
 
 The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
 
-Where the backward is in two halves, the first also holds, for the second, what each *product* (`weighs`) kept and the
-gradient of its result (terrace.runtime.linear).
+Where the backward is in two halves, the first also holds, for the second, the operands that each *product* (`weighs`)
+kept and the gradient of its result (terrace.runtime.linear).
 """
 
 from collections.abc import Mapping, Sequence

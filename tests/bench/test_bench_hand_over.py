@@ -1,4 +1,4 @@
-"""The page of the hand-over says what is predicted, and its first rows are HybridFlow's formulas."""
+"""The page of the hand-over has the predictions, and its first rows are HybridFlow's formulas."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The lab: what the report makes of results, which settings are taken, and adapters that train alike."""
+"""The lab: the report of results, which settings are taken, and adapters that train alike."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What the benchmark of local steps compares: plans that run, one start for all, the loss of one model."""
+"""The contestants of the benchmark of local steps: plans that run, one start for all, the loss of one model."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -27,7 +27,7 @@ def run(world: World, job: Job, names: tuple[str, ...]) -> dict[str, dict[str, R
 
 @pytest.fixture(scope="module")
 def found(pool: LocalPool) -> dict[str, dict[str, Result]]:
-    """What rank 0 has of every case, both libraries in turn."""
+    """Results of rank 0 in every case, both libraries in turn."""
     results: dict[str, dict[str, Result]] = pool.run(NUM_RANKS, run, TINY, tuple(CASES), timeout_s=240)[0]
     return results
 

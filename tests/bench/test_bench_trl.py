@@ -1,4 +1,4 @@
-"""What TRL is given is the task as Terrace has it."""
+"""TRL gets the same task as Terrace."""
 
 from pathlib import Path
 

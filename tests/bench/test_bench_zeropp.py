@@ -130,7 +130,7 @@ def test_units_are_pinned_and_explained() -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Task:
-    """Tensor ranks meet on PCIe: what ZeroPP is for."""
+    """Tensor ranks meet on PCIe, the case that ZeroPP is for."""
     cluster = clusters()["8 x 8 PCIe, 1 NIC"].resized(2)
     return Task(model=gpt(4096, 8, 32, 1024), cluster=cluster, batch=64, sequence=1024)
 

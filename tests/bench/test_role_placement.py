@@ -1,4 +1,4 @@
-"""The table of placements: its rows, and what it finds about small and large clusters."""
+"""The table of placements: its rows, and its findings on small and large clusters."""
 
 import pytest
 

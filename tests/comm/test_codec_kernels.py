@@ -1,6 +1,6 @@
 """The Triton kernels of the codecs equal the reference bit for bit: in Triton's interpreter, and on a GPU.
 
-They are compiled here too, which needs no GPU: the interpreter runs Python and takes what the compiler refuses.
+They are compiled here too, which needs no GPU: the interpreter runs Python and takes code that the compiler refuses.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The paced mode: what a collective takes at least, by a clock that tests turn."""
+"""The paced mode: least seconds of a collective, by a clock that tests turn."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Sparse messages: the fast code is the definition bit for bit, and both keep the largest and lose what is stated."""
+"""Sparse messages: the fast code is the definition bit for bit, and both keep the largest and lose as stated."""
 
 import struct
 

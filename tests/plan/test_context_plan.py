@@ -1,4 +1,4 @@
-"""The context axis in a plan: its forms, what is refused, and which ranks attend together."""
+"""The context axis in a plan: its forms, refusals, and which ranks attend together."""
 
 import math
 from dataclasses import replace

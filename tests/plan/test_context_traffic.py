@@ -1,4 +1,4 @@
-"""What context ranks send: the closed formula is what the spreads of a micro-batch say, and the published table."""
+"""Messages of context ranks: the closed formula equals the layouts of a micro-batch, and the published table."""
 
 import math
 from collections import Counter

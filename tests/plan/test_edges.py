@@ -1,4 +1,4 @@
-"""What stages send one another: the rounds in which pairs of them meet, and that none waits for ever."""
+"""Messages between stages: the rounds in which pairs of them meet, and that none waits for ever."""
 
 from collections import defaultdict, deque
 
@@ -50,7 +50,7 @@ def test_all_stages_know_the_same_pairs() -> None:
 
 def ends_when_carried_in_turn(programs: list[Program]) -> bool:
     """Play stages whose messages are carried one after the other for each pair and direction, sender and receiver
-    together: a pass waits for what it reads, what comes after it is issued only then.
+    together: a pass waits for its inputs, and later instructions are issued only then.
     """
     place, queues, there = [0] * len(programs), defaultdict(deque), set()  # type: ignore[var-annotated]
     moved = True
@@ -81,7 +81,7 @@ def ends_when_carried_in_turn(programs: list[Program]) -> bool:
 
 
 def comes_from_outside(chunks: tuple[range, ...], block: int, backward: bool, num_blocks: int) -> bool:
-    """Whether another stage makes what a pass reads."""
+    """Whether another stage makes the input of a pass."""
     source = block + 1 if backward else block - 1
     return 0 <= source < num_blocks and not any(source in chunk for chunk in chunks)
 

@@ -1,4 +1,4 @@
-"""A second factoring of the ranks for experts: who holds which of them, and what they exchange."""
+"""A second factoring of the ranks for experts: who holds which of them, and their exchanges."""
 
 from collections import Counter
 from dataclasses import replace

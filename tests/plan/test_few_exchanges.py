@@ -1,4 +1,4 @@
-"""The notice of runs with too few exchanges for what these remember."""
+"""The notice of runs with too few exchanges for an outer momentum or a sparse format."""
 
 from dataclasses import replace
 

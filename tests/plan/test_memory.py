@@ -75,7 +75,7 @@ def test_three_level_on_three_tiers(pool: LocalPool) -> None:
 
 @pytest.mark.parametrize("name", ["ddp", *nightly("zero++", "three-level-compressed")])
 def test_what_messages_in_block_formats_take(pool: LocalPool, name: str) -> None:
-    """The arena of messages, and what error feedback keeps."""
+    """The arena of messages, and the residuals of error feedback."""
     cluster = cluster_of(2, 2, 2)
     plan = preset(name, cluster)
     if name == "ddp":

@@ -1,4 +1,4 @@
-"""Plans: presets on any cluster, what validation refuses and how it says so, the table form, the layout."""
+"""Plans: presets on any cluster, refusals of validation and their messages, the table form, the layout."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What `terrace plan`, `scale` and `simulate` read and write: bad input is one line, no file is lost."""
+"""Input and output of `terrace plan`, `scale` and `simulate`: bad input is one line, no file is lost."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Entries of `recompute`: the blocks and operations that they name, and what is refused."""
+"""Entries of `recompute`: the blocks and operations that they name, and refusals."""
 
 from dataclasses import replace
 from typing import Any

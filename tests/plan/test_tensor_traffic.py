@@ -197,7 +197,7 @@ def test_a_mapping_that_cannot_run_is_refused(mapping: Any, changes: Any, words:
 
 @pytest.mark.parametrize("formula", [step_bytes, model_state_bytes])
 def test_whole_blocks_and_a_missing_sequence_are_refused(formula: Callable[..., object]) -> None:
-    """A formula over what a rank holds does not count whole blocks, or messages of no tokens."""
+    """A formula over the elements of a rank does not count whole blocks, or messages of no tokens."""
     cluster = cluster_of(2)
     plan = with_tensor(cluster, {"package": {"tensor": 2}})
     held = slice_blocks(block_specs(gpt()), Mesh.of(cluster, plan))

@@ -41,7 +41,7 @@ def padded(degrees: Degrees) -> list[int]:
 
 
 class Sheet:
-    """What the closed forms add up, in elements; b is applied at the end."""
+    """Terms of the closed forms in elements; b is applied at the end."""
 
     def __init__(self, degrees: Degrees) -> None:
         self.degrees = degrees
@@ -239,7 +239,7 @@ def message_bytes(name: str, numel: int) -> int:
 
 
 def gathered_bytes(case: Setting, message: str, tier: int, crossed: tuple[int, ...], size: int) -> int:
-    """What a rank passes to each peer: the messages that the outer tiers of the same block format brought."""
+    """Messages that a rank passes to each peer: those that arrived over the outer tiers of the same block format."""
     name, outermost = format_of(case, message, tier), tier
     for outer in sorted(crossed):
         if outer > tier and format_of(case, message, outer) == name:

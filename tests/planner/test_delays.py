@@ -1,4 +1,4 @@
-"""Experts that wait behind gradients and refreshes: a pipeline of a mixture is ranked near what its programs take."""
+"""Experts that wait behind gradients and refreshes: a pipeline of a mixture is ranked near its programs' seconds."""
 
 import pytest
 

@@ -73,7 +73,7 @@ def test_the_search_equals_trying_everything(name: str, cluster: str, axes: tupl
 def test_the_memory_of_a_plan_is_the_exact_account_of_its_fullest_stage(
     blocks: tuple[BlockSpec, ...], schedule: str
 ) -> None:
-    """The states of a stage. What is whole is of the worst moment, and the account has the worst of each category."""
+    """The states of a stage. The whole is of the worst moment, and the account has the worst of each category."""
     task = replace(small_task(CLUSTERS["frontier 2x2x2"], batch=16, model=TIED), declared=blocks)
     evaluator = evaluator_of(task)
     stages = 1 if schedule == SERIAL else 2

@@ -41,7 +41,7 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
 
 
 def test_the_search_does_with_attention_in_place_of_layers() -> None:
-    """On several ranks experts are priced apart, and so is what recomputes their layers."""
+    """On several ranks experts are priced apart, and so is the recomputation of their layers."""
     task = small_task(CLUSTERS["dgx 4x2"], batch=4, model=MIXED)
     check_search(replace(task, operations=("attention",)), ("data", "tensor"))
 
@@ -74,7 +74,7 @@ def test_pins_of_experts() -> None:
     ("model", "alternative"), [(MIXTRAL, "node expert 4, system expert 2"), (QWEN3_30B, "system expert 8")]
 )
 def test_experts_stay_inside_the_node(model: ModelConfig, alternative: str) -> None:
-    """On eight nodes of eight, and what the next tier would cost is told."""
+    """On eight nodes of eight; the seconds of the next tier are among the changes."""
     task = Task(model=model, cluster=load_cluster("dgx-h100").resized(8), batch=256, sequence=4096)
     space = Space(task=task)
     found, evaluator = find(space, count=1)

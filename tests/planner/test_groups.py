@@ -1,4 +1,4 @@
-"""Groups of shapes: together they are the space, and what is bounded for a group holds for everything in it."""
+"""Groups of shapes: together they are the space, and a bound of a group holds for everything in it."""
 
 from dataclasses import replace
 

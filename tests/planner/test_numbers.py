@@ -1,4 +1,4 @@
-"""Micro-batch and unit that a run leaves out: the best of all choices within memory; what is given stays."""
+"""Micro-batch and unit that a run leaves out: the best of all choices within memory; given numbers stay."""
 
 from dataclasses import replace
 from typing import Any

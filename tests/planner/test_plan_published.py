@@ -1,8 +1,8 @@
 """The planner against published runs: a 20 B GPT on 384 GCDs of Frontier, and Megatron-LM's table.
 
 Frontier (arXiv 2501.04266, abstract): throughputs of ZeRO-3 : ZeRO++ : three-level are 1 : 1.405 : 2.398, and 0.94 is
-kept up to 384 GCDs. The batch and the recomputation are not known; `docs/planning.md` says what is assumed and where
-the prediction falls short.
+kept up to 384 GCDs. The batch and the recomputation are not known; `docs/planning.md` has the assumptions and where the
+prediction falls short.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the planner searches: tasks, mapping tables, placements, pins, axes, layers of stages, schedules."""
+"""The space of the planner: tasks, mapping tables, placements, pins, axes, layers of stages, schedules."""
 
 import math
 from dataclasses import replace

@@ -209,7 +209,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(
 
 
 def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
-    """Stretching the played span stands for playing every task with what its stage waits for."""
+    """Stretching the played span stands for playing every task with the waits of its stage."""
     task = small_task(CLUSTERS["dgx 4x2"], batch=16, model=gpt(8, 512, 4, vocab=1000))
     evaluator = evaluator_of(task)
     for placement in (Placement(-1, -1, -1), Placement(1, 1, 1)):

@@ -40,7 +40,7 @@ def test_taken_where_faster() -> None:
 
 
 def test_left_where_slower() -> None:
-    """Products of few tokens are bound by what quantising moves."""
+    """Products of few tokens are bound by the bytes that quantising moves."""
     task = task_on("dgx-h100", sequence=32)
     found = find_with("fp8", Space(task=replace(task, batch=16)), {}, [], 1, 50)
     assert not found.used

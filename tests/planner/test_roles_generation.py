@@ -1,4 +1,4 @@
-"""Seconds and memory of generation: what it is bound by, and how memory and tensor rows change it."""
+"""Seconds and memory of generation: its bounds, and how memory and tensor rows change it."""
 
 from dataclasses import replace
 

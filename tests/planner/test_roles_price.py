@@ -1,4 +1,4 @@
-"""The price of an iteration: its stages, its roles one by one, memory of pools, and what is refused."""
+"""The price of an iteration: its stages, its roles one by one, memory of pools, and refusals."""
 
 from collections import Counter
 from dataclasses import replace

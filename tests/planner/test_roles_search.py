@@ -1,4 +1,4 @@
-"""The search for placements against the price of every one, and what it finds."""
+"""The search for placements against the price of every one, and its findings."""
 
 import random
 import time

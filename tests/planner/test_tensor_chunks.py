@@ -9,6 +9,7 @@ import pytest
 from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
+from terrace.plan.recompute import WHOLE
 from terrace.planner.pins import parse_pins
 from terrace.planner.products import ProductsFound, find_with
 from terrace.planner.space import Space
@@ -61,6 +62,35 @@ def test_never_unasked_and_only_where_a_plan_can_have_it() -> None:
     assert spread.step_s["fused"] == spread.step_s[1]
 
 
+def test_pipelines_with_tensor_rows_have_them_too() -> None:
+    """Their stages are priced without ranks inside; the program that would train has the same parts."""
+    task = replace(TASK, cluster=load_cluster("dgx-h100").resized(2), batch=32)
+    found = find_cut([4], space_of("tensor=8", "pipeline=2", task=task), search)
+    whole_s, cut_s = found.step_s[1], found.step_s[4]
+    assert whole_s is not None
+    assert cut_s is not None
+    assert cut_s < whole_s
+    best = found.products.searched.found.best[0]
+    assert found.products.searched.evaluator.plan(best.candidate).tensor_chunks == 4
+    assert best.candidate.mesh.total("pipeline") == 2
+
+
+@pytest.mark.parametrize("operations", [None, ("mlp",)])
+def test_beside_them_tensor_ranks_recompute_whole_layers_alone(operations: tuple[str, ...] | None) -> None:
+    for value in (4, "fused"):
+        again = replace(TASK, tensor_chunks=value, operations=operations).recomputations  # type: ignore[arg-type]
+        parts = {
+            tensor: {
+                name
+                for one in again.chain(tensor=tensor, context=False, partly=True)
+                for name in (*again.values[one].parts, *again.values[one].least)
+            }
+            for tensor in (False, True)
+        }
+        assert "mlp" in parts[False]
+        assert parts[True] <= {*WHOLE}
+
+
 REFUSED = [
     ("fused", "lab", "--allow tensor_chunks=fused: only CUDA devices have symmetric memory"),
     ("fusd", "dgx-h100", "--allow tensor_chunks=fusd: give a number of parts from 2 to 64, or 'fused'"),
@@ -86,13 +116,13 @@ def test_one_device_has_no_tensor_axis() -> None:
 def test_on_the_command_line(here: Planning) -> None:
     """A plan's file says how its messages are cut; the words say the step of each way."""
     words = ("--nodes", "1", "--pin", "tensor=4", "--allow", "tensor_chunks=fused", "--allow", "tensor_chunks=2")
-    said = here.say("plan", *words, "--output", "a.toml", cluster="dgx-h100", batch=64)
+    said = here.say("plan", *words, "--out", "a.toml", cluster="dgx-h100", batch=64)
     assert said.code == 0, said
     used = "allowed and used: tensor_chunks; with tensor messages whole step " in said.out
     assert used or "allowed and not used: tensor_chunks; with tensor messages whole step " in said.out
     with open("a.toml", "rb") as file:
         value = tomllib.load(file)["tensor_chunks"]
     assert value in ((2, "fused") if used else (1,))
-    assert here.say("plan", *words[:4], "--output", "b.toml", cluster="dgx-h100", batch=64).code == 0
+    assert here.say("plan", *words[:4], "--out", "b.toml", cluster="dgx-h100", batch=64).code == 0
     with open("b.toml", "rb") as file:
         assert tomllib.load(file)["tensor_chunks"] == 1

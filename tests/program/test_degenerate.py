@@ -1,4 +1,4 @@
-"""What is degenerate is free: a state on a tier where a rank has no peers is there already."""
+"""Degenerate placements are free: a state on a tier where a rank has no peers is there already."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Programs of forwards alone: verified, without a gradient, and what is left of the step's bytes and seconds."""
+"""Programs of forwards alone: verified, without a gradient, and with a part of the step's bytes and seconds."""
 
 from dataclasses import replace
 

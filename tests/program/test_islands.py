@@ -1,4 +1,4 @@
-"""Plans with islands: steps stay inside, an exchange says what crosses and when, and formulas agree with both."""
+"""Plans with islands: steps stay inside, an exchange lists its messages and their times, and formulas agree."""
 
 from dataclasses import replace
 

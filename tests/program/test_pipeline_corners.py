@@ -1,4 +1,4 @@
-"""Corners of pipelines that numbers alone do not show: what is counted, what is refused."""
+"""Corners of pipelines that numbers alone do not show: counts and refusals."""
 
 from dataclasses import replace
 

@@ -204,7 +204,7 @@ def programs_by_hand(name: str, *rows: tuple[tuple[Pass, int], ...]) -> dict[int
 
 
 def test_reading_before_arrival_is_a_circle() -> None:
-    """The first stage waits for a gradient before it sends what the last stage reads before it makes that gradient."""
+    """The first stage waits for the last one's gradient before it sends the activation that this one is made from."""
     programs = programs_by_hand("ddp", ONE_BY_ONE, ALL_FIRST)
     for rank, program in programs.items():
         verify(program, rank)
@@ -260,7 +260,7 @@ def test_activations_between_stages_by_hand(schedule: str) -> None:
 
 
 def tier_bytes(program: Program, *messages: MessageClass) -> dict[str, int]:
-    """What a rank of a program sends of some classes, by tier."""
+    """Bytes that a rank of a program sends of some classes, by tier."""
     verify(program)
     found = step_bytes(
         program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, program.stage

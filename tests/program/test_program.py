@@ -1,4 +1,4 @@
-"""Programs: what is built is sound, small, readable, and independent of the number of ranks."""
+"""Programs are sound, small, readable, and independent of the number of ranks."""
 
 from collections import Counter
 from dataclasses import replace

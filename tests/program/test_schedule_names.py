@@ -1,4 +1,4 @@
-"""Schedules by name, what they refuse, and orders as CSV."""
+"""Schedules by name, their refusals, and orders as CSV."""
 
 import importlib
 from dataclasses import replace

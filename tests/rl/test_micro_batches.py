@@ -49,7 +49,7 @@ def values(rows: Rows, name: str) -> Tensor:
 
 
 def batch(lengths: list[int]) -> Rows:
-    """Responses of these lengths; what the policy says of a token is linear in the parameters."""
+    """Responses of these lengths; the policy's numbers of a token are linear in the parameters."""
     generator = torch.Generator().manual_seed(sum(lengths) + 31 * len(lengths))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
 

@@ -1,4 +1,4 @@
-"""Rewards by a function of the user's: what it gets, and every way in which it can be wrong, each with its prompt."""
+"""Rewards by a function of the user's: its arguments, and every way in which it can be wrong, each with its prompt."""
 
 import time
 from collections.abc import Iterator, Sequence

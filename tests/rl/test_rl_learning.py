@@ -138,7 +138,7 @@ class Values:
 
 
 class Worth:
-    """Rewards, or costs, by what each token is worth."""
+    """Rewards, or costs, by the worth of each token."""
 
     def __init__(self, column: str, worth: Mapping[int, float], shuffle: bool = False) -> None:
         self.column, self.worth, self.generator = column, worth, torch.Generator().manual_seed(1) if shuffle else None

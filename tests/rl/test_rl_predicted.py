@@ -1,4 +1,4 @@
-"""A run of `terrace rl` as a dataflow of roles, its price, and what `--explain` prints."""
+"""A run of `terrace rl` as a dataflow of roles, its price, and the output of `--explain`."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run keeps of a step beside its numbers: calls of roles, and samples."""
+"""Records of a step beside its numbers: calls of roles, and samples."""
 
 import pytest
 import torch

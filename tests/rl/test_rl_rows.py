@@ -1,4 +1,4 @@
-"""Rows and ragged columns: what goes in comes out, whatever is taken, split, joined or masked."""
+"""Rows and ragged columns: all that goes in comes out, whatever is taken, split, joined or masked."""
 
 import pickle
 from collections.abc import Callable

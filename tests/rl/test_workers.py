@@ -1,4 +1,4 @@
-"""Actor, reference, critic: four ranks in two stages, who generate in replicas of two, find what one process finds."""
+"""Actor, reference, critic: four ranks in two stages, generating in replicas of two, find the same as one process."""
 
 from collections.abc import Callable
 from dataclasses import replace

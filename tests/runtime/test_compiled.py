@@ -186,14 +186,14 @@ def test_a_machine_that_cannot_compile_is_told_why(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_compiler_that_fails_in_the_first_step_is_named_in_a_line() -> None:
-    """Torch's own error, with the command and all that the linker has said."""
+    """Torch's own error, with the command and the linker's output."""
     from torch._inductor.exc import CppCompileError, InductorError
 
     error = CppCompileError(["/opt/c++", "a.cpp", "-o", "a.so"], "/usr/bin/ld: cannot find -lgomp\ncollect2: error")
     with pytest.raises(TrainingError) as caught, compiled.compiler_named():
         raise InductorError(error, None) from error
     said = str(caught.value)
-    assert "(/opt/c++ said: /usr/bin/ld: cannot find -lgomp)" in said
+    assert "(/opt/c++ printed: /usr/bin/ld: cannot find -lgomp)" in said
     assert said.endswith("or give --train.compile false")
     assert "\n" not in said
     with pytest.raises(ZeroDivisionError), compiled.compiler_named():  # all others stay as they are
@@ -215,6 +215,6 @@ def test_a_run_whose_linker_fails_ends_in_a_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 2, done.stderr
     said = one_line(done.stderr)
-    assert f"{linker} said: ld: cannot find -lgomp" in said
+    assert f"{linker} printed: ld: cannot find -lgomp" in said
     assert "or give --train.compile false" in said
     assert not (tmp_path / "run").exists()

@@ -47,7 +47,7 @@ def test_values_and_tensors_of_all_ranks(pool: LocalPool) -> None:
 def test_nothing_between_processes_is_pickled_but_by_a_parent_and_its_own_children() -> None:
     """Pipes of the process pool are private, links of roles prove a secret; all other values are JSON or tensors.
 
-    Those of `torch.distributed.checkpoint` are read without calling anything (tests/model/test_dcp_damage.py).
+    Pickles of `torch.distributed.checkpoint` are read without calling anything (tests/model/test_dcp_damage.py).
     """
     words = ("import pickle", "gather_object", "object_list", "allow_pickle=True")
     users = {
@@ -57,4 +57,4 @@ def test_nothing_between_processes_is_pickled_but_by_a_parent_and_its_own_childr
     }
     pool, roles = {"process_pool.py", "workers.py"}, {"calls/local.py", "calls/serve.py"}
     files = {f"terrace/model/dcp/{name}.py" for name in ("metadata", "reading", "writing")}
-    assert users - files == {f"terrace/launch/{name}" for name in pool} | {f"terrace/rl/{name}" for name in roles}
+    assert users == files | {f"terrace/launch/{name}" for name in pool} | {f"terrace/rl/{name}" for name in roles}

@@ -52,7 +52,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def squares(x: Tensor) -> Callable[[nn.Module], Tensor]:
-    """The sum of squares of what a module makes of `x`."""
+    """The sum of squares of a module's output for `x`."""
     return lambda module: module(x).square().sum()
 
 

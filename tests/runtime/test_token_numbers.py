@@ -74,7 +74,7 @@ def test_any_chunk_gives_the_numbers_of_whole_logits(
 def test_the_operands_of_a_part_are_no_more_than_is_counted(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that on a GPU, where parts are smaller by their number, a chunk takes what `chunk_bytes` says."""
+    """So that on a GPU, where parts are smaller by their number, a chunk takes the bytes of `chunk_bytes`."""
     rows, vocab = 64, 4096
     assert loss_chunks.part_rows(rows, vocab, "cuda", 8) == 8
     monkeypatch.setattr(loss_chunks, "CACHED_NUMEL", rows * vocab)  # all rows are one part

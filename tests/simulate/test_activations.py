@@ -84,7 +84,7 @@ def know_tokens(block: nn.Module, sequence: int) -> Gating:
 def run_block(
     name: str, compute: str, sequence: int, index: int, again: bool = False, skewed: bool = False
 ) -> tuple[int, int, int, BlockActivations]:
-    """Return bytes saved, alive at the peak of the forward and of the backward, and what is predicted."""
+    """Bytes saved, alive at the peak of the forward and of the backward, and the prediction."""
     dtype = DTYPES[compute]
     config = mixture(MIXTURES[name], layers=1) if name in MIXTURES else (MODELS | VALUES)[name]
     blocks = build_blocks(config, device="cpu", dtype=dtype)
@@ -165,7 +165,7 @@ def scratch_bytes(config: ModelConfig, compute: str, sequence: int) -> int:
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["embedding", "layer", "head"])
 def test_what_the_decoder_keeps(name: str, compute: str, index: int) -> None:
-    """To the byte what autograd saves, and the peaks; in bf16 but for the scratch memory of oneDNN.
+    """Autograd's saved bytes exactly, and the peaks; in bf16 but for the scratch memory of oneDNN.
 
     Of a head there are a few numbers a token and word more: within 3 %.
     """
@@ -179,7 +179,7 @@ def test_what_the_decoder_keeps(name: str, compute: str, index: int) -> None:
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("compute", DTYPES)
 def test_what_a_head_of_values_keeps(name: str, compute: str) -> None:
-    """To the byte what autograd saves; peaks within the hidden states of its tokens in fp32 at least.
+    """Autograd's saved bytes exactly; peaks within the hidden states of its tokens in fp32 at least.
 
     A product with one output widens bf16, and the predicted backward frees its input later than autograd does.
     """
@@ -264,7 +264,7 @@ def test_a_layer_whose_operations_are_recomputed(
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_layer_holds_between_the_halves_of_its_backward(name: str, again: bool) -> None:
-    """To the byte: what its products read, and the gradients of their results, whatever the forward kept.
+    """To the byte: the operands of its products, and the gradients of their results, whatever the forward kept.
 
     The peak of the first half within 10 %: attention takes scratch memory, and a norm is several operations on a CPU.
     """

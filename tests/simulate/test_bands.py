@@ -33,7 +33,7 @@ def row(error: float, *axes: str, devices: int = 8, generation: str = "Ampere", 
 
 
 def given(monkeypatch: pytest.MonkeyPatch, *rows: Validated) -> None:
-    """Bands are taken from these rows; what was kept of others is forgotten, before and after."""
+    """Bands are taken from these rows; cached bands of others are forgotten, before and after."""
     monkeypatch.setattr(bands, "validated", lambda: rows)
     bands._band.cache_clear()
     tie_share.cache_clear()

@@ -1,4 +1,4 @@
-"""Messages of two tiers on one bus: what a rank's clocks say, by hand and against links of their own."""
+"""Messages of two tiers on one bus: a rank's clocks, by hand and against links of their own."""
 
 from dataclasses import replace
 

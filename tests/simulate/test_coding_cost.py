@@ -1,4 +1,4 @@
-"""What coding and decoding block formats costs: bytes counted by hand, and the step that pays for them."""
+"""The cost of coding and decoding block formats: bytes counted by hand, and the step that pays for them."""
 
 from dataclasses import replace
 

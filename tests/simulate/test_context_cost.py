@@ -1,4 +1,4 @@
-"""Seconds and memory of the context axis: what hides its messages, and which of its forms a plan takes."""
+"""Seconds and memory of the context axis: how its messages are hidden, and which of its forms a plan takes."""
 
 import math
 from dataclasses import replace
@@ -189,7 +189,7 @@ def test_ulysses_goes_inside_a_slow_tier_and_the_ring_across_it() -> None:
 
 
 def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
-    """Every form divides; a pin leaves what it allows; an open shape's bound is below that of its forms."""
+    """Every form divides; a pin leaves the forms that it allows; an open shape's bound is below that of its forms."""
     task = small_task(CLUSTERS["dgx 4x2"], batch=8, model=replace(SMALL, num_kv_heads=2))
     space = Space(task=task)
     evaluator, seen = evaluator_of(task), set[tuple[int, ...]]()

@@ -1,4 +1,4 @@
-"""The price of blocks and steps: closed answers on an ideal device, and what must hold on every device."""
+"""The price of blocks and steps: closed answers on an ideal device, and rules for every device."""
 
 import math
 from dataclasses import replace

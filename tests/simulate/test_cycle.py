@@ -150,7 +150,7 @@ def test_a_folded_cycle_is_within_half_a_percent_of_the_whole(
 
 
 def test_a_stage_with_shorter_exchanges_waits_for_the_one_with_the_longest() -> None:
-    """Where the link has always something to carry, no cycle is shorter than what it carries for one stage."""
+    """Where the link has always something to carry, no cycle is shorter than its messages of one stage."""
     cluster = sized("frontier", 2, 4, 2)
     slow = replace(cluster.tiers[-1], bandwidth_bytes_per_s=1e7)
     task = small_task(replace(cluster, tiers=(*cluster.tiers[:-1], slow)), 16)

@@ -1,4 +1,4 @@
-"""The cycle over time: its steps, what is on the link when, and where it is waited for."""
+"""The cycle over time: its steps, the messages on the link, and the waits for them."""
 
 from typing import Literal
 

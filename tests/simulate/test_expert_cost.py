@@ -50,7 +50,7 @@ def products_bytes(dtype_bytes: int, *shapes: tuple[int, int, int]) -> int:
 
 
 def test_passes_over_memory_are_the_known_bytes() -> None:
-    """What a mixture adds to a layer without any MLP, in bytes on a device of one byte a second."""
+    """The cost that a mixture adds to a layer without any MLP, in bytes on a device of one byte a second."""
     hidden, inner, experts, tokens = 64, 40, 8, 96
     rows = 2 * tokens
     of_expert = [(rows // experts, hidden, inner)] * 2 + [(rows // experts, inner, hidden)]

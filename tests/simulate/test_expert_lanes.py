@@ -115,7 +115,7 @@ def test_a_recording_is_what_is_played(plan: dict[str, Any], backend: Backend) -
 
 
 def test_a_dispatch_waits_behind_gradients_and_they_behind_it() -> None:
-    """One layer's numbers by hand: the step is longer by what the link carries beside it."""
+    """One layer's numbers by hand: the step is longer by the messages on the link beside it."""
     slow = cluster_of(rate=1e8)
     program, costs = played(step_of(slow, "ddp", num_micros=1))
     apart = replace(slow, tiers=(*slow.tiers[:2], replace(slow.tiers[2], bandwidth_bytes_per_s=1e15, latency_s=0.0)))
@@ -242,7 +242,7 @@ def shared(shares: tuple[float, ...], rate: float = 2e11, **changes: Any) -> Ste
 
 
 def test_a_gradient_behind_the_combine_delays_no_dispatch() -> None:
-    """With one chunk every message of experts is waited for: a step is longer by what is in front of a dispatch."""
+    """With one chunk all messages of experts are waited for: a step is longer by those in front of a dispatch."""
     at_once, halves, behind = (predict_step(shared(shares)) for shares in ((), (0.5, 0.0, 0.5), (0.0, 0.0, 1.0)))
     taken_s = gradient_s(behind.programs[0], behind.costs[0])
     assert taken_s > 0

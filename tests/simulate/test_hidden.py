@@ -1,4 +1,4 @@
-"""What a step hides on the outermost tier: by hand, against a step that hides nothing, and what is said of it."""
+"""Hidden seconds of a step on the outermost tier: by hand, against a step that hides nothing, and as reported."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_one_machine_and_islands_say_nothing() -> None:
 
 
 def test_what_hidden_messages_cost() -> None:
-    """A penalty of a tenth is a tenth of what is hidden, and a step that hides nothing does not pay it."""
+    """A penalty of a tenth is a tenth of the hidden seconds, and a step that hides nothing does not pay it."""
     free = _predicted(DGX, "zero3")
     tiers = tuple(replace(tier, overlap_penalty=0.1) for tier in DGX.tiers)
     paid = _predicted(replace(DGX, tiers=tiers), "zero3")

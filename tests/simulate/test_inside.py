@@ -1,4 +1,4 @@
-"""Programs with a tensor axis: messages inside a block by hand, what hides them, and the activations of their plans."""
+"""Programs with a tensor axis: messages inside a block by hand, how they are hidden, activations of their plans."""
 
 import math
 import re
@@ -127,7 +127,7 @@ def test_people_read_the_messages_of_each_kind_of_block() -> None:
 
 
 def test_messages_in_parts_by_hand() -> None:
-    """Four parts: of what a region gathers the first is waited for, of what it sums the last; three are hidden."""
+    """In four parts, a region waits for the first part of its gather and the last of its sum; three are hidden."""
     program = program_of(cluster_of(2, 2), 2, tensor_chunks=4)
     one_s, part_s = (LATENCY_S + SEQUENCE * 64 * 4 / 2 / parts / RATE for parts in (1, 4))
     assert behind(program, Op.FORWARD) == pytest.approx({ALONE: 4 * part_s, OUTPUTS: 12 * part_s})

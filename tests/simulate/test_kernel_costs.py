@@ -83,7 +83,7 @@ def test_flash_attention_by_hand() -> None:
 def test_large_products_against_published_ones(
     preset: str, shape: tuple[int, int, int], measured: float, below: tuple[float, float]
 ) -> None:
-    """TFLOP/s of one device: below the best of a search, on an A100 and an H100 alike, and near what is sustained."""
+    """TFLOP/s of one device: below the best of a search, on an A100 and an H100 alike, and near the sustained rate."""
     device = replace(load_cluster(preset).device, spread=0.0)
     found = 2 * math.prod(shape) / gemm_s(device, *shape) / 1e12
     assert below[0] * measured <= found <= below[1] * measured

@@ -1,4 +1,4 @@
-"""What attention under documents and windows keeps, against what torch saves and allocates."""
+"""Memory of attention under documents and windows, against torch's saved tensors and allocations."""
 
 from dataclasses import replace
 from typing import Any
@@ -88,7 +88,7 @@ class Measured:
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize(("window", "sequence"), [(96, 256), (64, 256), (20, 200), (40, 60)])
 def test_a_window(name: str, window: int, sequence: int) -> None:
-    """To the byte what is saved and what the masks take; the peaks within 3 %."""
+    """Saved bytes and masks exactly; the peaks within 3 %."""
     found = Measured(name, window, "fp32", sequence, None)
     assert sum(found.predicted.saved.values()) == found.saved
     assert mask_bytes(found.work, "cpu") == found.mask_bytes
@@ -186,7 +186,7 @@ def test_a_window_of_a_lean_kernel_is_priced_by_what_it_sees() -> None:
 
 
 def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
-    """What the pieces of a plan multiply, in all; whole rows under a mask."""
+    """Pairs that the pieces of a plan multiply, in all; whole rows under a mask."""
     for window, sequence in ((96, 960), (20, 640), (0, 512), (600, 512), (40, 60)):
         model = replace(MODELS["llama"], sliding_window=window)
         work = Work(model=model, sequence=sequence)

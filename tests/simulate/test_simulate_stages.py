@@ -1,4 +1,4 @@
-"""The programs of a pipeline, played together: published bubbles, the orders' own timeline, what stages wait for."""
+"""The programs of a pipeline, played together: published bubbles, the orders' own timeline, waits of stages."""
 
 from dataclasses import replace
 

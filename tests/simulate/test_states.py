@@ -142,7 +142,7 @@ def test_islands_keep_the_parameters_they_agreed_on() -> None:
 
 
 def test_tensor_ranks_and_stages_hold_the_whole_model() -> None:
-    """What several ranks hold of it beyond their share is what each holds whole."""
+    """Beyond their shares of it, several ranks hold only the parts that each holds whole."""
     untied = replace(LLAMA, num_layers=6)
     for num_stages in (1, 2, 3, 4):
         assert sum(stage.total for stage in stages_of(untied, num_stages)) == num_params(untied)

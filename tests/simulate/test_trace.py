@@ -1,4 +1,4 @@
-"""The trace: what the format asks for, and the same times and bytes as the recording."""
+"""The trace: the fields of the format, and the same times and bytes as the recording."""
 
 from collections import defaultdict
 from typing import Any

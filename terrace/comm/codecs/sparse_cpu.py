@@ -1,9 +1,9 @@
 """Encoding of sparse messages on a CPU, bit for bit as `sparse.py`, without sorting blocks.
 
-Some blocks at a time. The k-th largest of the maxima of 256 strided groups of a block is a
-lower bound of its k-th largest magnitude, since k groups reach it; what lies below needs no further look. Of the
-candidates, some 5 % of a block of random numbers, integers order by magnitude and then by place, so the k-th largest of
-them settles ties as well. A block of equal elements, zeros aside, has 4096 and takes several times as long.
+Some blocks at a time. The k-th largest of the maxima of 256 strided groups of a block is a lower bound of its k-th
+largest magnitude, since k groups reach it; elements below need no further look. Of the candidates, some 5 % of a block
+of random numbers, integers order by magnitude and then by place, so the k-th largest of them settles ties as well. A
+block of equal elements, zeros aside, has 4096 and takes several times as long.
 
 numpy selects: its partition uses vector instructions and takes a fifth of the time of torch's `kthvalue`.
 """

@@ -4,7 +4,7 @@ A pool of n devices has n / rows replicas, each of which generates its share of 
 for all its samples, bound by computing; its last token draws the first of each response. Then every pass adds a token
 to all sequences that run:
 
-    layer   max( products, what the host needs to launch it ) + attention + 2 sums over the rows
+    layer   max( products, seconds of the host to launch it ) + attention + 2 sums over the rows
     products    max( bytes of its weights / memory bandwidth, 2 m parameters / peak )    for m sequences
     attention   max( bytes of their keys and values / memory bandwidth, its products )
 

@@ -5,8 +5,8 @@ Pools work side by side and a role's stages one after the other, so with the sec
     iteration = reshard + sum over generate, prepare, train of max over pools of the sum over their roles
 
 and where the generator draws ahead (`Dataflow.ahead`), the larger of generate and prepare + train stands for that sum.
-(HybridFlow, Sheng et al. 2409.19256, section 6, algorithm 1). Roles of a pool share its devices: all that they hold is
-there together, and of what they need while they work only the largest.
+(HybridFlow, Sheng et al. 2409.19256, section 6, algorithm 1). Roles of a pool share its devices: everything that they
+keep is there together, but of their memory while they work only the largest counts.
 """
 
 from collections.abc import Mapping, Sequence

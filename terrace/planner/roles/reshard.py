@@ -1,7 +1,7 @@
-"""The hand-over to another pool, in closed form: what `terrace.plan.handover` plans where the source holds all evenly.
+"""The hand-over to another pool, in closed form: that of `terrace.plan.handover` from a source with even shards.
 
-From the outermost tier that lies between the pools inward, each unit inside a tier receives, once, what its members
-need together, in even parts. With n ranks of the target in a unit inside tier t, of replicas of `rows` ranks, each of
+From the outermost tier that lies between the pools inward, each unit inside a tier receives once all elements that its
+members need, in even parts. With n ranks of the target in a unit inside tier t, of replicas of `rows` ranks, each of
 them then has M / max(n, rows) of a model of M bytes, and on one tier it receives the difference to the tier outside.
 Blocks follow each other.
 """

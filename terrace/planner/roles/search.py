@@ -225,7 +225,7 @@ def find(dataflow: Dataflow, cluster: Cluster, count: int = 3) -> FoundPlacement
 
 
 def find_among(places: Places, among: Iterable[Sequence[Roles]], count: int) -> FoundPlacements:
-    """`find` among the partitions `among`, with what `places` knows already."""
+    """`find` among the partitions `among`, with the prices that `places` has already."""
     cluster, found, num_tried = places.cluster, list[_Best](), 0
     for sets in among:
         least = [size for size in map(places.least, sets) if size is not None]
@@ -253,8 +253,8 @@ class _Sharing:
 
     Pools get their sizes one after the other, those that take longest first. Under a limit in seconds a pool that has
     none yet needs a least size, since it takes as long as its fastest stages with so many devices or fewer do; where
-    these sizes have no room together nothing further is tried. The limit begins a little above what any way takes and
-    is raised until the best is below it, so that few ways are kept and few plans are searched.
+    these sizes have no room together nothing further is tried. The limit begins a little above a lower bound on all
+    ways and is raised until the best is below it, so that few ways are kept and few plans are searched.
     """
 
     def __init__(self, places: Places, sets: Sequence[Roles], least: Sequence[int], num_tried: int) -> None:

@@ -129,7 +129,7 @@ class _Writer:
         return self._layer(parts, attention[0]), self._layer_backward(parts, attention[1])
 
     def gather_routed(self) -> Iterator[BlockStep]:
-        """What each row has routed, where the residual stream is whole."""
+        """Gather the tokens that each row has routed, where the residual stream is whole."""
         if not self.splits:
             yield from self._wait(self.rows, self.tensor.padded_tokens * self.hidden, Leg.GATHER)
 

@@ -89,8 +89,8 @@ class BlockProgram:
     """The steps of a block on one micro-batch; backwards are without recomputation.
 
     `experts` is the forward and the backward of the experts: after the other steps in a forward, before them in a
-    backward. `shared` is what tensor rows send for a shared expert: after the experts in a forward, before them in a
-    backward.
+    backward. `shared` are the messages of tensor rows for a shared expert: after the experts in a forward, before them
+    in a backward.
     """
 
     forward: Steps
@@ -163,7 +163,7 @@ _Counted = frozenset[tuple[InBlockMessage, int]]
 class Moment(NamedTuple):
     """Messages that share the seconds of one piece of computing, `times` over; None: messages that are waited for.
 
-    Those that are `fused` with it leave a tail each (terrace.simulate.inside).
+    Each that is `fused` with it leaves a tail (terrace.simulate.inside).
 
     All pieces of later ring steps take equally long, and have number 1 here.
     """

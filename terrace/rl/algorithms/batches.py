@@ -41,9 +41,9 @@ def batch_of(
     If `is_joined`, the rows stand in one as `shared_prefixes.py` says, without padding; labels (1, N) are the
     valid tokens in the order of `rows`, and one that does not count where there are none.
 
-    Its columns are those named, of valid tokens, and `WEIGHTS`; its `weights` what tokens add to the divisor. No router
-    sees its padding: `places` count from the first row, or from another's with `Batch.with_places`.
-    Raises `DataError` for an empty prompt, a row that is too long, and a column of other lengths.
+    Its columns are those named, of valid tokens, and `WEIGHTS`; its `weights` are the tokens' shares of the divisor. No
+    router sees its padding: `places` count from the first row, or from another's with `Batch.with_places`. Raises
+    `DataError` for an empty prompt, a row that is too long, and a column of other lengths.
     """
     texts = _texts(rows, sequence)
     valid = _valid(rows, rows.ragged("responses"))

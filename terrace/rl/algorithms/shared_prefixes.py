@@ -3,8 +3,8 @@
 The texts of a micro-batch are sorted, and of each the row has the tokens behind the longest prefix that it has in
 common with the text before it: responses to one prompt share the prompt and the tokens in which they do not differ yet,
 prompts share their instructions. A token at position p sees, of each position up to p, the last token there that stands
-before it or is itself. So the row is the tree of its texts, depth first, and all that autograd sums up at a token of
-several texts is what it would sum up over copies: the same function as one row a text.
+before it or is itself. So the row is the tree of its texts, depth first, and autograd sums up at a token of several
+texts the same as it would over copies: the same function as one row a text.
 
 Only on a CPU, where the pieces of a row are cut on the host (terrace.model.attention says why). Short runs share a
 piece under a mask, which costs less than another call of the kernel. Texts beyond `LONGEST_SHARED` share nothing, and
@@ -61,7 +61,7 @@ class _Pieces:
 
 
 class SharedPrefixPlans:
-    """The mask plans of a model whose rows are trees; a `window` of 0 means none, and so does a `cap` of scores.
+    """The mask plans of a model whose rows are trees; a `window` of 0 is no window, a `cap` of 0 no cap of scores.
 
     One object serves all layers that attend alike.
     """

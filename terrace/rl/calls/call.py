@@ -12,7 +12,7 @@ name:
         def reward(self, rows: Rows) -> Rows:
             return Rows({"rewards": self.scale * rows.ragged("responses").lengths})
 
-What stands in `@call`, by the protocols of HybridFlow (2409.19256, table 3): ONE_TO_ALL is `split=None`; 3D_PROTO and
+The arguments of `@call` for the protocols of HybridFlow (2409.19256, table 3): ONE_TO_ALL is `split=None`; 3D_PROTO and
 DP_PROTO are `split="data", take="data"`; 3D_ALL_MICRO_DP is `split="replica", take="replica"`.
 """
 
@@ -36,11 +36,11 @@ class Call:
     """One method that a controller may call.
 
     `split`: rows are shared over data ranks of the role's plan, over replicas for generation, or all ranks get all.
-    `take`: rows of each data rank or replica, joined in order; what the first rank returns, or a list of all ranks';
-    or the mean of numbers by name over the shares of `split` (of data ranks without one), weighted by their rows.
+    `take`: rows of each data rank or replica, joined in order; the value of the first rank, or a list of all ranks'; or
+    the mean of numbers by name over the shares of `split` (of data ranks without one), weighted by their rows.
     `balance`: shares have as even tokens as can be, or as even rows, for work that pads every row to one length.
-    `reads`: the columns that the method reads, so that no others are sent; empty: it may read all.
-    `keeps_groups`: neighbouring rows with one number in the column `groups` go to the same share.
+    `reads`: the columns that the method reads, so that no others are sent; empty: it may read all. `keeps_groups`:
+    neighbouring rows with one number in the column `groups` go to the same share.
     """
 
     method: str

@@ -101,7 +101,7 @@ class Host:
         self._workers: dict[str, Any] = {}
 
     def run(self, task: Task) -> Answer:
-        """Run a task; raises what the worker raises, and `ConfigError` for a result that cannot be taken."""
+        """Run a task; raises the errors of the worker, and `ConfigError` for a result that cannot be taken."""
         begin_s = now_s()
         return replace(self._answer(task), begin_s=begin_s, end_s=now_s())
 

@@ -12,7 +12,7 @@ from terrace.rl.values.rows import Rows, columns_read
 class InlineRuntime(Runtime):
     """Roles in this process, each on a pool of one rank; a call runs when it is made, so that a debugger can follow.
 
-    Rows are handed on as they are. What a worker raises is raised as it is, with a note of role and method.
+    Rows are handed on as they are. Errors of a worker are raised as they are, with a note of role and method.
     """
 
     def __init__(self) -> None:

@@ -106,7 +106,8 @@ class RoleLayout:
 def even_shares(tokens: Sequence[int], num_shares: int) -> list[int]:
     """Rows of each of `num_shares` consecutive shares: the largest share has as few tokens as any division allows.
 
-    The others are as near to the mean of what is left as that allows. A share has 0 rows only where rows run out.
+    The others are as near to the mean of the remaining tokens as that allows. A share has 0 rows only where rows run
+    out.
     """
     # A row costs something even where it has no token.
     ends = list(accumulate((1 + each for each in tokens), initial=0))

@@ -174,7 +174,7 @@ class LocalRuntime(Runtime):
         self._has_failed.set()
 
     def _fail(self, pool: int) -> None:
-        """Raise the error of the first failure, when its pool has said what it was."""
+        """Raise the error of the first failure, once its pool has named it."""
         self._has_failed.wait(_VERDICT_S)
         error: BaseException = HangError("a process closed its link, and its pool does not say why")
         if self._failure is not None:

@@ -1,7 +1,7 @@
 """Roles on several machines, as actors of Ray: the one file that imports it.
 
 Ray starts and places the processes and carries calls; rows lie in its object stores, from which a rank on another
-machine fetches them. What ranks send each other in their roles' collectives is gloo's, and no part of Ray.
+machine fetches them. Collectives of a role's ranks are gloo's, and no part of Ray.
 """
 
 import socket

@@ -76,7 +76,7 @@ class Handle:
     def get(self) -> Any:
         """Rows, a value, a list of these by rank, or means by name, as `@call` says; waits for the call.
 
-        Raises what the worker raised, and `HangError` if a rank has died or has not answered in time.
+        Raises the worker's own error, and `HangError` if a rank has died or has not answered in time.
         """
         answers = self._all()
         if self._take == "all":
@@ -175,7 +175,7 @@ class Pool:
 
         `worker.layout(num_ranks, **settings)`, where the class has it, gives the role's `RoleLayout`; without it every
         rank has a share of its own. Raises `ConfigError` for a role that the runtime has, and a layout of other ranks;
-        and what a constructor raises.
+        and the errors of a constructor.
         """
         groups = {name: self._group(name, worker, settings) for name, (worker, settings) in roles.items()}
         for name, (worker, settings) in roles.items():

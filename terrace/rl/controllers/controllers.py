@@ -2,8 +2,8 @@
 
     for metrics in grpo(setup): ...
 
-A step draws responses, scores them, computes advantages here, and updates the roles that learn. What surrounds it
-(logging, evaluating, saving, stopping) is the caller's, between two steps.
+A step draws responses, scores them, computes advantages here, and updates the roles that learn. Its caller logs,
+evaluates, saves and stops, between two steps.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """An engine for rows of prompts and responses: made from a role's settings, fed with as many micro-batches as it takes.
 
-A step has `num_micros` micro-batches of `plan.micro_batch` rows on each data rank, whatever the number of rows: what
-is left is filled with rows without a response, in which no label counts.
+A step has `num_micros` micro-batches of `plan.micro_batch` rows on each data rank, whatever the number of rows: the
+rest is filled with rows without a response, in which no label counts.
 """
 
 from collections import defaultdict

@@ -36,7 +36,7 @@ class ContextAxis(InBlockAxis):
     """Attention backend for context parallelism; replaces each block's mask planner."""
 
     def __init__(self, comm: PeerComm, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
-        """Put itself into `blocks`; raises `ModelError` where their windows differ."""
+        """Put itself into `blocks`; raises `ModelError` for capped scores, and for windows that differ undeclared."""
         self.comm, self.in_block = comm, comm.in_block
         self._program, self._device = program, device
         modules = [module for block in blocks for module in block.modules() if isinstance(module, ATTENTION)]
@@ -136,10 +136,10 @@ class ContextAxis(InBlockAxis):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int = 0) -> Tensor:
         """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks.
 
-        `window` counts the windows of the model's layers.
+        `window` is the index of the layers' window among the model's.
         """
         assert self._layout is not None, "a block runs in a step alone"
-        return attend(query, key, value, self._layout.windows[window])
+        return attend(query, key, value, self._layout.of_window(window))
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
@@ -155,17 +155,17 @@ def check_declared(blocks: Mapping[str, nn.Module]) -> None:
 
 
 class _OfWindow:
-    """The axis for layers with another window than the first."""
+    """The axis as seen by layers with a window other than the model's first."""
 
     def __init__(self, axis: ContextAxis, index: int) -> None:
         self._axis, self._index = axis, index
 
     def plan(self, positions: Tensor | None, query: Tensor) -> "_OfWindow":
-        """This object itself, as of the axis."""
+        """This object itself, as `ContextAxis.plan`."""
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As of the axis."""
+        """As `ContextAxis.attend`, with the window of these layers."""
         return self._axis.attend(query, key, value, self._index)
 
 
@@ -173,7 +173,7 @@ def _windows(program: Program, modules: Iterable[Attention | DeclaredAttention])
     """The windows of all layers of the model, the same on every rank, the widest first."""
     plans = [module.plans for module in modules if isinstance(module.plans, AttentionPlans)]
     if any(each.cap for each in plans):
-        raise ModelError("layers cap the scores of attention, which no kernel of a context axis does: use another axis")
+        raise ModelError("layers cap scores of attention, which no kernel of a context axis supports: use another axis")
     declared = windows_of(program.blocks)
     found = {each.window for each in plans}
     if not declared:

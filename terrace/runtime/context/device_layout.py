@@ -74,15 +74,20 @@ class DeviceLayout:
         """The queries of all pairs."""
         return [pair.queries for ring_step in self.ring_steps for pair in ring_step.pairs[self._window]]
 
+    def of_window(self, index: int) -> "DeviceLayout":
+        """The layout for layers with a window, by its index among the windows of the model; 0 is this object."""
+        return self._others[index - 1] if index else self
+
     @cached_property
-    def windows(self) -> "list[DeviceLayout]":
-        """This layout for the layers of each window, the first of which it is itself."""
-        found = [self]
-        for index in range(1, len(self.ring_steps[0].pairs)):
-            other = copy(self)
-            other._window, other._pairs = index, {}
-            found.append(other)
-        return found
+    def _others(self) -> "list[DeviceLayout]":
+        # This object is not among them: a circle of references would keep its masks until the next collection.
+        return [self._copied(index) for index in range(1, len(self.ring_steps[0].pairs))]
+
+    def _copied(self, index: int) -> "DeviceLayout":
+        other = copy(self)
+        other._window, other._pairs = index, {}
+        other.__dict__.pop("query_runs", None)  # those of this object's window
+        return other
 
     def pairs(self, step: int, dtype: torch.dtype) -> Sequence[DensePair]:
         """Pairs of query and key runs of a round, for queries of `dtype`."""

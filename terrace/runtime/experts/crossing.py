@@ -4,7 +4,7 @@ Each half takes the steps of the program (terrace.program.block_program.experts)
 a chunk on the lane of its tier, where rows are packed, exchanged and summed; hops of a chunk follow one another.
 Meanwhile the rank computes: experts on the rows of a chunk that has arrived, the shared expert, weight gradients.
 
-What is computed in a forward is differentiated in the backward by graphs of its own, one for each piece and one for the
+The computing of a forward is differentiated in the backward by graphs of its own, one for each piece and one for the
 shared expert, so that each runs when its step comes. Their weight gradients are recorded as those of any layer.
 
 Shape legend: T tokens, N rows that arrive at a rank, H hidden, k experts of a token.

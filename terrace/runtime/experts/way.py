@@ -1,7 +1,7 @@
 """Rows of a chunk of tokens on their way to experts and back, one hop after the other.
 
     there   a row goes to every unit of a tier that has one of its experts
-    back    what comes of a row goes where the row came from, and is summed there
+    back    the result of a row goes where the row came from, and is summed there
 
 In a forward tokens go there and results come back; in a backward gradients of results go there, and gradients of tokens
 come back. Rows arrive in the order of the peers, and are added up in that order, in fp32 at least: no sum depends on

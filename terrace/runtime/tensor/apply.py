@@ -104,7 +104,7 @@ def _cut_loss(
 ) -> Objective:
     """`objective` of hidden states; `head` has this rank's `part` of the output matrix, whose values come later.
 
-    A `cap` of logits of 0 is none.
+    `cap` bounds the logits; 0 is no cap.
     """
 
     def losses(hidden: Tensor, labels: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ def vocabulary_losses(
     """Cross entropies of hidden states (B, S, H) against labels (B, S), of their shape, the same on every rank.
 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
-    `terrace.model.decoder.token_loss`; the losses are in fp32 at least, and 0 where a label does not count.
-    A `cap` of logits of 0 is none.
+    `terrace.model.decoder.token_loss`; the losses are in fp32 at least, and 0 where a label does not count. `cap`
+    bounds the logits; 0 is no cap.
     """
     return apply(_Losses, hidden.flatten(0, 1), weight, labels.flatten(), part, comm, cap).view(labels.shape)
 

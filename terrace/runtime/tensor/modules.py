@@ -59,7 +59,7 @@ class TensorAxis(InBlockAxis):
             return self.rows.copy(x)
         self._input = RegatheredInput(self.drops_inputs, self.num_chunks)
         if self.fuses:
-            # As they are at a pass: states put views of their own into the modules.
+            # Read in every pass: states replace the modules' weights by views of their buffers.
             weights = [each.weight for each in region.children() if isinstance(each, ColumnLinear) and each.is_whole]
             whole, products = gather_products(x, weights, self.rows, self._input)
             self._products = {id(weight): product for weight, product in zip(weights, products, strict=True)}
@@ -67,7 +67,7 @@ class TensorAxis(InBlockAxis):
         return self.unpad(gather_input(x, self.rows, self._input))
 
     def product(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """Multiply the input of a region; if it is still arriving, part by part; if fused, it was when it arrived."""
+        """Multiply the input of a region, part by part while it arrives; a fused product has been made by `enter`."""
         if self.fuses and id(weight) in self._products:
             return self.unpad(self._products.pop(id(weight)))
         arriving = self.splits_tokens and self._input.is_arriving
