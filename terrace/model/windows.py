@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in `layer_types` of a `config.json`
+
 
 def widest_window(windows: Collection[int]) -> int:
     """The widest of `windows`; 0 stands for no window and is wider than any other."""

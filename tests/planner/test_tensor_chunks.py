@@ -78,7 +78,7 @@ def test_pipelines_with_tensor_rows_have_them_too() -> None:
 @pytest.mark.parametrize("operations", [None, ("mlp",)])
 def test_beside_them_tensor_ranks_recompute_whole_layers_alone(operations: tuple[str, ...] | None) -> None:
     for value in (4, "fused"):
-        again = replace(TASK, tensor_chunks=value, operations=operations).recomputations  # type: ignore[arg-type]
+        again = replace(TASK, tensor_chunks=value, operations=operations).recomputations
         parts = {
             tensor: {
                 name

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.model.declared_attention import DeclaredAttention
 from terrace.model.hf.declared import Declaration, attend_as_declared, check_modules, declared_specs
-from terrace.model.hf.rope import SLIDING
 from terrace.model.spec import BlockSpec
+from terrace.model.windows import SLIDING
 
 # Arguments that a layer may ask for: given by a block, or left at the layer's own default.
 _GIVEN = ("hidden_states", "attention_mask", "position_ids", "position_embeddings")

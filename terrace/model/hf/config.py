@@ -17,9 +17,7 @@ from terrace.model.hf.kinds import kinds_of, read_kinds, write_kinds
 from terrace.model.hf.mixtures import OWN_KEYS, read_experts, write_experts
 from terrace.model.hf.rope import (
     ENDLESS,
-    FULL,
     ORIGINAL,
-    SLIDING,
     fraction_of,
     published_scaling,
     read_rope,
@@ -28,6 +26,7 @@ from terrace.model.hf.rope import (
     write_turns,
 )
 from terrace.model.hf.scales import read_scales, write_scales
+from terrace.model.windows import FULL, SLIDING
 
 
 def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:

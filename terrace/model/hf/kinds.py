@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ModelError
-from terrace.model.hf.rope import FULL, SLIDING, Turn
-from terrace.model.windows import widest_window
+from terrace.model.windows import FULL, SLIDING, widest_window
 
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
+    from terrace.model.hf.rope import Turn
 
 _MOST_LAYERS = 10**5  # absurd numbers are refused where all sizes are; until then they must not fill memory
 
 
-def read_kinds(loaded: Any, family: "Family", turns: Mapping[str, Turn]) -> dict[str, Any]:
+def read_kinds(loaded: Any, family: "Family", turns: Mapping[str, "Turn"]) -> dict[str, Any]:
     """The fields of `ModelConfig` for windows and RoPE, with `kinds` where layers differ.
 
     `turns` are base and scaling of RoPE for each kind of layer. Raises `ModelError` for layers that are not

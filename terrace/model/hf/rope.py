@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ModelError, did_you_mean
+from terrace.model.windows import FULL, SLIDING
 
 if TYPE_CHECKING:
     from terrace.model.hf.families import Family
-
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers in `layer_types`
 
 # Keys of a config.json that a rope_type must have, and keys that it may have.
 _NEEDED: dict[str, tuple[str, ...]] = {
