@@ -201,7 +201,7 @@ def _show(
     if loop is not None:
         whole, plan, shown = loop.task, loop.plan, loop.estimate
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
-    print(f"{task_words(whole)}\n")
+    print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "
     console.print(plans_table(task, ties.best, f"the best plans {of}with the {axes_words(space.axes)}"))
     about = plan_bands_words(task, ties.best), ties_words(ties), search_words(searched.found)
@@ -213,21 +213,21 @@ def _show(
     if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
         print(f"{filled(rests)}\n")
     if allowed:
-        print(f"{formats_words(allowed, plan, best.step_s, searched.plain_s)}\n")
+        print(f"{filled(formats_words(allowed, plan, best.step_s, searched.plain_s))}\n")
     for words in (*answers.used, answers.stored):
         if words:
             print(f"{filled(words)}\n")
     if loop is not None:
-        print(f"{loop_words(loop)}\n")
+        print(f"{filled(loop_words(loop))}\n")
         console.print(cycle_table(loop.cycle))
-        print(f"{cycle_words(loop.cycle, None)}\n")
+        print(f"{filled(cycle_words(loop.cycle, None))}\n")
     cost = (
         throughput_words(whole, shown),
         training_words(whole, shown, answers.tokens, answers.price),
         energy_words(whole, shown, answers.tokens),
     )
     print("\n".join(filled(f"{each} ({band})") for each in cost if each))
-    print(f"{figures_words(whole, shown, band, full=options.full_attention_flops)}\n")
+    print(f"{filled(figures_words(whole, shown, band, full=options.full_attention_flops))}\n")
     _show_figures(whole, plan, shown, band, console)
     rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
     console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
@@ -238,12 +238,15 @@ def _show(
     if plan.experts:
         step = step_of(task, _chosen(task, best))
         lines = experts_words(plan), alternatives_words(predict_step(step), alternatives(step))
-        print("\n".join(filter(None, lines)) + "\n")
+        print(filled("\n".join(filter(None, lines))) + "\n")
     presets = preset_verdicts(task, space.pins)
     console.print(verdicts_table(task, presets, best, "why no preset, each with its best numbers"))
     if options.outer is None and waits_outside(task, plan, best):
         tier = task.cluster.tiers[-1].name
-        print(f'most of the step waits for tier {tier}; with --outer "every<=100" it would be synchronised more rarely')
+        words = (
+            f'most of the step waits for tier {tier}; with --outer "every<=100" it would be synchronised more rarely'
+        )
+        print(filled(words))
     print(outcome)
 
 
@@ -254,7 +257,7 @@ def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: 
     console.print(split_table(shown.memory_bytes, title, "B", device.memory_bytes))
     job = Job(cluster=task.cluster, plan=plan, num_micros=shown.num_micros)
     worst = worst_words(job, task.blocks, task.sequence)
-    print(f"{worst}\n" if worst else "", end="")
+    print(f"{filled(worst)}\n" if worst else "", end="")
     sent, tiers = shown.sent_bytes, [tier.name for tier in task.cluster.tiers]
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
 
@@ -274,7 +277,8 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
     look = f"to look at its step: terrace simulate {quote(str(options.out))}"
     if refused is not None:
-        return f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}\n{look}"
+        said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
+        return f"{said}\n{look}"
     return f"wrote {options.out}\n{_to_train(task.cluster, options.out)}\n{look}"
 
 

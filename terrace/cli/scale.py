@@ -33,7 +33,7 @@ from terrace.planner.ties import FINALISTS, settle
 from terrace.planner.verdicts import lack
 from terrace.report.plans import missing_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
-from terrace.report.uncertainty import scaling_bands_words
+from terrace.report.uncertainty import filled, scaling_bands_words
 from terrace.train.config import section
 from terrace.train.planned import Planned, read_planned
 
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         title = f"predicted scaling of plan {plan.name} on {task.cluster.name}"
         named = {f"{scaling} scaling": points for scaling, points in curves.items()}
         write_file("--picture", options.picture, scaling_svg(named, title))
-    print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
+    print(filled(f"{task_words(task)}\nplan {plan.name}: {words}") + "\n")
     for scaling, title in titles.items():
         points, full = curves[scaling], options.full_attention_flops
         console.print(scaling_table(points, title, outer.name, options.price, full=full))

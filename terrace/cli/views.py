@@ -45,7 +45,7 @@ from terrace.report.tables import (
     time_table,
     wire_words,
 )
-from terrace.report.uncertainty import predicted_words
+from terrace.report.uncertainty import filled, predicted_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
@@ -181,20 +181,20 @@ def show_plan(view: StepView) -> None:
     """Axes, placements, and the division of experts."""
     view.console.print(plan_table(view.run.cluster, view.run.plan))
     if view.run.plan.experts:
-        print(f"{experts_words(view.run.plan)}\n")
+        print(f"{filled(experts_words(view.run.plan))}\n")
 
 
 def show_alternatives(view: StepView) -> None:
     """The predicted steps of other divisions of experts."""
     found = alternatives(view.predicted.step)
     if found:
-        print(f"{alternatives_words(view.predicted, found)}\n")
+        print(f"{filled(alternatives_words(view.predicted, found))}\n")
 
 
 def show_blocks(view: StepView) -> None:
     if view.is_pipelined:
         view.console.print(stages_table(view.programs, view.run.blocks()))
-        print(parts_words(view.programs, view.run.blocks()))
+        print(f"{filled(parts_words(view.programs, view.run.blocks()))}\n")
 
 
 def show_memory(view: StepView) -> None:
@@ -209,7 +209,7 @@ def show_memory(view: StepView) -> None:
     run = view.run
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
     worst = worst_words(job, run.blocks(), run.train.sequence)
-    print(f"{worst}\n" if worst else "", end="")
+    print(f"{filled(worst)}\n" if worst else "", end="")
 
 
 def show_bytes(view: StepView) -> None:
@@ -219,9 +219,9 @@ def show_bytes(view: StepView) -> None:
         view.console.print(table)
     if view.programs[0].expert_transfers:
         print("route, dispatch and combine: the mean under even routing; each batch declares its own\n")
-    print(wire_words(view.programs[0].plan))
+    print(f"{filled(wire_words(view.programs[0].plan))}\n")
     few = few_exchanges(view.run.cluster, view.run.plan, view.run.train.steps)
-    print(f"{few}\n" if few else "", end="")
+    print(f"{filled(few)}\n" if few else "", end="")
 
 
 def show_inside(view: StepView) -> None:
@@ -232,7 +232,7 @@ def show_inside(view: StepView) -> None:
     if is_context_parallel(program.mesh, program.plan):
         # These messages depend on the documents of each batch, so the plan alone does not determine them.
         if program.plan.balance == "cost":
-            print(f"{ASSIGNED}\n")
+            print(f"{filled(ASSIGNED)}\n")
         else:
             view.console.print(attention_table(program))
     if program.expert_transfers:
@@ -252,7 +252,7 @@ def show_cycle(view: StepView) -> None:
     if cycle is not None:
         view.console.print(cycle_table(cycle))
         print(f"{cycle_picture(cycle_timeline(cycle), view.console.width)}\n")
-        print(f"{cycle_words(cycle, hiding(view.predicted))}\n")
+        print(f"{filled(cycle_words(cycle, hiding(view.predicted)))}\n")
 
 
 def show_exposed(view: StepView) -> None:
@@ -285,7 +285,7 @@ def show_timeline(view: StepView) -> None:
         show_stages_over_time(view)
     else:
         view.console.print("a steady step of one rank", style="bold")
-        print(f"{timeline_text(view.recorded.recordings[0])}\n")
+        print(f"{timeline_text(view.recorded.recordings[0], view.console.width)}\n")
 
 
 def show_memory_over_time(view: StepView) -> None:
@@ -297,20 +297,21 @@ def show_memory_over_time(view: StepView) -> None:
         view.console.print(f"memory meanwhile, 9 standing for more than nine tenths of {highest}", style="bold")
         print(f"{memory_picture(curves, view.recorded.end_s, view.console.width)}\n")
     of_stage = f" (stage {view.recorded.fullest})" if view.is_pipelined else ""
-    print(
+    words = (
         f"over the step, memory is highest at {seconds(moment_s)}{of_stage}: {quantity(size, 'B')} with activations, "
         "without the device's context and what its allocator loses, which terrace plan adds"
     )
+    print(filled(words))
 
 
 def show_advice(view: StepView) -> None:
     """Critical path and best next change."""
     if not view.is_pipelined:
-        print(f"{critical_words(view.recorded.path)}\n{view.advice}\n")
+        print(filled(f"{critical_words(view.recorded.path)}\n{view.advice}") + "\n")
         return
     predicted = view.predicted
     print(f"step {seconds(predicted.step_s)} {view.band}; bubble {100 * predicted.bubble:.1f} % of the stages' time")
-    print(f"{path_sentence(view.recorded)}\n{view.advice}\n{played_words(view.recorded)}\n")
+    print(filled(f"{path_sentence(view.recorded)}\n{view.advice}\n{played_words(view.recorded)}") + "\n")
 
 
 def show_program(view: StepView) -> None:

@@ -118,7 +118,7 @@ def headrooms_table(task: Task, found: Sequence[Headroom], title: str) -> Table:
         else:
             slower = f"{100 * (best.step_s / found[0].best.step_s - 1):.1f} %" if found[0].best else ""
             words = plan_words(task, best.candidate) + ("" if each.proved else "; the search stopped at --limit")
-            words = textwrap.fill(words, _PLAN_WIDTH)
+            words = textwrap.fill(words, _PLAN_WIDTH, break_on_hyphens=False)
             table.add_row(each.headroom, seconds(best.step_s), slower, quantity(best.needed_bytes, "B"), words)
         above = best
     return table

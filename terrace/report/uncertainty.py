@@ -84,9 +84,10 @@ def search_words(found: Found) -> str:
 
 
 def filled(words: str) -> str:
-    """A paragraph of lines, with no break before a percent sign."""
-    kept = words.replace(" %", "\N{NO-BREAK SPACE}%")
-    return textwrap.fill(kept, _WIDTH, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")
+    """A paragraph for each line of `words`, in lines of at most 80 characters, with no break before a percent sign."""
+    kept = words.replace(" %", "\N{NO-BREAK SPACE}%").splitlines()
+    lines = [textwrap.fill(each, _WIDTH, break_on_hyphens=False, break_long_words=False) for each in kept]
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _tie() -> str:
