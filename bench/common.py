@@ -23,7 +23,6 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan
-from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 
@@ -78,11 +77,6 @@ def engine_of(blocks: list[nn.Module], cluster: Cluster, plan: Plan, num_micros:
     given: dict[str, Any] = {"optimizer": ADAMW, "timeout": timedelta(seconds=120), **options}
     names = block_names(blocks)
     return Engine(blocks, names=names, cluster=cluster, plan=plan, num_micros=num_micros, objective=token_loss, **given)
-
-
-def engine_step(engine: Engine, batches: Callable[[int], Sequence[Batch]]) -> Step:
-    """The engine's step on the micro-batches of a step."""
-    return lambda number: engine.step([MicroBatch(*batch) for batch in batches(number)], ADAMW.lr).loss
 
 
 def micro_batches(step: int, rank: int, num_micros: int, shape: tuple[int, int], vocab: int) -> list[Batch]:

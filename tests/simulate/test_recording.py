@@ -41,12 +41,12 @@ BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64
 FLOPS = [2.0 * 64 * 64 * 256] * len(BLOCKS)
 
 
-def cluster_with(sizes: tuple[int, ...], bandwidth: float = 1e8, penalty: float = 0.0) -> Cluster:
+def cluster_with(sizes: tuple[int, ...], bandwidth: float = 1e8) -> Cluster:
     tiers = tuple(
         Tier(name=f"t{i}", size=size, bandwidth_bytes_per_s=bandwidth / 3**i, latency_s=1e-5 * (i + 1))
         for i, size in enumerate(sizes)
     )
-    return Cluster(name="test", device=replace(LOCAL.device, overlap_penalty=penalty), tiers=tiers)
+    return Cluster(name="test", device=replace(LOCAL.device, overlap_penalty=0.0), tiers=tiers)
 
 
 def price(program: Program) -> Costs:

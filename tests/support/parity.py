@@ -77,6 +77,11 @@ class Case:
     balance: BalanceConfig = NO_BALANCE
 
 
+def case_words(value: object) -> str:
+    """The name of a parameter of a test, which may be a case."""
+    return f"{value.plan.name} {value.model}" if isinstance(value, Case) else str(value)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Loss, losses of routers and gradient norm of each step, all parameters in one row, a complaint about bytes or
@@ -280,14 +285,16 @@ def serial(
 
 
 @cache
-def serial_bf16(model_name: str, batch: int) -> Outcome:
-    """Train in this process on bf16 copies of fp32 parameters; gradients are scaled and clipped in fp32."""
+def serial_bf16(model_name: str) -> Outcome:
+    """Train in this process on 8 sequences a step, on bf16 copies of fp32 parameters; gradients are scaled and clipped
+    in fp32.
+    """
     model = MODELS[model_name]
     blocks, masters = model.blocks(torch.bfloat16), trainable(model.blocks(torch.float32))
     optimizer = make_adamw(masters)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        tokens, labels = make_batch(step, batch)
+        tokens, labels = make_batch(step, 8)
         loss = model.objective(run_blocks(blocks, tokens), labels)
         torch.autograd.backward(loss)
         for master, working in zip(masters, trainable(blocks), strict=True):
