@@ -12,7 +12,7 @@ from terrace.comm import codecs
 from terrace.comm.codecs import cpu, reference
 from terrace.comm.codecs.layout import GRIDS, message_parts
 from terrace.plan.wire import WireFormat, parse_format
-from tests.support.codec_cases import CODECS, DTYPES, mixed, new_messages, same
+from tests.support.codec_cases import CODECS, DTYPES, mixed, new_messages, received, same
 
 FORMATS = [parse_format(f"{codec}:{block}") for codec in CODECS for block in (16, 128)]
 WITH_SPARSE = [*FORMATS, parse_format("topk"), parse_format("topk:1024")]
@@ -25,13 +25,6 @@ def sent(values: Tensor, wire: WireFormat) -> Tensor:
     messages = new_messages(wire, *values.shape)
     codecs.encode(values, wire, messages)
     return messages
-
-
-def received(messages: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the elements [rows, numel] of messages."""
-    out = torch.full((messages.shape[0], numel), 7.0, dtype=dtype)
-    codecs.decode(messages, wire, out)
-    return out
 
 
 def bound(values: Tensor, messages: Tensor, wire: WireFormat) -> Tensor:

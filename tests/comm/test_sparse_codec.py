@@ -12,7 +12,7 @@ from terrace.comm import codecs
 from terrace.comm.codecs import sparse, sparse_cpu
 from terrace.comm.codecs.sparse import SparseParts
 from terrace.plan.wire import SPARSE_BLOCK, WireFormat, parse_format
-from tests.support.codec_cases import DTYPES, mixed, new_messages, same
+from tests.support.codec_cases import DTYPES, mixed, new_messages, received, same
 
 FORMATS = [parse_format(text) for text in ("topk", "topk:256", "topk:1024")]
 SIZES = st.one_of(st.sampled_from((1, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097, 8192, 9001)), st.integers(1, 9000))
@@ -24,12 +24,6 @@ def sent(values: Tensor, wire: WireFormat, residual: Tensor | None = None) -> Te
     messages = new_messages(wire, *values.shape)
     codecs.encode(values, wire, messages, residual)
     return messages
-
-
-def received(messages: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    out = torch.full((messages.shape[0], numel), 7.0, dtype=dtype)
-    codecs.decode(messages, wire, out)
-    return out
 
 
 def drawn(kind: str, rows: int, numel: int, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from terrace.comm import codecs
 from terrace.comm.codecs import reference
 from terrace.plan.wire import WireFormat, parse_format
 
@@ -31,6 +32,13 @@ def mixed(rows: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) 
 def new_messages(wire: WireFormat, rows: int, numel: int, device: str = "cpu") -> Tensor:
     """Return messages full of rubbish."""
     return torch.full((rows, wire.message_bytes(numel)), 0xA5, dtype=torch.uint8, device=device)
+
+
+def received(messages: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the elements [rows, numel] of messages."""
+    out = torch.full((messages.shape[0], numel), 7.0, dtype=dtype)
+    codecs.decode(messages, wire, out)
+    return out
 
 
 def same(first: Tensor, second: Tensor) -> bool:

@@ -47,6 +47,11 @@ def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> 
     return Task(model=model, cluster=cluster, batch=batch, sequence=256, operations=())
 
 
+def task_on(cluster: Cluster) -> Task:
+    """16 sequences of 256 tokens of the small model."""
+    return Task(model=SMALL, cluster=cluster, batch=16, sequence=256)
+
+
 def evaluator_of(task: Task) -> Evaluator:
     return Evaluator(Bounds(Estimator(task)))
 
