@@ -22,7 +22,18 @@ from terrace.runtime.objective import TokenObjective, cross_entropy
 from terrace.runtime.tensor import loss
 from terrace.runtime.token_numbers import OPERANDS, TokenNumbers, token_numbers
 from tests.support.allocations import allocated, seeded
-from tests.support.parity import ADAMW, NUM_STEPS, Case, engine_of, exact, flatten, gathered, make_adamw, trainable
+from tests.support.parity import (
+    ADAMW,
+    NUM_STEPS,
+    Case,
+    engine_of,
+    exact,
+    flatten,
+    gathered,
+    make_adamw,
+    rows_of_all,
+    trainable,
+)
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, VOCAB, cluster_of, make_batch, run_blocks
 
@@ -230,12 +241,7 @@ def test_steps_and_scores_equal_plain_torch(
     losses, norms, parameters, log_probs = serial(model, bonus)
     run = trained_in_small_chunks if small else trained
     found = pool.run(cluster.world_size, run, cluster, plan, num_micros, model, bonus, timeout_s=120.0)
-    scored = dict[int, Tensor]()
-    for mine in found:
-        assert mine[0] == pytest.approx(losses, abs=TOLERANCE)
-        assert mine[1] == pytest.approx(norms, abs=TOLERANCE)
-        torch.testing.assert_close(mine[2], parameters, rtol=0, atol=TOLERANCE)
-        scored.update(mine[3])
+    scored = rows_of_all(found, losses, norms, parameters)
     assert sorted(scored) == list(range(ROWS))
     torch.testing.assert_close(torch.stack([scored[row] for row in range(ROWS)]), log_probs, rtol=0, atol=TOLERANCE)
 

@@ -12,12 +12,13 @@ A case may name a sabotage, which must make the comparison fail.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -323,3 +324,19 @@ def deviation(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, floa
             differences = [abs(a - b) for a, b in zip(mine, wanted, strict=True)]
             worst[key] = max(worst[key], *(d if d == d else float("inf") for d in differences))
     return worst
+
+
+def rows_of_all(
+    found: Iterable[tuple[list[float], list[float], Tensor, Mapping[int, Tensor]]],
+    losses: list[float],
+    norms: list[float],
+    parameters: Tensor,
+) -> dict[int, Tensor]:
+    """The tensors of all ranks by row of the global batch; every rank must have these losses, norms and parameters."""
+    rows = dict[int, Tensor]()
+    for mine in found:
+        assert mine[0] == pytest.approx(losses, abs=TOLERANCE)
+        assert mine[1] == pytest.approx(norms, abs=TOLERANCE)
+        torch.testing.assert_close(mine[2], parameters, rtol=0, atol=TOLERANCE)
+        rows.update(mine[3])
+    return rows
