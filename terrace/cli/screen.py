@@ -13,7 +13,7 @@ from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cli.checks import slow_warning
 from terrace.cli.next_commands import next_commands
-from terrace.cli.progress import ProgressLine, utilisation_words
+from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport, plain

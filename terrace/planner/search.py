@@ -37,7 +37,7 @@ from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.chains import Choices
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import Needs, recomputations
+from terrace.planner.least_recomputation import Needs, recomputations
 from terrace.planner.patience import ENDLESS, Patience
 from terrace.planner.ranking import Estimate, Window, ranked, window
 from terrace.planner.schedule_pins import schedules

@@ -12,7 +12,7 @@ from terrace.report.folder_parts import steady
 from terrace.report.palette import ROLES
 from terrace.report.svg import Row
 from terrace.report.timeline import TimelineChart
-from terrace.rl.recorded import RoleCall
+from terrace.rl.call_lines import RoleCall
 
 _MAX_BARS = 1000
 _LANE_HEIGHT, _GAP, _HEADING = 24, 8, 22

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from terrace.simulate.critical import CriticalPath, critical_path, exposed_by_axis
 from terrace.simulate.curve import MemoryCurve, memory_curve
-from terrace.simulate.held import activations_by_block
+from terrace.simulate.held_activations import activations_by_block
 from terrace.simulate.recording import Recording
 from terrace.simulate.stages import Passed, record_stages
 from terrace.simulate.step import Prediction, Step, play_whole, predict_step

@@ -20,7 +20,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
-from terrace.simulate.held import activations_by_block
+from terrace.simulate.held_activations import activations_by_block
 from terrace.simulate.work import Work
 from terrace.train.config import resolve
 from terrace.train.rules import parts_words

@@ -16,9 +16,9 @@ from terrace.report.stages import path_sentence, stages_page
 from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stages_timeline
 from terrace.report.svg import PLOT
 from terrace.simulate.change import Change
-from terrace.simulate.changes import changes
 from terrace.simulate.footprint import work_of
 from terrace.simulate.recorded import RecordedStep, record_step
+from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from terrace.simulate.timeline_picture import memory_picture
 from terrace.simulate.trace import stages_trace_json

@@ -25,13 +25,13 @@ from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.report import bars
 from terrace.simulate.change import best_change
-from terrace.simulate.changes import changes
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import by_place, critical_path, critical_words, exposed_by_tier
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.events import simulate
-from terrace.simulate.held import Held
+from terrace.simulate.held_activations import Held
 from terrace.simulate.recording import COMPUTE, record
+from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from tests.support.slow_simulator import slow_time_s
 from tests.support.strategies import Setting, settings_of_a_step

@@ -3,7 +3,7 @@
 import math
 
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import recomputations
+from terrace.planner.least_recomputation import recomputations
 from terrace.planner.ranking import TIE, Estimate, ranked
 from terrace.planner.search import Search, attempt, cores_of, units_of
 from terrace.planner.space import OpenMesh, Space, meshes, placements

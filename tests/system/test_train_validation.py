@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from terrace.base.errors import DataError, TerraceError
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.prepare import prepare
-from terrace.cli.progress import eval_words
+from terrace.cli.step_progress import eval_words
 from terrace.data.batches import Batches
 from terrace.data.corpus import read_documents
 from terrace.data.documents import Documents
