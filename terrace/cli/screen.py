@@ -22,7 +22,7 @@ from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg
 from terrace.report.run_curves import finite
 from terrace.report.stage_tables import stage_comparison_table
-from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
+from terrace.report.tables import band_words, comparison_tables, largest_miss, quantity, seconds
 from terrace.simulate.bands import band_of
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics
@@ -98,7 +98,7 @@ class Screen:
         if outcome.stages:
             self._console.print(stage_comparison_table(outcome.stages))
         pairs = outcome.stages or [(outcome.predicted, outcome.measured)]
-        print(f"{stage_band_words(pairs)}\n")
+        print(f"{band_words(pairs)}\n")
         miss = largest_miss(pairs)
         if miss:
             print(f"{miss}; {self._to_do(outcome.num_steps)}\n")

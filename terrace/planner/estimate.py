@@ -377,7 +377,7 @@ class Estimator:
         # Two neighbouring chunks are whole at once: one is computed while the next is gathered or the previous one
         # reduced.
         num_bytes = self.item * max(map(sum, pairwise([*sizes, 0])))
-        in_place = accumulates_in_place(plan, layout)
+        in_place = accumulates_in_place(layout)
         return num_bytes if layout.frees else 0, 0 if in_place else num_bytes
 
     def memory_bytes(self, candidate: Candidate, needs: Needs, num_micros: int) -> dict[str, int]:

@@ -197,5 +197,5 @@ def gradient_buffers(program: "Program") -> list[bool]:
     A block of frozen parameters has none.
     """
     return program.of_flats(
-        lambda flats: any(flat.trainable and not accumulates_in_place(program.plan, flat.layout) for flat in flats)
+        lambda flats: any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)
     )
