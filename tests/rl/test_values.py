@@ -31,6 +31,7 @@ from tests.support.parity import (
     flatten,
     gathered,
     make_adamw,
+    of_size,
     rows_of_all,
     trainable,
 )
@@ -119,10 +120,6 @@ def trained(
     parameters = gathered(engine, blocks)
     engine.close()
     return [result.loss for result in results], [result.grad_norm for result in results], parameters, found
-
-
-def of_size(plan: Plan, micro_batch: int) -> Plan:
-    return replace(plan, micro_batch=micro_batch)
 
 
 TENSOR = {"package": {"tensor": 2}}

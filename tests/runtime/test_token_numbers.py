@@ -1,7 +1,6 @@
 """Losses of token numbers: the numbers and their gradients, and steps that equal plain PyTorch under every plan."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -31,6 +30,7 @@ from tests.support.parity import (
     flatten,
     gathered,
     make_adamw,
+    of_size,
     rows_of_all,
     trainable,
 )
@@ -217,18 +217,14 @@ def trained(
     return [result.loss for result in results], [result.grad_norm for result in results], parameters, rows
 
 
-def micro_batch(plan: Plan, rows: int) -> Plan:
-    return replace(plan, micro_batch=rows)
-
-
 TENSOR = {"package": {"tensor": 2}}
 CASES = [
-    ((1,), micro_batch(exact("ddp", cluster_of(1)), 4), 2, "llama tied"),
-    ((2, 2), micro_batch(exact("zero3", cluster_of(2, 2)), 1), 2, "llama tied"),
-    ((2, 2), micro_batch(exact("ddp", cluster_of(2, 2), recompute=("*",), unit=2), 1), 2, "gpt2"),
-    ((2, 2), micro_batch(pipelined("zero2", OUTER, "zb-h1"), 1), 4, "llama tied"),
-    ((4,), micro_batch(pipelined("ddp", ALONE, "1f1b", unit=2), 2), 4, "gpt2"),
-    ((2, 2), micro_batch(exact("zero3", cluster_of(2, 2), mapping=TENSOR), 2), 2, "llama tied"),
+    ((1,), of_size(exact("ddp", cluster_of(1)), 4), 2, "llama tied"),
+    ((2, 2), of_size(exact("zero3", cluster_of(2, 2)), 1), 2, "llama tied"),
+    ((2, 2), of_size(exact("ddp", cluster_of(2, 2), recompute=("*",), unit=2), 1), 2, "gpt2"),
+    ((2, 2), of_size(pipelined("zero2", OUTER, "zb-h1"), 1), 4, "llama tied"),
+    ((4,), of_size(pipelined("ddp", ALONE, "1f1b", unit=2), 2), 4, "gpt2"),
+    ((2, 2), of_size(exact("zero3", cluster_of(2, 2), mapping=TENSOR), 2), 2, "llama tied"),
 ]
 
 

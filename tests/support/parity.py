@@ -326,6 +326,11 @@ def deviation(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, floa
     return worst
 
 
+def of_size(plan: Plan, micro_batch: int) -> Plan:
+    """The plan with micro-batches of as many rows."""
+    return replace(plan, micro_batch=micro_batch)
+
+
 def rows_of_all(
     found: Iterable[tuple[list[float], list[float], Tensor, Mapping[int, Tensor]]],
     losses: list[float],
