@@ -369,7 +369,7 @@ class Estimator:
         # Two neighbouring chunks are whole at once: one is computed while the next is gathered or the previous one
         # reduced.
         gathered, reduced = (self.item * max(map(sum, pairwise([*sizes, 0]))) for sizes in (every, trained))
-        return gathered if layout.frees else 0, 0 if accumulates_in_place(plan, layout) else reduced
+        return gathered if layout.frees else 0, 0 if accumulates_in_place(layout) else reduced
 
     def memory_bytes(self, candidate: Candidate, needs: Needs, num_micros: int) -> dict[str, int]:
         """Bytes by category on a rank of a stage."""

@@ -15,7 +15,7 @@ from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import recomputations
+from terrace.planner.least_recomputation import recomputations
 from terrace.planner.patience import ENDLESS, OutOfTimeError, Patience
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import schedules

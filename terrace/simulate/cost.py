@@ -36,7 +36,6 @@ from terrace.program.block_program.steps import Compute
 from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
-from terrace.simulate.event import Doing, Event, PassStep
 from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
@@ -44,6 +43,7 @@ from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s,
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
+from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 

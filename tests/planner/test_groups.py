@@ -10,7 +10,7 @@ from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import recomputations
+from terrace.planner.least_recomputation import recomputations
 from terrace.planner.pins import Pins
 from terrace.planner.schedule_pins import schedules
 from terrace.planner.search import in_units, units_of

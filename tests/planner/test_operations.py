@@ -13,12 +13,12 @@ from terrace.plan.plan import AXES
 from terrace.planner.evaluate import step_of
 from terrace.planner.operations import parse_operations
 from terrace.planner.pins import parse_axes
-from terrace.planner.search import cores_of, units_of
-from terrace.planner.space import OpenMesh, Space, meshes, placements
+from terrace.planner.search import units_of
+from terrace.planner.space import OpenMesh, Space, placements
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, plan_of
 from terrace.simulate.step import predict_step
-from tests.support.exhaustive import check_search
+from tests.support.exhaustive import check_search, cores_of, meshes
 from tests.support.mixtures import GROUPED, SHARED, mixture
 from tests.support.planner_cases import CLUSTERS, SMALL, adapted, evaluator_of, small_task
 

@@ -54,6 +54,11 @@ def adapted(task: Task) -> Task:
     return replace(task, declared=with_adapters(block_specs(task.model), lora))
 
 
+def task_on(cluster: Cluster) -> Task:
+    """16 sequences of 256 tokens of the small model."""
+    return Task(model=SMALL, cluster=cluster, batch=16, sequence=256)
+
+
 def evaluator_of(task: Task) -> Evaluator:
     return Evaluator(Bounds(Estimator(task)))
 
