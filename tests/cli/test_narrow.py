@@ -11,7 +11,7 @@ import pytest
 from rich.table import Table
 
 from terrace.cli.probe import show_constants
-from terrace.cli.progress import ProgressLine, step_words
+from terrace.cli.step_progress import ProgressLine, step_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.presets import load_cluster
 from terrace.probe.assemble import assemble
