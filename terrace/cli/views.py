@@ -14,6 +14,7 @@ from terrace.cli.terminal import Terminal
 from terrace.plan.context import is_context_parallel
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.planner.expert_tiers import alternatives
+from terrace.planner.verdicts import lack_words
 from terrace.program.program import Program
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
@@ -46,7 +47,7 @@ from terrace.report.tables import (
     wire_words,
 )
 from terrace.report.uncertainty import filled, predicted_words
-from terrace.simulate.advice import Job, worst_words
+from terrace.simulate.advice import Job, fullest_stage, worst_words
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_words
@@ -127,6 +128,17 @@ class StepView:
         return f"{self.run.model.family} decoder, {size}; a step of {step_words(self.run)}"
 
     @cached_property
+    def misfit(self) -> str:
+        """The memory that a rank lacks under the plan, in a line; "" where it fits."""
+        run = self.run
+        job, device = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros()), run.cluster.device
+        stage, memory = fullest_stage(job, run.blocks(), run.train.sequence)
+        if sum(memory.values()) <= device.usable_bytes:
+            return ""
+        of_stage = f" on stage {stage}" if self.is_pipelined else ""
+        return f"This plan does not fit{of_stage}: {lack_words(device, memory)}."
+
+    @cached_property
     def advice(self) -> str:
         # A page shows all candidates, and is written first.
         found = vars(self).get("candidates") or best_changes(step_of(self.run), self.predicted)
@@ -134,7 +146,8 @@ class StepView:
 
     def page(self) -> str:
         """HTML page of the step."""
-        recorded, found, title, advice = self.recorded, self.candidates, self.subtitle, self.advice
+        recorded, found, title = self.recorded, self.candidates, self.subtitle
+        advice = " ".join(filter(None, (self.misfit, self.advice)))
         if self.predicted.cycle is not None:
             mean = f"the mean of a cycle is {seconds(self.predicted.step_s)}"
             title += f"; drawn without the exchanges of islands, {mean}"
@@ -304,6 +317,12 @@ def show_memory_over_time(view: StepView) -> None:
     print(filled(words))
 
 
+def show_misfit(view: StepView) -> None:
+    """The memory that a rank lacks, if any."""
+    if view.misfit:
+        print(f"{filled(view.misfit)}\n")
+
+
 def show_advice(view: StepView) -> None:
     """Critical path and best next change."""
     if not view.is_pipelined:
@@ -326,16 +345,17 @@ Section = Callable[[StepView], None]
 _DRAWN: tuple[Section, ...] = (show_exposed, show_order, show_timeline, show_advice, show_memory_over_time)
 _FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time, show_cycle, show_alternatives)
 VIEWS: dict[str, tuple[Section, ...]] = {
-    "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_advice, show_memory_over_time),
-    "program": (show_plan, show_blocks, *_FIGURES, show_order, show_program),
-    "stages": (show_plan, show_blocks, show_order, show_time),
-    "memory": (show_plan, show_memory, show_memory_over_time),
+    "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_misfit, show_advice, show_memory_over_time),
+    "program": (show_plan, show_blocks, *_FIGURES, show_misfit, show_order, show_program),
+    "stages": (show_plan, show_blocks, show_order, show_time, show_misfit),
+    "memory": (show_plan, show_memory, show_misfit, show_memory_over_time),
     "all": (
         show_plan,
         show_blocks,
         *_FIGURES,
         show_exposed,
         show_order,
+        show_misfit,
         show_advice,
         show_memory_over_time,
         show_program,
