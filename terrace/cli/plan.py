@@ -137,7 +137,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_schedule(space)
 
     def search(space: Space) -> ProductsFound:
-        return find_with(products, space, allowed, ways, options.best, options.limit)
+        return find_with(products, space, allowed, ways, max(options.best, FINALISTS), options.limit)
 
     cut = find_cut(chunks, space, search)
     found = cut.products
@@ -203,8 +203,9 @@ def _show(
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "
-    console.print(plans_table(task, ties.best, f"the best plans {of}with the {axes_words(space.axes)}"))
-    about = plan_bands_words(task, ties.best), ties_words(ties), search_words(searched.found)
+    first = ties.best[: options.best]
+    console.print(plans_table(task, first, f"the best plans {of}with the {axes_words(space.axes)}"))
+    about = plan_bands_words(task, first), ties_words(ties, len(first)), search_words(searched.found)
     print("\n".join(filter(None, about)) + "\n")
     if answers.own is not None:
         print(f"{filled(answers.own.words(whole, shown))}\n")
@@ -229,7 +230,7 @@ def _show(
     print("\n".join(filled(f"{each} ({band})") for each in cost if each))
     print(f"{filled(figures_words(whole, shown, band, full=options.full_attention_flops))}\n")
     _show_figures(whole, plan, shown, band, console)
-    rooms = headrooms(space, searched.evaluator, searched.found.best[0], options.limit)
+    rooms = headrooms(space, searched.evaluator, best, options.limit)
     console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")

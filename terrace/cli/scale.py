@@ -23,6 +23,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan, preset
+from terrace.planner.evaluate import step_of
 from terrace.planner.explain import placement_of
 from terrace.planner.pins import Pins
 from terrace.planner.scaling import Scaling, curve, sizes_up_to
@@ -30,10 +31,12 @@ from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.ties import FINALISTS, settle
-from terrace.planner.verdicts import lack
-from terrace.report.plans import missing_words, plan_words, scaling_svg, scaling_table
+from terrace.planner.verdicts import Point, lack
+from terrace.report.plans import hidden_words, missing_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
 from terrace.report.uncertainty import filled, scaling_bands_words
+from terrace.simulate.hidden import hidden_between_nodes
+from terrace.simulate.step import predict_step
 from terrace.train.config import section
 from terrace.train.planned import Planned, read_planned
 
@@ -89,11 +92,24 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for scaling, title in titles.items():
         points, full = curves[scaling], options.full_attention_flops
         console.print(scaling_table(points, title, outer.name, options.price, full=full))
-        about = scaling_bands_words(points, plan, outer.name), missing_words(points, outer.name)
+        about = (
+            scaling_bands_words(points, plan, outer.name),
+            _hidden_words(points, plan),
+            missing_words(points, outer.name),
+        )
         print("\n".join(filter(None, about)) + "\n")
     if options.picture is not None:
         print(f"wrote {options.picture}")
     return 0
+
+
+def _hidden_words(points: Sequence[Point], plan: Plan) -> str:
+    """The messages between nodes on whose hiding the largest size that runs rests, in a paragraph; "" for none."""
+    ran = [point.task for point in points if point.estimate]
+    if not ran:
+        return ""
+    outer, hidden = ran[-1].cluster.tiers[-1], hidden_between_nodes(predict_step(step_of(ran[-1], plan)))
+    return filled(hidden_words(hidden, f"{outer.name} {outer.size}"))
 
 
 def _made_for(options: argparse.Namespace, task: Task, planned: Planned | None) -> Cluster:

@@ -27,6 +27,7 @@ from terrace.report.experts import alternatives_words, experts_words
 from terrace.report.inside import ASSIGNED, attention_table, experts_table, inside_table
 from terrace.report.markup import ChartedSection
 from terrace.report.page import page_html
+from terrace.report.plans import hidden_words
 from terrace.report.stage_tables import (
     order_text,
     parts_words,
@@ -52,6 +53,7 @@ from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_words
 from terrace.simulate.cycle_timeline import cycle_timeline
+from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.hiding_cycle import hiding
 from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.small_changes import best_changes, changes
@@ -139,6 +141,11 @@ class StepView:
         return f"This plan does not fit{of_stage}: {lack_words(device, memory)}."
 
     @cached_property
+    def hidden(self) -> str:
+        """The messages between nodes that the step rests on hiding; "" where it does not."""
+        return hidden_words(hidden_between_nodes(self.predicted, self.recorded.recordings))
+
+    @cached_property
     def advice(self) -> str:
         # A page shows all candidates, and is written first.
         found = vars(self).get("candidates") or best_changes(step_of(self.run), self.predicted)
@@ -147,7 +154,7 @@ class StepView:
     def page(self) -> str:
         """HTML page of the step."""
         recorded, found, title = self.recorded, self.candidates, self.subtitle
-        advice = " ".join(filter(None, (self.misfit, self.advice)))
+        advice = " ".join(filter(None, (self.misfit, self.hidden and f"{self.hidden}.", self.advice)))
         if self.predicted.cycle is not None:
             mean = f"the mean of a cycle is {seconds(self.predicted.step_s)}"
             title += f"; drawn without the exchanges of islands, {mean}"
@@ -275,6 +282,8 @@ def show_exposed(view: StepView) -> None:
     if exposed:
         title = f"messages that nothing hides ({which})"
         view.console.print(exposed_table(exposed, tiers, view.recorded.step_s, title))
+    if view.hidden:
+        print(f"{filled(view.hidden)}\n")
 
 
 def show_order(view: StepView) -> None:

@@ -27,6 +27,7 @@ from terrace.planner.ranking import TIE, Estimate, ranked
 from terrace.planner.search import Found, find
 from terrace.planner.space import Space
 from terrace.planner.task import Candidate, Task, Wire
+from terrace.planner.ties import FINALISTS
 from terrace.simulate.links import coding_s, rate_bytes_per_s
 
 _NUMEL = 1 << 20  # of a large message: a format that does not shorten it shortens none
@@ -168,17 +169,21 @@ def find_allowed(space: Space, allowed: Allowed, count: int, limit: int) -> Sear
 
 
 def _settled(task: Task, allowed: Allowed, wire: Wire, candidates: Sequence[Candidate]) -> tuple[Wire, list[Estimate]]:
-    """The widest formats of the best of some candidates, which fit with `wire`, and their estimates, that one first."""
-    first, best = candidates[0], list[Estimate]()
+    """The widest formats of the best of some candidates, which fit with `wire`, and their estimates, that one first.
+
+    It is one of the finalists, so that it is the same however many candidates are asked for.
+    """
+    first, best, further = candidates[0], list[Estimate](), candidates[FINALISTS:]
     for _ in range(_ROUNDS):
         wire = _widened(task, allowed, wire, first)
         evaluator = _evaluator(replace(task, wire=wire))
-        best = ranked(filter(None, (_priced(evaluator, each) for each in candidates)))
+        best = ranked(filter(None, (_priced(evaluator, each) for each in candidates[:FINALISTS])))
         # With wider formats another of the candidates may come first: then it is the one to widen for.
         if best[0].candidate == first:
             break
         first = best[0].candidate
-    return wire, best
+    evaluator = _evaluator(replace(task, wire=wire))
+    return wire, [*best, *ranked(filter(None, (_priced(evaluator, each) for each in further)))]
 
 
 def _widened(task: Task, allowed: Allowed, wire: Wire, candidate: Candidate) -> Wire:

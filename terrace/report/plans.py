@@ -47,13 +47,14 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
     return new_table(title, headings, left=[*left, "notes"], rows=rows)
 
 
-def hidden_words(found: HiddenMessages | None) -> str:
-    """Says so where a step rests on the messages that it hides; else empty."""
+def hidden_words(found: HiddenMessages | None, at: str = "") -> str:
+    """Says so where a step rests on the messages that it hides; else empty. `at` names the size of a cluster."""
     if found is None or found.exposed_s < (1.0 + _MUCH_HIDDEN) * found.step_s:
         return ""
+    which = f"At {at} this" if at else "This"
     return (
-        f"this plan hides {seconds(found.hidden_s)} of messages on tier {found.tier} behind computing: a step that hid "
-        f"none of them would take {seconds(found.exposed_s)} instead of {seconds(found.step_s)}"
+        f"{which} plan hides {seconds(found.hidden_s)} of messages on tier {found.tier} behind computing: a step that "
+        f"hid none of them would take {seconds(found.exposed_s)} instead of {seconds(found.step_s)}"
     )
 
 

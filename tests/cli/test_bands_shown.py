@@ -60,7 +60,9 @@ def test_plans_that_tie_are_told_and_settled_by_bytes(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "2", "--axes", "data", batch=32)
     assert code == 0
     said = joined(out)
-    tied = re.search(r"plans 1 to (\d) tie: predictions of two plans are off each other by up to [\d.]+ %", said)
+    tied = re.search(
+        r"(plans 1 to \d|at least 5 plans) tie: predictions of two plans are off each other by up to [\d.]+ %", said
+    )
     assert tied is not None
     assert "the fewest bytes across the slowest tier, system (" in said
     assert "no other of the space has a shorter predicted step" in said
@@ -128,3 +130,15 @@ def test_the_slowest_tier_is_that_of_the_lowest_rate_of_a_device() -> None:
     cluster = CLUSTERS["dgx 4x2"]
     swapped = replace(cluster, tiers=(replace(cluster.tiers[0], bandwidth_bytes_per_s=1e6), cluster.tiers[1]))
     assert slowest_tier(small_task(swapped)) == "node"
+
+
+def test_a_step_that_rests_on_hidden_messages_says_so_in_every_command(here: Planning) -> None:
+    slow = ("--cluster.tiers.system.bandwidth_bytes_per_s", "3e9")
+    words = joined(here.say("plan", "--nodes", "2", "--axes", "data", *slow, batch=64).out)
+    said = re.search(r"This (plan hides \S+ \w+ of messages on tier system .* instead of \S+ m?s)", words)
+    assert said is not None
+    assert said[0] in joined(here.call("simulate", "plan.toml", "--page", "p.html").out)
+    assert said[0] in (here.folder / "p.html").read_text(encoding="utf-8").replace("&nbsp;", " ")
+    assert joined(here.call("scale", "--plan", "plan.toml").out).count(f"At system 2 this {said[1]}") == 2
+    one = here.call("scale", "--plan", "plan.toml", "--nodes", "1").out
+    assert "plan hides" not in one
