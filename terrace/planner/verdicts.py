@@ -43,11 +43,12 @@ def size_words(num_bytes: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One size of the cluster and its task; without an estimate, `reason` says why."""
+    """One size of the cluster with its task and plan; without an estimate, `reason` says why."""
 
     num_outermost: int
     task: Task
     estimate: Cost | None = None
+    plan: Plan | None = None
     reason: str = ""
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from terrace.base.words import counted
-from terrace.plan.plan import AXES
+from terrace.plan.plan import AXES, Plan
 from terrace.plan.recompute import WHOLE
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.ranking import Cost, Estimate
@@ -164,6 +164,22 @@ def missing_words(points: Sequence[Point], tier: str) -> str:
         first = f" (at {same[0].num_outermost})" if len(same) > 1 else ""
         lines.append(f"not at {tier} {sizes}: {same[0].reason}{first}")
     return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+
+def numbers_words(points: Sequence[Point], tier: str) -> str:
+    """Micro-batch, unit and recomputation of each size of a scaling curve that runs, in a paragraph."""
+    sizes: dict[str, list[str]] = {}
+    for point in points:
+        if point.plan is not None:
+            sizes.setdefault(_numbers(point.plan), []).append(str(point.num_outermost))
+    each = "; ".join(f"{words} at {tier} {', '.join(at)}" for words, at in sizes.items())
+    return textwrap.fill(each, 80, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _numbers(plan: Plan) -> str:
+    parts = [f"micro-batch {plan.micro_batch}", f"unit {plan.unit}" if plan.unit > 1 else ""]
+    parts.append(f"recompute {' '.join(plan.recompute)}" if plan.recompute else "")
+    return ", ".join(filter(None, parts))
 
 
 def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
