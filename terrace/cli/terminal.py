@@ -1,5 +1,4 @@
-"""The console of commands that draw tables: apart from terrace.cli.narrow_tables import fitted
-from terrace.cli.output, since `terrace --help` needs no rich."""
+"""The console of commands that draw tables: apart from terrace.cli.output, since `terrace --help` needs no rich."""
 
 import re
 import shutil
@@ -59,7 +58,11 @@ class Terminal(Console):
         for column in table.columns:
             column.overflow = "fold"  # never an ellipsis in place of a name
         wide = Measurement.get(self, self.options.update(width=1 << 16), table).maximum
-        return [table] if wide <= self.width else fitted(table, self.width)
+        if wide <= self.width:
+            return [table]
+        from terrace.cli.narrow_tables import fitted  # here, since most tables have room
+
+        return fitted(table, self.width)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Callback of rich, for every text that is shown."""

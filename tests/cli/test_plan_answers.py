@@ -197,7 +197,7 @@ def test_a_headroom_without_a_unit_is_refused(here: Planning) -> None:
 def test_the_plan_written_does_not_depend_on_how_many_are_shown(pins: tuple[str, ...], here: Planning) -> None:
     written, rooms, shown = set(), set(), list[int]()
     for count in (1, 2, 5, 8):
-        words = ("--nodes", "2", "--axes", "data", "--best", count, *pins, "--force")
+        words = ("--nodes", "2", "--axes", "data", "--best", str(count), *pins, "--force")
         code, out, _ = here.say("plan", *words, batch=64)
         assert code == 0
         written.add((here.folder / "plan.toml").read_text())

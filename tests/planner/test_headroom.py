@@ -42,7 +42,7 @@ def test_the_fastest_plans_by_headroom_are_those_of_trying_everything(share: flo
     first = settle(space.task, found.best).best[0]
     rooms = headrooms(space, evaluator, first, 10**6, wider)
     assert [room.headroom for room in rooms] == ["0%", *wider]
-    before = first
+    before: Estimate | None = first
     for room in rooms:
         most = memory - headroom_bytes(room.headroom, memory)
         fitting = ranked(each for each in everything if each.needed_bytes <= most)
