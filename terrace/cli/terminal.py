@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from terrace.base.printable import printable
-from terrace.cli.narrow_tables import fitted
 from terrace.cli.output import raw_stream
 
 _PLAIN_WIDTH = 120  # of a file or a pipe, which have no width
