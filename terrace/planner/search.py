@@ -56,7 +56,7 @@ from terrace.planner.space import (
 )
 from terrace.planner.spans import Span
 from terrace.planner.stages import has_halves
-from terrace.planner.task import Candidate, Placement
+from terrace.planner.task import Candidate, Placement, check_searched
 from terrace.program.schedules.registry import takes_unit
 
 
@@ -391,10 +391,10 @@ def find(
 
     `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
     """
+    check_searched(space.task)
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
         search = Search(space, evaluator, capacity_bytes or space.task.cluster.device.usable_bytes)
         found = search.run(count, limit, patience)
-        # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.candidate) for each in found.best)
     return replace(found, best=tuple(best)), evaluator

@@ -16,17 +16,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.products import is_scaled
 from terrace.runtime.linear import Matrix, WeightGradients, WeightQueue
 from terrace.runtime.scaled_products import Scaling
 from terrace.runtime.weight_records import Record
 
+# Functions of a tensor besides its attributes that tell or change no value.
+_READS_NO_VALUES = frozenset(
+    [
+        *("__get__", "__set__", "__hash__", "detach", "dim", "size", "stride", "numel", "storage_offset", "data_ptr"),
+        *("untyped_storage", "requires_grad_", "is_floating_point", "register_hook"),
+        "register_post_accumulate_grad_hook",
+    ]
+)
+
 
 class ScaledMatrix(Matrix):
-    """A matrix whose products as the weight of a linear layer take 8 bits."""
+    """A matrix whose products as the weight of a linear layer take 8 bits.
+
+    With a `scale` (1, 1) its values are codes (terrace.runtime.matrix_codes), which nothing else than those products
+    may read.
+    """
 
     scaling: Scaling
+    scale: Tensor | None = None
 
     @classmethod
     def __torch_function__(
@@ -36,9 +51,16 @@ class ScaledMatrix(Matrix):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, a linear layer with this weight in 8 bits."""
+        """Run `func`, a linear layer with this weight in 8 bits; raises `PlanError` for another that reads codes."""
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
+        if func.__name__ not in _READS_NO_VALUES and any(
+            isinstance(each, cls) and each.scale is not None for each in args
+        ):
+            raise PlanError(
+                f"a block calls {func.__name__} of a matrix that is held as the codes of its products, which "
+                "torch.nn.functional.linear alone takes: write 'fp8:128' in place of 'fp8' in the table wire.gather"
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -47,13 +69,18 @@ def scale_matrices(
     blocks: Sequence[BlockSpec],
     index: int,
     scaling: Scaling,
+    scales: Sequence[Tensor] | None = None,
 ) -> None:
-    """Give the parameters of block `index` that take 8 bits that form; the objects stay the same."""
-    for spec, parameter in named:
+    """Give the parameters of block `index` that take 8 bits that form; the objects stay the same.
+
+    `scales` (1, 1) are those of parameters that are codes.
+    """
+    for number, (spec, parameter) in enumerate(named):
         if is_scaled(blocks, index, spec):
             parameter.__class__ = ScaledMatrix
             assert isinstance(parameter, ScaledMatrix)
             parameter.scaling, parameter.gradients = scaling, WeightGradients()
+            parameter.scale = None if scales is None else scales[number]
 
 
 @dataclass
@@ -82,7 +109,7 @@ class _ScaledLinear(torch.autograd.Function):
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        y = weight.scaling.outputs(x.reshape(-1, x.shape[-1]), weight.detach())
+        y = weight.scaling.outputs(x.reshape(-1, x.shape[-1]), weight.detach(), weight.scale)
         if bias is not None:
             y += bias
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -96,7 +123,7 @@ class _ScaledLinear(torch.autograd.Function):
         queue: WeightQueue | None = ctx.gradients.current
         input_gradient = weight_gradient = bias_gradient = None
         if needs_input:
-            product = scaling.input_gradient(rows, weight.detach())  # (N, I)
+            product = scaling.input_gradient(rows, weight.detach(), ctx.weight.scale)  # (N, I)
             input_gradient = product.view(*output_gradient.shape[:-1], product.shape[-1])
         records_weight = needs_weight and queue is not None
         records_bias = needs_bias and queue is not None and ctx.bias in queue
@@ -104,6 +131,11 @@ class _ScaledLinear(torch.autograd.Function):
             own, bias = ctx.weight if records_weight else None, ctx.bias if records_bias else None
             queue.add(ScaledProduct(rows, x, own, bias))
         if needs_weight and not records_weight:
+            if ctx.weight.scale is not None:
+                raise PlanError(
+                    "a backward outside of a step with a matrix that is held as codes, to whose 8 bits autograd would "
+                    "round its gradient: write 'fp8:128' in place of 'fp8' in the table wire.gather"
+                )
             weight_gradient = scaling.weight_gradient(rows, x.reshape(-1, x.shape[-1]))
         if needs_bias and not records_bias:
             bias_gradient = rows.sum(0)

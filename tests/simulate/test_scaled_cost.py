@@ -1,6 +1,7 @@
 """The price of products in 8-bit floats: their peak, and every byte that quantising them moves."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -9,12 +10,15 @@ from terrace.cluster.cluster import Kernels
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import Computes
+from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
+from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
-from terrace.simulate.footprint import work_of
+from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.scaled import Matrices, launches, scaled_seconds
+from terrace.simulate.step import Step, predict_step
 from terrace.simulate.work import Work
 
 H100 = load_cluster("dgx-h100").device
@@ -45,6 +49,50 @@ def test_bytes_by_hand(accumulate: bool) -> None:
     )
     found = scaled_seconds(MEMORY_ONLY, [Matrices(m, k, n, 3)], "bf16", accumulate=accumulate)
     assert found == pytest.approx([each / IDEAL.memory_bandwidth_bytes_per_s for each in wanted])
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+def test_weights_that_are_codes_are_not_quantised(backend: Literal["cuda", "cpu"]) -> None:
+    """By hand, an element: 5 bytes less on a GPU, on a CPU all but the 5 of codes in fp32. Weight gradients stay."""
+    m, k, n = 512, 256, 1024
+    device = replace(MEMORY_ONLY, backend=backend, peak_flops_per_s={"fp8": 1e30, "fp32": 1e30})
+    found, coded = (
+        scaled_seconds(device, [Matrices(m, k, n, 3)], "bf16", codes, accumulate=True) for codes in (False, True)
+    )
+    saved_s = (5 if backend == "cuda" else 17) * k * n / IDEAL.memory_bandwidth_bytes_per_s
+    assert [plain - less for plain, less in zip(found, coded, strict=True)] == pytest.approx([saved_s, saved_s, 0.0])
+    assert launches([Matrices(1, 1, 1, 3)], 8, coded=True) == 1 + 2 * 3 / 8
+
+
+def test_steps_that_share_scales() -> None:
+    """Predicted with fewer bytes, less memory and less time; a plan's work says what its weights are."""
+    cluster = load_cluster("dgx-h100")
+    plan = replace(preset("zero3", cluster), products="fp8", compute="bf16", micro_batch=1, wire={})
+    outer = cluster.tiers[-1].name
+    coded = replace(plan, wire={"gather": {outer: "fp8"}})
+    specs = block_specs(MODEL)
+    steps = [
+        predict_step(
+            Step(
+                cluster=cluster,
+                plan=each,
+                blocks=specs,
+                num_micros=1,
+                sequence=4096,
+                work=work_of(cluster, each, MODEL, 4096),
+            )
+        )
+        for each in (plan, coded)
+    ]
+    before, after = (step.reports[0] for step in steps)
+    assert after.step_s < before.step_s
+    assert 0.5 < after.sent_bytes[MessageClass.GATHER, outer] / before.sent_bytes[MessageClass.GATHER, outer] < 0.9
+    sizes = [footprint(cluster, each, Kinds.of(specs), 4096, 1) for each in (plan, coded)]
+    for category in ("params", "gathered"):
+        assert sizes[1][category] < sizes[0][category], category
+    program = build(cluster, coded, specs, 1, 4096)
+    with pytest.raises(PlanError, match="the work has products = 'fp8', the plan 'fp8', with weights held as codes"):
+        step_costs(program, work_of(cluster, plan, MODEL, 4096))
 
 
 def test_kernels_are_launched_for_every_operand() -> None:
