@@ -266,7 +266,8 @@ class Evaluator:
         if mixes and mesh.total("tensor") > 1 and not takes_unit(candidate.schedule):
             return self._stage_program(part, candidate, micros)
         plan = self.plan(candidate)
-        plan = replace(plan, mapping={}, tensor_chunks=1, wire=_data_wire(plan), schedule=None)
+        # Its blocks have no matrices, whose products are in the seconds of blocks.
+        plan = replace(plan, mapping={}, tensor_chunks=1, wire=_data_wire(plan), schedule=None, products=None)
         if not mixes:
             plan = replace(plan, experts={}, expert_chunks={})
         if takes_unit(candidate.schedule):
@@ -293,7 +294,6 @@ class Evaluator:
             BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
             for index, size in enumerate(sizes)
         ]
-        plan = replace(plan, products=None)  # of blocks without matrices
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
         accumulate, again = self.estimator.accumulates(mesh, candidate.micro_batch), candidate.recompute

@@ -1,11 +1,11 @@
 """Linear layers whose three products take 8-bit floats (terrace.runtime.scaled_products).
 
-A matrix that is a `ScaledMatrix` takes `F.linear` to the functions below, with and without gradients: an evaluation
-and a recomputed forward then have the bits of the first. As with any `Matrix` (terrace.runtime.linear), the input
-gradient is computed at once and the weight gradient is a record. Layers keep x in the compute dtype, and quantise it
-again for the weight gradient.
+A matrix that is a `ScaledMatrix` takes `F.linear` to the functions below, and a stack of experts `grouped_linear`, with
+and without gradients: an evaluation and a recomputed forward then have the bits of the first. As with any `Matrix`
+(terrace.runtime.linear), the input gradient is computed at once and the weight gradient is a record. Layers keep x in
+the compute dtype, and quantise it again for the weight gradient.
 
-Shape legend: N rows (all leading dims), I inputs and O outputs.
+Shape legend: N rows (all leading dims), I inputs and O outputs, E experts of a stack.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import PlanError
+from terrace.model.experts.products import grouped_linear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.products import is_scaled
 from terrace.runtime.linear import Matrix, WeightGradients, WeightQueue
@@ -34,7 +35,7 @@ _READS_NO_VALUES = frozenset(
 
 
 class ScaledMatrix(Matrix):
-    """A matrix whose products as the weight of a linear layer take 8 bits.
+    """A matrix, or stack of them, whose products as the weight of a linear layer take 8 bits.
 
     With a `scale` (1, 1) its values are codes (terrace.runtime.matrix_codes), which nothing else than those products
     may read.
@@ -52,8 +53,9 @@ class ScaledMatrix(Matrix):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run `func`, a linear layer with this weight in 8 bits; raises `PlanError` for another that reads codes."""
-        if func is F.linear:
-            return _linear(*args, **(kwargs or {}))
+        own = _FUNCTIONS.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
         if func.__name__ not in _READS_NO_VALUES and any(
             isinstance(each, cls) and each.scale is not None for each in args
         ):
@@ -94,6 +96,23 @@ class ScaledProduct(Record):
             gradient.copy_(found)
         else:
             gradient.add_(found)
+
+
+@dataclass
+class ScaledStackProduct(Record):
+    """`ScaledProduct` of each matrix of a stack, of neighbouring rows."""
+
+    counts: Sequence[int] = ()  # rows of each matrix, E of them
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        assert isinstance(self.weight, ScaledMatrix), "recorded by a scaled stack"
+        rows, entered = torch.split(self.output_gradient, list(self.counts)), torch.split(inputs, list(self.counts))
+        for part, gradients, tokens in zip(gradient.unbind(), rows, entered, strict=True):
+            if len(gradients):
+                found = self.weight.scaling.weight_gradient(gradients, tokens)
+                part.copy_(found) if first else part.add_(found)
+            elif first:
+                part.zero_()
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -142,5 +161,39 @@ class _ScaledLinear(torch.autograd.Function):
         return input_gradient, weight_gradient, bias_gradient, None
 
 
+def _grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Any:
+    assert isinstance(weight, ScaledMatrix), "a scaled stack is the weight of its products, never their input"
+    return _apply_grouped_linear(x, weight, tuple(counts), weight.gradients)
+
+
+class _ScaledGroupedLinear(torch.autograd.Function):
+    """x (N, I) sorted by expert, weight (E, O, I) to (N, O)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: ScaledMatrix, counts: tuple[int, ...], gradients: WeightGradients) -> Any:
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
+        ctx.weight, ctx.counts, ctx.gradients = weight, counts, gradients
+        return weight.scaling.of_experts(x, weight.detach(), counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        (rows,), scaling = gradients, ctx.weight.scaling  # (N, O)
+        queue: WeightQueue | None = ctx.gradients.current
+        input_gradient = weight_gradient = None
+        if weight is not None:
+            input_gradient = scaling.of_experts(rows, weight.detach(), ctx.counts, transposed=True)
+        if x is not None and queue is not None:
+            queue.add(ScaledStackProduct(rows, x, ctx.weight, counts=ctx.counts))
+        elif x is not None:
+            pairs = zip(torch.split(rows, list(ctx.counts)), torch.split(x, list(ctx.counts)), strict=True)
+            weight_gradient = torch.stack([scaling.weight_gradient(*pair) for pair in pairs])
+        return input_gradient, weight_gradient, None, None
+
+
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, grouped_linear: _grouped_linear}
+
 # As in terrace.runtime.linear: `apply` of the base looks for transforms, absent here.
 _apply_linear: Callable[..., Any] = super(torch.autograd.Function, _ScaledLinear).apply
+_apply_grouped_linear: Callable[..., Any] = super(torch.autograd.Function, _ScaledGroupedLinear).apply

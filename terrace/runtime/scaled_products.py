@@ -8,16 +8,16 @@ where `largest` is 448 in e4m3 and 57344 in e5m2. No scale is taken from an earl
 
     A B^T ~ (codes_A codes_B^T) scale_A scale_B^T                   added up in fp32, then rounded to the result's dtype
 
-so a scale of rows is never inside a sum. inf or nan in an operand makes nan of every element that shares its scale. A
-product takes both operands with K last, since the matrix units of Hopper read 8-bit operands in no other order: input
-and weight gradients quantise a transposed operand.
+so a scale of rows is never inside a sum. Each expert of a mixture has products of its own, with its rows alone. inf or
+nan in an operand makes nan of every element that shares its scale. A product takes both operands with K last, since the
+matrix units of Hopper read 8-bit operands in no other order: input and weight gradients quantise a transposed operand.
 
 On a GPU the product is torch.nn.functional.scaled_mm, without fast accumulation, and the quantisation one compiled
 kernel and a reduction. Elsewhere codes are turned back into fp32 and multiplied: the same definition, exactly.
 Formats follow Micikevicius et al. 2209.05433: e4m3 for activations and weights, e5m2 for gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -63,6 +63,16 @@ class Scaling:
     def weight_gradient(self, output_gradient: Tensor, x: Tensor) -> Tensor:
         """dy^T x (O, I) of dy (N, O) and x (N, I)."""
         return scaled_product(output_gradient.t(), x.t(), self.gradients, self.values, self.by_row)
+
+    def of_experts(self, rows: Tensor, weight: Tensor, counts: Sequence[int], *, transposed: bool = False) -> Tensor:
+        """`outputs`, or `input_gradient` if `transposed`, of rows (N, ..) sorted by expert and a stack (E, O, I)."""
+        product = self.input_gradient if transposed else self.outputs
+        found = rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
+        parts = zip(weight.unbind(), torch.split(rows, list(counts)), torch.split(found, list(counts)), strict=True)
+        for matrix, own, out in parts:
+            if len(own):
+                out.copy_(product(own, matrix))
+        return found
 
 
 def scaled_product(

@@ -9,6 +9,7 @@ from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Kernels
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
+from terrace.model.experts.config import ExpertsConfig
 from terrace.model.spec import Computes
 from terrace.plan.kinds import Kinds
 from terrace.plan.presets import preset
@@ -16,7 +17,9 @@ from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
 from terrace.simulate.cost import step_costs
 from terrace.simulate.footprint import footprint, work_of
+from terrace.simulate.kernels import gemm_s, stream_s
 from terrace.simulate.layers import block_seconds
+from terrace.simulate.mixture import passed_seconds
 from terrace.simulate.scaled import Matrices, launches, scaled_seconds
 from terrace.simulate.step import Step, predict_step
 from terrace.simulate.work import Work
@@ -93,6 +96,27 @@ def test_steps_that_share_scales() -> None:
     program = build(cluster, coded, specs, 1, 4096)
     with pytest.raises(PlanError, match="the work has products = 'fp8', the plan 'fp8', with weights held as codes"):
         step_costs(program, work_of(cluster, plan, MODEL, 4096))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_experts_are_priced_each_by_itself(accumulate: bool) -> None:
+    """The products of every expert over its rows, and a copy of their results; passes over rows are as in bf16."""
+    experts = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=512)
+    plain, scaled = (
+        Work(model=replace(MODEL, experts=experts), sequence=1024, products=products) for products in (None, "fp8")
+    )
+    rows, hidden, inner = 1024 * 2 // 8, 4096, 512
+    of_one = [Matrices(rows, hidden, inner, 1), Matrices(rows, hidden, inner, 1), Matrices(rows, inner, hidden, 1)]
+    shapes = [(rows, hidden, inner), (rows, hidden, inner), (rows, inner, hidden)]
+    device = replace(H100, kernels=replace(H100.kernels, launch_s=0.0))
+    before, after = (passed_seconds(device, each, experts, 1024, accumulate) for each in (plain, scaled))
+    products = scaled_seconds(device, of_one, "bf16", accumulate=accumulate)
+    turns = [(0, 1, 2), (0, 2, 1), (1, 0, 2)]  # of a forward, input and weight gradients
+    for part, turn in enumerate(turns):
+        gemms_s = sum(gemm_s(device, *(shape[each] for each in turn), 1, "bf16") for shape in shapes)
+        width = (2 * inner + hidden, 2 * hidden + inner, 0)[part]
+        copied_s = stream_s(device, 2 * 2 * rows * width)
+        assert after[part] - before[part] == pytest.approx(8 * (products[part] + copied_s - gemms_s))
 
 
 def test_kernels_are_launched_for_every_operand() -> None:
