@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
@@ -289,11 +289,8 @@ class Evaluator:
 
     def _chunks_program(self, part: Part, candidate: Candidate, plan: Plan, micros: int) -> tuple[Program, Costs]:
         mesh = candidate.mesh
-        sizes = self.estimator.chunk_numels(part, mesh)
-        blocks = [
-            BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
-            for index, size in enumerate(sizes)
-        ]
+        chunks = self.estimator.chunk_params(part, mesh)
+        blocks = [BlockSpec(name=f"chunk {index}", params=params) for index, params in enumerate(chunks)]
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
         accumulate, again = self.estimator.accumulates(mesh, candidate.micro_batch), candidate.recompute
@@ -365,7 +362,9 @@ def _ties(task: Task, pipeline: Pipeline) -> list[tuple[int, tuple[int, int]]]:
         for virtual, runs in zip(row, part.chunks, strict=True):
             sizes[virtual] = len(kinds_of(runs))
     stops, holders = list(accumulate(sizes)), orders.holders()
-    pairs = ((lender, block) for block, spec in enumerate(task.blocks) for lender in spec.borrows)
+    borrowed = ((lender, block) for block, spec in enumerate(task.blocks) for lender in spec.borrows)
+    # Only a gradient is sent.
+    pairs = (pair for pair in borrowed if task.blocks[pair[0]].num_trainable)
     found = [(pair[0], tuple(holders[bisect_right(stops, block)][0] for block in pair)) for pair in pairs]
     # In a V-shaped schedule both ends are on one stage, and a tied matrix needs no message.
     return [(lender, (first, second)) for lender, (first, second) in found if first != second]
