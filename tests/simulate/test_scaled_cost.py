@@ -113,7 +113,8 @@ def test_experts_are_priced_each_by_itself(accumulate: bool) -> None:
     products = scaled_seconds(device, of_one, "bf16", accumulate=accumulate)
     turns = [(0, 1, 2), (0, 2, 1), (1, 0, 2)]  # of a forward, input and weight gradients
     for part, turn in enumerate(turns):
-        gemms_s = sum(gemm_s(device, *(shape[each] for each in turn), 1, "bf16") for shape in shapes)
+        first, second, third = turn
+        gemms_s = sum(gemm_s(device, each[first], each[second], each[third], 1, "bf16") for each in shapes)
         width = (2 * inner + hidden, 2 * hidden + inner, 0)[part]
         copied_s = stream_s(device, 2 * 2 * rows * width)
         assert after[part] - before[part] == pytest.approx(8 * (products[part] + copied_s - gemms_s))
