@@ -27,6 +27,8 @@ from terrace.plan.traffic import step_bytes
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
+from terrace.program.text import program_text
+from terrace.report.tables import wire_words
 from terrace.runtime.scaled_products import quantise
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.whole_parameters import whole_values
@@ -228,6 +230,17 @@ def test_bytes_and_memory_by_hand() -> None:
     assert held["optimizer"] == less["optimizer"]
     wide, narrow = (build(cluster, replace(each, prefetch=0), blocks, 1, 20).state_bytes for each in (plan, coded))
     assert wide["gathered"] > narrow["gathered"]
+
+
+def test_programs_and_tables_name_the_codes() -> None:
+    cluster, blocks = cluster_of(2, 2), MODELS["llama of sixteens"].declared
+    plan = replace(exact("three-level", cluster), products="fp8", compute="bf16", master="fp32")
+    plan = replace(plan, wire={"gather": {"package": "fp8"}})
+    lines = program_text(build(cluster, plan, blocks, 1, 20)).splitlines()
+    assert any("GATHER b1" in line and line.endswith("package (fp8, bf16)") for line in lines)
+    assert any("REFRESH b1" in line and line.endswith("node (fp32, fp8, bf16), package (fp32)") for line in lines)
+    assert any("GATHER b0" in line and line.endswith("package (bf16)") for line in lines)  # the embedding
+    assert "products of layers in fp8, whose matrices travel as the codes" in wire_words(plan)
 
 
 REFUSED = [
