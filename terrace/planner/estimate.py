@@ -174,7 +174,7 @@ class Estimator:
             passes = self.inner.tensor(kind, mesh, work, own.longer(waits[0], waits[1], waits[1]))
         else:
             own = self._compute(kind, mesh, micro_batch, accumulate)
-            passes = self._tensor(kind, mesh, micro_batch, accumulate)
+            passes = self.tensor_waits(kind, mesh, micro_batch, accumulate)
             waits = self.experts.waits(kind, mesh, work, accumulate, halves) if mixes else NOTHING
         in_context = self.inner.context(kind, mesh, work) if context else NOTHING
         forward_s, backward_s, again_s = map(sum, zip(passes, in_context, waits, strict=True))
@@ -185,7 +185,8 @@ class Estimator:
             own.forward_s + again_s,
         )
 
-    def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
+    def tensor_waits(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
+        """Seconds that a block's passes wait for tensor ranks."""
         # Of the context ranks only their number matters.
         key = (kind, mesh.only("tensor"), mesh.inside_degrees, micro_batch, accumulate)
         found = self._tensors.get(key)

@@ -19,7 +19,7 @@ unit. Delayed weight gradients are played at the backward of their chunk.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -113,11 +113,13 @@ class Evaluator:
         return sum(self._evaluated_memory(candidate).values())
 
     def _evaluated_memory(self, candidate: Candidate) -> Mapping[str, int]:
-        micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
+            return self._fullest(candidate, [Needs(self._whole(), (candidate.unit,))])
         # Of like stages only the fullest is priced: the others cannot need more.
-        neediest = self._pipeline(candidate).neediest
+        return self._fullest(candidate, self._pipeline(candidate).neediest)
+
+    def _fullest(self, candidate: Candidate, neediest: Iterable[Needs]) -> Mapping[str, int]:
+        micros = num_micros(self.task, candidate)
         memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in neediest)
         return max(memories, key=lambda memory: sum(memory.values()))
 
@@ -138,20 +140,17 @@ class Evaluator:
         )
 
     def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
-        micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
+            return self._evaluated_memory(candidate)
         orders, waiting = pipeline(
             candidate.schedule,
             candidate.mesh.total("pipeline"),
             candidate.chunks,
-            micros,
+            num_micros(self.task, candidate),
             candidate.unit if takes_unit(candidate.schedule) else 1,
         )
         parts = parts_of(self.estimator.split.cut(predicted.step.plan.stages), orders.placement)
-        needed = neediest(parts, waiting, most_due(orders))
-        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in needed)
-        return max(memories, key=lambda memory: sum(memory.values()))
+        return self._fullest(candidate, neediest(parts, waiting, most_due(orders)))
 
     def _whole(self) -> Part:
         return self.estimator.split.whole()

@@ -10,11 +10,11 @@ from terrace.base.errors import PlanError
 from terrace.model.config import block_specs
 from terrace.model.spec import freeze
 from terrace.planner.evaluate import TIE
-from terrace.planner.search import cores_of, units_of
-from terrace.planner.space import OpenMesh, Space, meshes, placements
+from terrace.planner.search import units_of
+from terrace.planner.space import OpenMesh, Space, placements
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, Task
-from tests.support.exhaustive import check_search
+from tests.support.exhaustive import check_search, cores_of, meshes
 from tests.support.mixtures import GROUPED, SHARED, mixture
 from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, SMALL, adapted, evaluator_of, mesh_of, small_task

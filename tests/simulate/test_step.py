@@ -13,7 +13,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
 from terrace.program.instruction import PASSES
-from terrace.simulate import changes as room
+from terrace.simulate import small_changes as room
 from terrace.simulate import step
 from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.footprint import work_of
