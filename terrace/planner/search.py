@@ -55,7 +55,7 @@ from terrace.planner.space import (
 )
 from terrace.planner.spans import Span
 from terrace.planner.stages import has_halves
-from terrace.planner.task import Candidate, Placement
+from terrace.planner.task import Candidate, Placement, check_searched
 from terrace.planner.ties import FINALISTS
 from terrace.program.schedules.registry import takes_unit
 
@@ -382,6 +382,7 @@ def find(
     `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again, finalists apart
     from further ones, so that these are the same plans for every `count`.
     """
+    check_searched(space.task)
     evaluator = evaluator or Evaluator(Bounds(Estimator(space.task)))
     with no_collection():
         search = Search(space, evaluator, capacity_bytes or space.task.cluster.device.usable_bytes)

@@ -15,6 +15,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.config import model_of
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.kinds import Kinds
+from terrace.plan.layout import state_layout
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
 from terrace.plan.plan import Plan
@@ -31,7 +32,7 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import footprint
-from terrace.simulate.states import model_states, stage_blocks, state_layout
+from terrace.simulate.states import model_states, stage_blocks
 from tests.support.differing import differing, undeclared
 from tests.support.nightly import nightly
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, flatten, num_rows, run

@@ -16,6 +16,7 @@ from terrace.base.errors import PlanError
 from terrace.launch.start import LocalPool, World
 from terrace.model.spec import ParamSpec
 from terrace.plan.kinds import Kinds
+from terrace.plan.layout import state_layout
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.state_formats import state_bytes
@@ -29,7 +30,7 @@ from terrace.runtime.noise import Noise, round_to_bf16
 from terrace.runtime.optimizer import make_optimizer
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.stored import Storage
-from terrace.simulate.states import model_states, stage_blocks, state_layout
+from terrace.simulate.states import model_states, stage_blocks
 from tests.support import stored_reference as plain
 from tests.support.nightly import nightly
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, num_rows, run
