@@ -2,8 +2,8 @@
 
 `exposed` waits for every message inside a block. `megatron` is Megatron-LM as Narayanan et al. (2104.04473) ran it:
 attention that writes its scores, dropout, norms on every tensor rank, a bias of queries, keys and values and a loss in
-kernels of their own, messages inside blocks that hide behind nothing, stages that do not compute while they exchange a micro-batch, and gradients that a pipeline sums over the data ranks
-after its last backward.
+kernels of their own, messages inside blocks that hide behind nothing, stages that do not compute while they exchange a
+micro-batch, and gradients that a pipeline sums over the data ranks after its last backward.
 """
 
 import math
