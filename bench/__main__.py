@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bench.claims import read
 from bench.lab.launch import child_environment, is_root
 from bench.summary import page
 from terrace.base.files import write_atomic
@@ -98,11 +99,6 @@ def run(what: Run, common: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
         lines = claims.read_text(encoding="utf-8").splitlines() if claims.exists() else []
     records = [{**common, "run": what.name, "claim": json.loads(line)} for line in lines]
     return records, f"exit {code}" if code else "" if records else "no claim was made"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Records of the results file, or none."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def commit() -> str:

@@ -32,9 +32,10 @@ from bench.common import (
     over_ranks,
     real_blocks,
 )
+from bench.models import llama_of
 from bench.torch_tensor import counted_bytes, parallelised, replace_reduce_scatter, training_step
 from bench.turns import DTYPES, LIBRARIES
-from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.model.config import ModelConfig, block_specs, num_params
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
 
@@ -63,18 +64,8 @@ class Job:
 
     @property
     def model(self) -> ModelConfig:
-        return parse_model(
-            {
-                "model_type": "llama",
-                "vocab_size": self.vocab,
-                "hidden_size": self.hidden,
-                "num_hidden_layers": self.layers,
-                "num_attention_heads": self.heads,
-                "num_key_value_heads": self.kv_heads,
-                "intermediate_size": self.intermediate,
-                "tie_word_embeddings": False,
-            }
-        )
+        sizes = self.hidden, self.layers, self.heads, self.kv_heads, self.intermediate
+        return llama_of(*sizes, self.vocab)
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of a step, the same for all ranks."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.claims import options_for_claims
+from bench.models import llama_of
 from terrace.cluster.cluster import Cluster, Device, Tier
-from terrace.model.config import ModelConfig, parse_model
+from terrace.model.config import ModelConfig
 from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan
-from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 
@@ -47,18 +47,8 @@ class Timing:
 def decoder(hidden: int, layers: int, vocab: int = 257, *, tied: bool = False) -> ModelConfig:
     """A Llama-style decoder with heads of 32 or 128 elements and a gated MLP."""
     heads = hidden // (128 if hidden >= 1024 else 32)
-    return parse_model(
-        {
-            "model_type": "llama",
-            "vocab_size": vocab,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "intermediate_size": -(-8 * hidden // 3 // 32) * 32,
-            "tie_word_embeddings": tied,
-        }
-    )
+    inner = -(-8 * hidden // 3 // 32) * 32
+    return llama_of(hidden, layers, heads, heads, inner, vocab, tie_word_embeddings=tied)
 
 
 def real_blocks(config: ModelConfig, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
@@ -78,11 +68,6 @@ def engine_of(blocks: list[nn.Module], cluster: Cluster, plan: Plan, num_micros:
     given: dict[str, Any] = {"optimizer": ADAMW, "timeout": timedelta(seconds=120), **options}
     names = block_names(blocks)
     return Engine(blocks, names=names, cluster=cluster, plan=plan, num_micros=num_micros, objective=token_loss, **given)
-
-
-def engine_step(engine: Engine, batches: Callable[[int], Sequence[Batch]]) -> Step:
-    """The engine's step on the micro-batches of a step."""
-    return lambda number: engine.step([MicroBatch(*batch) for batch in batches(number)], ADAMW.lr).loss
 
 
 def micro_batches(step: int, rank: int, num_micros: int, shape: tuple[int, int], vocab: int) -> list[Batch]:

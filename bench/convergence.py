@@ -18,7 +18,7 @@ import torch
 
 from bench.claims import print_table
 from bench.common import decoder, engine_of, local_cluster
-from bench.learning import CALL_S, Held, Job, parser_of, tokens, train
+from bench.learning import Held, Job, Result, first_of, parser_of, tokens, train
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import num_params
@@ -35,14 +35,9 @@ NUM_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Found:
-    """Result of a run; the errors are means over its last tenth. `setting` holds the run's settings."""
+class Found(Result):
+    """Result of a run; the errors are means over its last tenth."""
 
-    variant: str
-    seed: int
-    setting: str
-    loss: float
-    seconds: float
     errors: dict[str, float]
 
 
@@ -96,12 +91,6 @@ def show(found: Sequence[Found]) -> bool:
     return met
 
 
-def first_of(pool: LocalPool, job: Job) -> Found:
-    """The result on the first rank."""
-    found: Found = pool.run(NUM_RANKS, run, job, timeout_s=CALL_S)[0]
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; with --check return 1 when the target is missed."""
     parser = parser_of(__doc__, VARIANTS, hidden=224, lr=1e-3)
@@ -113,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed, variant in ((seed, variant) for seed in options.seeds for variant in options.variants):
             sizes = (options.steps, options.sequence, NUM_RANKS, options.hidden, options.layers)
             job = Job(variant, seed, *sizes, options.lr, text)
-            found.append(held.result(job, plan_of(variant, local_cluster(TIERS)), partial(first_of, pool, job)))
+            work = partial(first_of, pool, NUM_RANKS, run, job)
+            found.append(held.result(job, plan_of(variant, local_cluster(TIERS)), work))
     met = show(found)
     print(f"compressed within {100 * TARGET:.1f} % of lossless for every seed: {'met' if met else 'MISSED'}")
     return 0 if met or not options.check else 1

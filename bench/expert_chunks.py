@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from bench.claims import compared, judge, print_table, ratio
 from bench.claims import measured as measured_claim
 from bench.common import ADAMW, alternate, bench_parser, engine_of, over_ranks, real_blocks
+from bench.models import llama_of
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.config import ModelConfig, block_specs
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.mixture import Mixture
 from terrace.model.layers import Attention
@@ -62,18 +63,9 @@ class Job:
 
     @property
     def model(self) -> ModelConfig:
-        table = {
-            "model_type": "llama",
-            "vocab_size": 64,
-            "hidden_size": 64,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": self.head_size,
-            "intermediate_size": 64,
-        }
+        dense = llama_of(64, self.layers, 4, 4, 64, 64, head_dim=self.head_size)
         experts = ExpertsConfig(num_experts=8, per_token=2, intermediate_size=32)
-        return replace(parse_model(table), experts=experts)
+        return replace(dense, experts=experts)
 
     @property
     def cluster(self) -> Cluster:

@@ -28,7 +28,7 @@ import torch
 
 from bench.claims import Claim, judge, measured, options_for_claims, print_table
 from bench.common import decoder, engine_of, local_cluster
-from bench.learning import CALL_S, Held, parser_of, tokens, train
+from bench.learning import Held, Result, first_of, parser_of, tokens, train
 from bench.learning import Job as LearningJob
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs
@@ -82,19 +82,14 @@ class Job(LearningJob):
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Result):
     """Result of a run.
 
     Without experts `max_vio`, the mean over steps, and `max_vio_together`, of the sum of their loads, are 0.
     """
 
-    variant: str
-    seed: int
-    setting: str
-    loss: float
     max_vio: float
     max_vio_together: float
-    seconds: float
 
 
 def run(world: World, job: Job) -> Found:
@@ -120,7 +115,7 @@ def run(world: World, job: Job) -> Found:
         _max_vio(together(loads)) if loads else 0.0,
     )
     loss = statistics.mean(each.loss for each in results[-job.last :])
-    return Found(job.variant, job.seed, job.setting, loss, *vios, time.monotonic() - begin_s)
+    return Found(job.variant, job.seed, job.setting, loss, time.monotonic() - begin_s, *vios)
 
 
 def together(loads: Sequence[Loads]) -> Loads:
@@ -167,12 +162,6 @@ def _cells(found: Found) -> list[str]:
     return [f"{found.max_vio:.3f}", f"{found.max_vio_together:.3f}"]
 
 
-def first_of(pool: LocalPool, job: Job) -> Found:
-    """The result on the first rank."""
-    found: Found = pool.run(NUM_RANKS, run, job, timeout_s=CALL_S)[0]
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; with --check return 1 when a target is missed."""
     parser = parser_of(__doc__, VARIANTS, hidden=128, lr=2e-3)
@@ -188,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 sizes = (options.steps, options.sequence, options.batch, options.hidden, options.layers)
                 job = Job(variant, seed, *sizes, options.lr, text, options.bias)
-                found[variant] = held.result(job, (job.plan, job.config), partial(first_of, pool, job))
+                found[variant] = held.result(job, (job.plan, job.config), partial(first_of, pool, NUM_RANKS, run, job))
             rows += [[str(seed), name, f"{one.loss:.4f}", *_cells(one)] for name, one in found.items()]
             claims += claims_of(seed, found)
             runs.append(found)

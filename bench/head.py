@@ -14,25 +14,16 @@ from functools import partial
 import torch
 from torch import nn
 
+from bench.models import llama_of
 from terrace.comm.collectives import DTYPES
 from terrace.model import loss_chunks
-from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.runtime.head import chunked_head
 
 
 def head_of(vocabulary: int, hidden: int, dtype: torch.dtype) -> nn.Module:
     """The head of a small decoder, with values."""
-    config: ModelConfig = parse_model(
-        {
-            "model_type": "llama",
-            "vocab_size": vocabulary,
-            "hidden_size": hidden,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "intermediate_size": hidden,
-        }
-    )
+    config = llama_of(hidden, 1, 4, 4, hidden, vocabulary)
     head = build_blocks(config, device="cpu", dtype=dtype)[-1]
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=0.02)

@@ -15,6 +15,7 @@ from terrace.data.batches import Batches
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import load_tokenizer
 from terrace.data.tokens import prepare_tokens
+from terrace.launch.start import LocalPool, World
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_sums import StepResult
@@ -74,7 +75,24 @@ def train(job: Job, engine: Engine) -> list[StepResult]:
     return results
 
 
-Found = TypeVar("Found", bound=Any)  # a dataclass with `variant`, `seed`, `setting`, `loss` and `seconds`
+@dataclass(frozen=True)
+class Result:
+    """Result of a run under the settings that all compared runs share."""
+
+    variant: str
+    seed: int
+    setting: str
+    loss: float
+    seconds: float
+
+
+Found = TypeVar("Found", bound=Result)
+
+
+def first_of(pool: LocalPool, num_ranks: int, run: Callable[[World, Any], Found], job: Job) -> Found:
+    """The result of a job on the first rank."""
+    found: Found = pool.run(num_ranks, run, job, timeout_s=CALL_S)[0]
+    return found
 
 
 class Held(Generic[Found]):

@@ -28,7 +28,7 @@ import torch
 from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.common import decoder, engine_of
 from bench.keys import key_of
-from bench.learning import CALL_S, Held, parser_of, steps, tokens
+from bench.learning import CALL_S, Held, Result, parser_of, steps, tokens
 from bench.learning import Job as LearningJob
 from bench.loops import MAIN, NUM_RANKS, SLOW, VARIANTS, Variant
 from terrace.checkpoint.layout import complete
@@ -87,18 +87,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Result):
     """Result of a run: `loss` on held-out text, `train_loss` of the last tenth of the steps, mean bytes that a rank
     sends over the slow tier a step, and the mean training losses of 30 parts of the run.
     """
 
-    variant: str
-    seed: int
-    setting: str
-    loss: float
     train_loss: float
     sent_bytes: float
-    seconds: float
     curve: list[float]
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from terrace.model.config import ModelConfig, parse_model
+
 # Mixtral 8x7B (2401.04088, table 1).
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -30,3 +32,21 @@ QWEN3_30B: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+
+
+def llama_of(
+    hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: object
+) -> ModelConfig:
+    """A Llama of these sizes; `more` are further keys of its config.json."""
+    return parse_model(
+        {
+            "model_type": "llama",
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": inner,
+            **more,
+        }
+    )

@@ -18,7 +18,7 @@ import torch
 
 from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.common import decoder, engine_of, local_cluster
-from bench.learning import Held, Job, parser_of, tokens, train
+from bench.learning import Held, Job, Result, parser_of, tokens, train
 from terrace.model.config import num_params
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
@@ -33,15 +33,10 @@ VARIANTS = (BASE, "fp8", "fp8:row")
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Result):
     """Result of a run; `seconds` of the processor."""
 
-    variant: str
-    seed: int
-    setting: str
-    loss: float
     grad_norm: float
-    seconds: float
 
 
 def plan_of(variant: str) -> Plan:
@@ -60,7 +55,7 @@ def run(job: Job) -> Found:
     begin_s = time.process_time()
     last = train(job, engine)[-job.last :]
     loss, norm = (statistics.mean(getattr(each, name) for each in last) for name in ("loss", "grad_norm"))
-    return Found(job.variant, job.seed, job.setting, loss, norm, time.process_time() - begin_s)
+    return Found(job.variant, job.seed, job.setting, loss, time.process_time() - begin_s, norm)
 
 
 def claims_of(runs: Sequence[Mapping[str, Found]]) -> list[Claim]:

@@ -37,6 +37,7 @@ from bench.common import (
     over_ranks,
     real_blocks,
 )
+from bench.models import llama_of
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches, Source
@@ -44,7 +45,7 @@ from terrace.data.block_sums import write_sums
 from terrace.data.token_file import TokenFile
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.config import ModelConfig, block_specs
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -92,20 +93,9 @@ class Job:
     @property
     def model(self) -> ModelConfig:
         """The decoder; with these lengths most of a step is attention."""
-        return parse_model(
-            {
-                "model_type": "llama",
-                "vocab_size": 257,
-                "hidden_size": self.hidden,
-                "num_hidden_layers": self.layers,
-                "head_dim": 32,
-                "num_attention_heads": self.hidden // 16,
-                "num_key_value_heads": self.hidden // 16,
-                "intermediate_size": -(-8 * self.hidden // 3 // 32) * 32,
-                "max_position_embeddings": self.sequence,
-                "tie_word_embeddings": True,
-            }
-        )
+        heads, inner = self.hidden // 16, -(-8 * self.hidden // 3 // 32) * 32
+        more = {"head_dim": 32, "max_position_embeddings": self.sequence, "tie_word_embeddings": True}
+        return llama_of(self.hidden, self.layers, heads, heads, inner, 257, **more)
 
     @property
     def cluster(self) -> Cluster:

@@ -17,10 +17,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bench.models import llama_of
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, parse_model
+from terrace.model.config import ModelConfig
 from terrace.planner.roles.dataflow import STAGES, Dataflow, ppo
 from terrace.planner.roles.pools import partitions
 from terrace.planner.roles.search import Placed, Places, Roles, find_among
@@ -53,18 +54,7 @@ class Row:
 def llama(name: str) -> ModelConfig:
     """A model of the table."""
     hidden, layers, heads, kv_heads, inner = SIZES[name]
-    return parse_model(
-        {
-            "model_type": "llama",
-            "vocab_size": 32000,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": inner,
-            "hidden_act": "silu",
-        }
-    )
+    return llama_of(hidden, layers, heads, kv_heads, inner, vocab=32000)
 
 
 def cluster_of(devices: int, launch_s: float | None = None) -> Cluster:

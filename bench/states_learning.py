@@ -31,7 +31,7 @@ from torch import Tensor
 
 from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.common import decoder, engine_of, local_cluster
-from bench.learning import Held, Job, parser_of, tokens, train
+from bench.learning import Held, Job, Result, parser_of, tokens, train
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan
@@ -53,14 +53,9 @@ TARGET = 0.005
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Result):
     """Result of a run: its loss, and bytes of optimizer state, the master included."""
 
-    variant: str
-    seed: int
-    setting: str
-    loss: float
-    seconds: float
     num_bytes: int
 
 

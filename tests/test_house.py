@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -30,25 +31,41 @@ ENVIRONMENT = (
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_CHAIN = 400, 80, 20
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MAX_FILE_LINES
+class Facts(NamedTuple):
+    """Facts of a file."""
+
+    num_lines: int
+    functions: dict[str, int]  # lines of each
+    environment: list[int]  # lines that touch it
+    imported: list[str]  # modules that names are taken from
+
+
+@cache
+def facts() -> dict[str, Facts]:
+    return {path.relative_to(ROOT).as_posix(): _facts(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
+def _facts(text: str) -> Facts:
+    found = Facts(len(text.splitlines()), {}, [], [])
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, node.name
+            found.functions[f"{node.name}, line {node.lineno}"] = (node.end_lineno or 0) - node.lineno + 1
+        elif isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+            found.environment.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            found.imported.append(node.module or "")
+    return found
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if "tests" not in p.relative_to(ROOT).parts], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_only_launch_modules_read_the_environment(path: Path) -> None:
-    if str(path.relative_to(ROOT)) in ENVIRONMENT:
-        assert "os.environ" in path.read_text(encoding="utf-8")
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        name = node.attr if isinstance(node, ast.Attribute) else None
-        assert name not in ("environ", "getenv", "putenv"), f"line {getattr(node, 'lineno', 0)} touches the environment"
+def test_files_and_functions_stay_small() -> None:
+    assert {path: each.num_lines for path, each in facts().items() if each.num_lines > MAX_FILE_LINES} == {}
+    functions = {(path, name): lines for path, each in facts().items() for name, lines in each.functions.items()}
+    assert {name: lines for name, lines in functions.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+def test_only_launch_modules_read_the_environment() -> None:
+    found = {path: each.environment for path, each in facts().items() if each.environment}
+    assert {path for path in found if not path.startswith("tests/")} == set(ENVIRONMENT), found
 
 
 def test_wall_time_decides_nothing() -> None:
@@ -95,8 +112,7 @@ def test_the_longest_import_chain_is_below_20_modules() -> None:
 
 
 def _imports(path: Path, modules: Collection[str]) -> set[str]:
-    tree, found = ast.parse(path.read_text(encoding="utf-8")), set[str]()
-    waiting = list(tree.body)
+    found, waiting = set[str](), list(ast.parse(path.read_text(encoding="utf-8")).body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -109,12 +125,10 @@ def _imports(path: Path, modules: Collection[str]) -> set[str]:
     return found & set(modules)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_test_module_is_imported(path: Path) -> None:
+def test_no_test_module_is_imported() -> None:
     """Code that several tests share is in `tests/support`."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None}
-    assert not [name for name in imported if name.rpartition(".")[2].startswith("test_")]
+    found = [(path, name) for path, each in facts().items() for name in each.imported]
+    assert [(path, name) for path, name in found if name.rpartition(".")[2].startswith("test_")] == []
 
 
 def test_names_of_test_modules_are_unique() -> None:

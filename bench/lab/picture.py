@@ -28,7 +28,7 @@ def lab_svg(cases: Mapping[tuple[str, int], Case], job: Job, links: str) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(16, 30, "One training step on slow links", size=18, weight=650),
         _text(16, 50, _subtitle(cases, job, links), colour=_GREY),
-        *_legend(width, accums),
+        *_legend(accums),
     ]
     for index, entry in enumerate(names):
         y = _TOP + index * _ROW
@@ -81,7 +81,7 @@ def _panel(
     return parts
 
 
-def _legend(width: float, accums: Sequence[int]) -> list[str]:
+def _legend(accums: Sequence[int]) -> list[str]:
     parts, x = [], 16.0
     for who, colours in (("Terrace", _OURS), ("others", _THEIRS)):
         for accum, colour in zip(accums, colours, strict=False):

@@ -212,9 +212,9 @@ def _ledgers(cases: Cases) -> dict[str, Claim | None]:
     return found
 
 
-def loss_spread(cases: Cases, accum: int, lossy: Sequence[str] = LOSSY) -> float:
+def loss_spread(cases: Cases, accum: int) -> float:
     """Largest difference of two contestants' losses at the same step; lossy contestants are left out."""
-    curves = [case.losses for (name, at), case in cases.items() if at == accum and not case.error and name not in lossy]
+    curves = [case.losses for (name, at), case in cases.items() if at == accum and not case.error and name not in LOSSY]
     return max((max(column) - min(column) for column in zip(*curves, strict=False)), default=0.0)
 
 

@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.claims import judge, options_for_claims
+from bench.claims import judge, options_for_claims, read
 from bench.keys import key_of
 from bench.lab.launch import is_root
 from bench.lab.launches import machine, run
 from bench.lab.links import PRESET, overrides
 from bench.slow.contestants import CONTESTANTS, FREE, JOB, RATES, SLOW, Entry, contestant
-from bench.slow.page import claims, page, read, summarise
+from bench.slow.page import claims, page, summarise
 from terrace.base.files import write_atomic
 
 TIMEOUT_S = 1200.0  # of one launch

@@ -1,10 +1,8 @@
 """The page of the slow link, from the lines of a results file; no torch."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.claims import Claim, measured, versioned
@@ -54,11 +52,6 @@ class Found:
     def loss(self, num_steps: int) -> float:
         """Mean loss of the last cycle of this many steps; of the first steps if there are fewer."""
         return statistics.fmean(self.losses[:num_steps][-NUM_LAST:])
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file; none if it is not there yet."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Found]:

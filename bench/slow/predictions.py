@@ -20,14 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.claims import Claim, judge, measured, options_for_claims
+from bench.claims import Claim, judge, measured, options_for_claims, read
 from bench.keys import key_of
 from bench.lab.launch import is_root
 from bench.lab.launches import machine
 from bench.lab.links import PRESET, overrides
 from bench.local_predictions import MODEL, terrace, train_words
 from bench.slow.contestants import JOB, LINK_BITS_PER_S, RATES, SLOW
-from bench.slow.page import read
 from bench.slow.settings import SETTINGS, Setting
 from bench.summary import table
 from terrace.base.files import write_atomic

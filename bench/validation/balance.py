@@ -3,11 +3,12 @@
 import statistics
 from dataclasses import dataclass, fields, replace
 
+from bench.models import llama_of
 from bench.validation.rows import Row, Table, markdown_table
 from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.model.config import ModelConfig, block_specs, num_params
 from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
 from terrace.sequence.distributions import batches, sample
@@ -56,17 +57,7 @@ def nodes(num_gpus: int, adapter_bytes_per_s: float) -> Cluster:
 def llama(name: str) -> ModelConfig:
     """Return LLaMA 3B, 7B or 13B."""
     layers, hidden, heads, inner = _MODELS[name]
-    return parse_model(
-        {
-            "model_type": "llama",
-            "vocab_size": 32000,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "intermediate_size": inner,
-        }
-    )
+    return llama_of(hidden, layers, heads, heads, inner, vocab=32000)
 
 
 @dataclass(frozen=True, kw_only=True)

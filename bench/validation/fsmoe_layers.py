@@ -26,7 +26,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from terrace.simulate.event import Event
+from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Moment, Rank
 
 DEGREES = (1, 2, 4, 8)

@@ -29,9 +29,10 @@ def cluster_here(value: Any, ranks: int | None = None, find: Find | None = None)
         _say(why)
         return _LOCAL
     # Imported here: on most machines no command needs them.
+    from terrace.launch.machines import num_cores
     from terrace.probe.auto import auto_cluster
     from terrace.probe.gpus import Gpus
-    from terrace.probe.machine import memory_bytes, num_cores
+    from terrace.probe.machine import memory_bytes
 
     gpus = gpus or Gpus()
     found = auto_cluster(gpus, num_cores(), memory_bytes(), launched_ranks())

@@ -10,7 +10,7 @@ from terrace.cli.task import with_formats
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.planner.evaluate import step_of
-from terrace.planner.numbers import with_best_numbers
+from terrace.planner.micro_and_unit import with_best_numbers
 from terrace.planner.ranking import Cost
 from terrace.planner.scaling import evaluate_plan
 from terrace.planner.task import Task

@@ -234,13 +234,13 @@ def _show(
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)
-    console.print(verdicts_table(task, near, best, why))
+    console.print(verdicts_table(near, best, why))
     if plan.experts:
         step = step_of(task, _chosen(task, best))
         lines = experts_words(plan), alternatives_words(predict_step(step), alternatives(step))
         print("\n".join(filter(None, lines)) + "\n")
     presets = preset_verdicts(task, space.pins)
-    console.print(verdicts_table(task, presets, best, "why no preset, each with its best numbers"))
+    console.print(verdicts_table(presets, best, "why no preset, each with its best numbers"))
     if options.outer is None and waits_outside(task, plan, best):
         tier = task.cluster.tiers[-1].name
         print(f'most of the step waits for tier {tier}; with --outer "every<=100" it would be synchronised more rarely')

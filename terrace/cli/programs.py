@@ -6,7 +6,7 @@ from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
 from terrace.report.tables import quantity
 from terrace.simulate.footprint import work_of
-from terrace.simulate.held import activation_bytes, activations_by_block
+from terrace.simulate.held_activations import activation_bytes, activations_by_block
 from terrace.simulate.step import Step
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of

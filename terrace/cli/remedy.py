@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from terrace.base.words import counted
 from terrace.cli.output import on_a_terminal
 from terrace.plan.plan import AXES
-from terrace.planner.least_nodes import MAX_GROWTH, AtLeast, least_nodes
+from terrace.planner.least_nodes import MAX_GROWTH, least_nodes
 from terrace.planner.patience import OutOfTimeError, Patience
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
@@ -71,16 +72,22 @@ def nodes_words(space: Space, limit: int, patience: Patience | None = None) -> s
     """The fewest members of the outermost tier with which some plan of a space fits, in words."""
     patience = _patience("") if patience is None else patience
     task, larger = space.task, least_nodes(space, limit=limit, patience=patience)
-    if larger is None and tuple(space.axes) == ("data",):
+    if larger.estimate is None and not larger.out_of_time and tuple(space.axes) == ("data",):
         larger = least_nodes(space, limit=limit, grow_batch=True, patience=patience)
-    if isinstance(larger, AtLeast):
-        return (
-            f"it takes at least --nodes {larger.size}, not searched further in {LONGEST_S:g} s: try more, or fewer "
-            "--axes"
-        )
-    if larger is None:
-        return f"nor with up to {MAX_GROWTH} times as many members of {task.cluster.tiers[-1].name!r}"
-    there, found = larger
-    batch = "" if there.batch == task.batch else f" --batch {there.batch}"
-    options = f"--nodes {there.cluster.tiers[-1].size}{batch}"
-    return f"{options}, the fewest with which one fits, has room for: {plan_words(there, found.candidate)}"
+    stopped = f"--nodes {larger.at_least}, where the search stopped after {counted(limit, 'plan')}"
+    if larger.task is not None and larger.estimate is not None:
+        size, batch = larger.task.cluster.tiers[-1].size, larger.task.batch
+        options = f"--nodes {size}{'' if batch == task.batch else f' --batch {batch}'}"
+        words = plan_words(larger.task, larger.estimate.candidate)
+        if larger.at_least == size:
+            return f"{options}, the fewest with which one fits, has room for: {words}"
+        return f"{options} has room for: {words}; fewer may do, from {stopped}"
+    is_open = larger.at_least <= larger.last
+    if larger.out_of_time:
+        known = stopped if is_open else f"--nodes {larger.at_least}, not searched further in {LONGEST_S:g} s"
+        return f"it takes at least {known}: try more, or fewer --axes"
+    outermost = task.cluster.tiers[-1]
+    looked_at_all = larger.last == MAX_GROWTH * outermost.size
+    most = f"{MAX_GROWTH} times as many" if looked_at_all else f"{larger.last}"
+    found_open = f", although one may fit from {stopped}" if is_open else ""
+    return f"nor {'was one found ' if is_open else ''}with up to {most} members of {outermost.name!r}{found_open}"

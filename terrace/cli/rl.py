@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # Torch is imported here: the parser works without it.
     from terrace.cli import rl_explain, rl_run
     from terrace.rl.config import check_vocabulary, resolve
-    from terrace.rl.layers import resolve_table
+    from terrace.rl.config_layers import resolve_table
 
     given: dict[str, Any] = dict(flags(options, "model", "cluster", "plan"))
     given["cluster"], overrides = cluster_here(given["cluster"]), parse_overrides(rest, of_run=False)

@@ -45,7 +45,7 @@ class Record:
         self._trackers = open_trackers(config.run.metrics, folder, to_toml_table(config), first_step)
 
     def step(self, step: int, metrics: Metrics, calls: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """A step: its numbers, its calls (`terrace.rl.recorded`), and its samples, if it has any."""
+        """A step: its numbers, its calls (`terrace.rl.call_lines`), and its samples, if it has any."""
         self._write(CALLS, {"step": step, **calls})
         self.samples(step, samples)
         self._write(METRICS, {"step": step, **metrics})

@@ -13,7 +13,7 @@ from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cli.checks import slow_warning
 from terrace.cli.next_commands import next_commands
-from terrace.cli.progress import ProgressLine, utilisation_words
+from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.program.report import StepReport, plain
@@ -22,7 +22,7 @@ from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg
 from terrace.report.run_curves import finite
 from terrace.report.stage_tables import stage_comparison_table
-from terrace.report.tables import comparison_tables, largest_miss, quantity, seconds, stage_band_words
+from terrace.report.tables import band_words, comparison_tables, largest_miss, quantity, seconds
 from terrace.simulate.bands import band_of
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, SlowestRank, StepRecord, eval_lines, own_seconds, read_metrics
@@ -98,7 +98,7 @@ class Screen:
         if outcome.stages:
             self._console.print(stage_comparison_table(outcome.stages))
         pairs = outcome.stages or [(outcome.predicted, outcome.measured)]
-        print(f"{stage_band_words(pairs)}\n")
+        print(f"{band_words(pairs)}\n")
         miss = largest_miss(pairs)
         if miss:
             print(f"{miss}; {self._to_do(outcome.num_steps)}\n")

@@ -49,11 +49,11 @@ from terrace.report.uncertainty import predicted_words
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.change import Change
-from terrace.simulate.changes import best_changes, changes
 from terrace.simulate.critical import critical_words
 from terrace.simulate.cycle_timeline import cycle_timeline
-from terrace.simulate.hiding import hiding
+from terrace.simulate.hiding_cycle import hiding
 from terrace.simulate.recorded import RecordedStep, record_predicted
+from terrace.simulate.small_changes import best_changes, changes
 from terrace.simulate.step import Prediction, predict_step
 from terrace.simulate.timeline_picture import memory_picture, passes_picture
 from terrace.simulate.trace import stages_trace_json, trace_json

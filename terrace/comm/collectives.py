@@ -145,10 +145,7 @@ class Collectives:
         """`numbers` (n), fp64, summed over each island, (islands, n): the same rows on every rank."""
         for hop in transfer.reduction:
             numbers = self._gathered(transfer, hop, numbers).sum(0)
-        rows = numbers
-        for hop in transfer.gathering:
-            rows = self._gathered(transfer, hop, rows.view(-1))
-        return rows.view(-1, numbers.numel())
+        return self.gather_numbers(transfer, numbers)
 
     def sum_counts(self, transfer: Transfer, counts: Tensor) -> Tensor:
         """Sums of int64 `counts` (n) over all ranks of the transfer, on each; these divide n."""
@@ -162,7 +159,7 @@ class Collectives:
         return counts
 
     def gather_numbers(self, transfer: Transfer, numbers: Tensor) -> Tensor:
-        """`numbers` (n) of every rank of a tensor line, (ranks, n), the same rows on each; never rounded."""
+        """`numbers` (n) of every rank of the gathering hops, (ranks, n), the same rows on each; never rounded."""
         rows = numbers
         for hop in transfer.gathering:
             rows = self._gathered(transfer, hop, rows.view(-1))

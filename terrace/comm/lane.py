@@ -8,6 +8,7 @@ for it blocks the calling thread, or makes the current CUDA stream wait, until t
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -63,44 +64,58 @@ class _ThreadTicket(Ticket):
         return self.finished.is_set()
 
 
-class ThreadLane(Lane):
-    """A thread that calls blocking collectives. After an error, all later work fails with that error."""
+class _Queue:
+    """Work of a thread, and the error that ended it."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="terrace-lane", daemon=True)
-        self._thread.start()
+        self.tickets: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
 
-    def submit(self, work: Callable[[], None]) -> Ticket:
-        ticket = _ThreadTicket(work)
-        self._queue.put(ticket)
-        return ticket
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    def close(self, wait: bool = True) -> None:
-        self._queue.put(None)
-        if wait:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (ticket := self._queue.get()) is not None:
+    def run(self) -> None:
+        """Do the work of tickets in order, up to a None."""
+        while (ticket := self.tickets.get()) is not None:
             # Cleared, so that its tensors are free once it has run.
             work, ticket.work = ticket.work, None
             try:
                 # Members of a group stay in step: after an error, no later collective may run.
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 assert work is not None
                 with torch.no_grad():
                     work()
             except BaseException as error:
-                self._error = ticket.error = error
+                self.error = ticket.error = error
             del work
             ticket.finished.set()
+
+
+class ThreadLane(Lane):
+    """A thread that calls blocking collectives. After an error, all later work fails with that error.
+
+    The thread ends when the lane is closed or freed.
+    """
+
+    def __init__(self) -> None:
+        # The thread has no reference to the lane, or it would keep a lane that nobody closed, and by the traceback of
+        # an error all groups of its engine.
+        self._queue = _Queue()
+        self._thread = threading.Thread(target=self._queue.run, name="terrace-lane", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._queue.tickets.put, None).atexit = False
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        ticket = _ThreadTicket(work)
+        self._queue.tickets.put(ticket)
+        return ticket
+
+    @property
+    def failed(self) -> bool:
+        return self._queue.error is not None
+
+    def close(self, wait: bool = True) -> None:
+        self._queue.tickets.put(None)
+        if wait:
+            self._thread.join()
 
 
 class _StreamTicket(Ticket):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,14 +46,14 @@ def prepare_chat(
     conversation, has nothing to train on or is refused by the template; also for a missing template, a damaged cache,
     and a folder that cannot be written. An error leaves no file behind.
     """
-    files = _files(path, split)
+    files = record_files(path, split, "chat")
     # A look at the text is enough to decide whether a template is needed; parsing comes later.
     needed = any('"messages"' in line for line, _ in _records(files))
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
     return encoder.prepare(
-        path, "chat", _FORMAT, lambda: _files(path, split), lambda reader: reader.read(_records(files))
+        path, "chat", _FORMAT, lambda: record_files(path, split, "chat"), lambda reader: reader.read(_records(files))
     )
 
 
@@ -105,7 +105,7 @@ def read_chats(
     path: str | Path, tokenizer: Tokenizer, tokenizer_path: str | Path, template_path: str | Path, split: str = ""
 ) -> Iterator[tuple[Ids, Mask, str]]:
     """Ids, mask and place of each conversation in `path`, without a cache; the errors are those of `prepare_chat`."""
-    files = _files(path, split)
+    files = record_files(path, split, "chat")
     needed = any('"messages"' in line for line, _ in _records(files))
     reader = ChatReader(
         load_template(tokenizer_path, template_path, needed=needed), load_encoder(tokenizer_path, tokenizer)
@@ -115,7 +115,7 @@ def read_chats(
 
 def holds_conversations(path: str | Path, split: str = "") -> bool:
     """Whether the first record of chat data is a conversation, not a prompt with its completion."""
-    return '"messages"' in next(_records(_files(path, split)), ("", ""))[0]
+    return '"messages"' in next(_records(record_files(path, split, "chat")), ("", ""))[0]
 
 
 def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
@@ -195,17 +195,19 @@ def _records(files: list[Path]) -> Iterator[tuple[str, str]]:
                 raise DataError(f"{where}: {error}; write the value as a string") from error
 
 
-def _files(path: str | Path, split: str) -> list[Path]:
+def record_files(path: str | Path, split: str, form: Literal["chat", "pairs"]) -> list[Path]:
+    """The files of records at `path`, for `data.format = form`. Raises `DataError` for other files."""
+    needed = {"chat": "conversations", "pairs": "pairs"}[form]
     if path == STDLIB:
         raise DataError(
-            f'data.format = "chat" needs conversations, and data.path = {STDLIB!r} is source text: name a .jsonl file '
+            f'data.format = "{form}" needs {needed}, and data.path = {STDLIB!r} is source text: name a .jsonl file '
             "with --data"
         )
     files = find_documents(path, split)
     for file in files:
         if file.suffix.lower() not in JSON_LINES_SUFFIXES | TABLE_SUFFIXES:
             raise DataError(
-                f"data {file} is no .jsonl, .parquet or .arrow file, as chat data must be; convert it or move it "
+                f"data {file} is no .jsonl, .parquet or .arrow file, as {needed} must be; convert it or move it "
                 "elsewhere"
             )
     return files

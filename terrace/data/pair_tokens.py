@@ -16,11 +16,10 @@ import numpy as np
 
 from terrace.base.errors import DataError
 from terrace.data.chat import ChatReader, Ids, Mask
-from terrace.data.chat_tokens import Tokenized, lines_of
-from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
+from terrace.data.chat_tokens import Tokenized, lines_of, record_files
+from terrace.data.files import JSON_LINES_SUFFIXES
 from terrace.data.pieces import json_object, kind_of
 from terrace.data.rendering import TemplateRefusalError
-from terrace.data.sources import STDLIB
 from terrace.data.tables import table_records
 from terrace.data.template import load_template
 from terrace.data.token_file import TokenFile
@@ -45,12 +44,12 @@ def prepare_pairs(
     Texts need no template. Raises `DataError`, naming file and record, for one that is no pair, else as
     `terrace.data.chat_tokens.prepare_chat`.
     """
-    files = _files(path, split)
+    files = record_files(path, split, "pairs")
     needed = any(isinstance(record.get(MEMBERS[0]), list) for record, _ in _records(files))
     template = load_template(tokenizer_path, template_path, needed=needed)
     encoder = Tokenized(tokenizer, tokenizer_path, template, cache_dir)
     return encoder.prepare(
-        path, "pairs", _FORMAT, lambda: _files(path, split), lambda reader: _responses(files, reader)
+        path, "pairs", _FORMAT, lambda: record_files(path, split, "pairs"), lambda reader: _responses(files, reader)
     )
 
 
@@ -146,18 +145,3 @@ def _records(files: list[Path]) -> Iterator[tuple[dict[str, Any], str]]:
                 yield json_object(line, lambda place=where: place, _FORM), where  # type: ignore[misc]
         else:
             yield from table_records(file, ("prompt", *MEMBERS, "tools"))
-
-
-def _files(path: str | Path, split: str) -> list[Path]:
-    if path == STDLIB:
-        raise DataError(
-            f'data.format = "pairs" needs pairs, and data.path = {STDLIB!r} is source text: name a .jsonl file with '
-            "--data"
-        )
-    files = find_documents(path, split)
-    for file in files:
-        if file.suffix.lower() not in JSON_LINES_SUFFIXES | TABLE_SUFFIXES:
-            raise DataError(
-                f"data {file} is no .jsonl, .parquet or .arrow file, as pairs must be; convert it or move it"
-            )
-    return files

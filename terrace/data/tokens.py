@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
-from terrace.base.passing import Passing
+from terrace.base.progress import Passing
 from terrace.data.cache import CorpusDescription, cache_file, file_stem, id_dtype, made_once, token_file
 from terrace.data.corpus import corpus_units, read_unit
 from terrace.data.files import find_documents

@@ -20,8 +20,8 @@ from terrace.generation.attention import PagedLayer, Passing, order
 from terrace.generation.drawing import draw, seed_of, uniform
 from terrace.generation.pages import BuildPool, GatheredPages, Span, page_bytes
 from terrace.generation.request import Completion, Request
+from terrace.generation.running_text import Decode
 from terrace.generation.scheduler import Part, Scheduler, Turn
-from terrace.generation.text import Decode
 from terrace.model.attention_plans import plans_of
 from terrace.model.config import ModelConfig
 from terrace.model.experts.config import refuse_looking_ahead

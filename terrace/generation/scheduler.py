@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from terrace.base.errors import ConfigError
 from terrace.generation.page_counts import PageCounts
 from terrace.generation.request import Completion, Request
-from terrace.generation.text import Decode, Member, Text
+from terrace.generation.running_text import Decode, Member, Text
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import nn
 
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Completion, Request, Sampling
-from terrace.generation.text import Decode
+from terrace.generation.running_text import Decode
 from terrace.model.arranged import arrange
 from terrace.model.config import ModelConfig
 

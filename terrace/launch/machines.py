@@ -1,6 +1,7 @@
 """Which ranks run on which machine, whether that fits the tiers, and whether all ranks run the same code."""
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,11 @@ from terrace.launch.postmortem import compress, in_words
 # A tier of one of these names is one machine: an operating system with its devices.
 MACHINE_TIERS = ("node", "tray", "host", "machine")
 _MAX_SHOWN = 8  # machines in the line of the map
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, Self
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError
+from terrace.launch.machines import num_cores
 from terrace.launch.postmortem import in_words
 from terrace.launch.rendezvous import host_store
 from terrace.launch.seal import Seal
@@ -123,7 +124,7 @@ class ProcessPool:
     ) -> list[Any]:
         self._num_jobs += 1
         members = [self._member(rank) for rank in range(world_size)]
-        num_threads = max(1, _num_cores() // world_size)
+        num_threads = max(1, num_cores() // world_size)
         # Without a limit of its own a call relies on its watchdogs; only torch wants a number all the same.
         limit_s = timeout_s or _TORCH_LIMIT_S
         deaths: list[str] = []
@@ -275,7 +276,3 @@ def _join(members: list[_Member], patience_s: float) -> None:
     deadline_s = time.monotonic() + patience_s
     for member in members:
         member.process.join(max(0.0, deadline_s - time.monotonic()))
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

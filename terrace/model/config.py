@@ -23,7 +23,7 @@ from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.param_lists import head_norm_params, linear_params, norm_params
-from terrace.model.rope import RopeScaling
+from terrace.model.rope_scaling import RopeScaling
 from terrace.model.sizes import check_sizes
 from terrace.model.spec import STACKED, BlockSpec, Computes, ParamSpec
 

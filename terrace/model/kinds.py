@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrace.base.errors import ModelError
-from terrace.model.rope import RopeScaling
+from terrace.model.rope_scaling import RopeScaling
 from terrace.model.sizes import LARGEST_SIZE
 from terrace.model.windows import widest_window
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.model.attention import PerLength, PerMicroBatch, on_host
 from terrace.model.config import ModelConfig
-from terrace.model.rope import RopeScaling
+from terrace.model.rope_scaling import RopeScaling
 
 
 class Rotary:

@@ -18,7 +18,7 @@ from operator import mul
 
 from terrace.base.boxes import numel
 from terrace.base.errors import PlanError
-from terrace.plan.handover import Parts, cells_of, members
+from terrace.plan.hand_over import Parts, cells_of, members
 
 Replica = tuple[int, ...]  # the rank that has each slice
 

@@ -6,7 +6,7 @@ A rank keeps a range of a flat buffer, and the buffer holds slices of parameters
     moved to where the slice begins: boxes of the whole parameter
 
 The last form no longer depends on the plan. Checkpoints (terrace.checkpoint.parts) and the hand-over
-(terrace.plan.handover) work on it.
+(terrace.plan.hand_over) work on it.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from terrace.base.boxes import Box, cut, numel, overlap, shifted
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.handover import Parts
+from terrace.plan.hand_over import Parts
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices, slice_blocks
 

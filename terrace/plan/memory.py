@@ -76,7 +76,7 @@ def model_state_bytes(
             total[category] += size
     whole = [gathered_numel(parts) for parts in flats]
     buffered = [
-        sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
+        sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(flat.layout))
         for parts in flats
     ]
     stays = gathers(stage, blocks, flats, plan.prefetch)

@@ -16,7 +16,7 @@ it: each of their ranks has a part of its gradient, and together they shard its 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from terrace.base.alike import first_equal
@@ -28,21 +28,19 @@ from terrace.plan.mesh import EXPERT, STAGE, TENSOR, Mesh
 _PADDED = ("vocab", "intermediate")
 
 
-def slice_blocks(
-    blocks: Sequence[BlockSpec], mesh: Mesh, cut_by: Mapping[str, tuple[str, ...]] = CUT_BY
-) -> tuple[BlockSpec, ...]:
+def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ...]:
     """The slice of `blocks` that one rank holds; all ranks hold the same sizes.
 
-    `cut_by` names the axes of a stage that cut each kind of dim. Raises `PlanError` for a dim that their degrees do not
-    divide, and under a tensor axis for a parameter that declares no dims.
+    Raises `PlanError` for a dim that the degrees of its axes (`CUT_BY`) do not divide, and under a tensor axis for a
+    parameter that declares no dims.
     """
     # Nothing is cut: the specs stay the same objects, which are compared fastest.
-    if mesh.experts is None and all(mesh.total(axis) == 1 for axes in cut_by.values() for axis in axes):
+    if mesh.experts is None and all(mesh.total(axis) == 1 for axes in CUT_BY.values() for axis in axes):
         return tuple(blocks)
     # Blocks that share their parameters' specs still do.
     firsts = first_equal([block.params for block in blocks])
     sliced = {
-        first: tuple(_slice(blocks[first].name, param, mesh, cut_by) for param in blocks[first].params)
+        first: tuple(_slice(blocks[first].name, param, mesh) for param in blocks[first].params)
         for first in dict.fromkeys(firsts)
     }
     return tuple(replace(block, params=sliced[first]) for block, first in zip(blocks, firsts, strict=True))
@@ -63,9 +61,9 @@ def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
     return tuple(parts)
 
 
-def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[str, ...]]) -> ParamSpec:
-    if param.is_stack and mesh.experts is None:
-        cut_by = {}  # tensor ranks share the tokens of experts, not their matrices
+def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
+    # Without a table of experts, tensor ranks share the tokens of experts, not their matrices.
+    cut_by = {} if param.is_stack and mesh.experts is None else CUT_BY
     mesh = mesh.of_stacks(param.is_stack)
     axes = tuple(axis for axis in STAGE if mesh.total(axis) > 1)
     if not param.shape:

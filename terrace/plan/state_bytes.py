@@ -32,7 +32,7 @@ def keeps_master(plan: Plan, layout: Layout) -> bool:
     return plan.compute != plan.master or rounded
 
 
-def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
+def accumulates_in_place(layout: Layout) -> bool:
     """Whether a backward can add straight into the accumulated gradient: no message is between. Dtypes may differ."""
     return layout.span(layout.grads) == 1
 

@@ -212,7 +212,7 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
                 backward += [TensorMessage(Leg.GATHER, rows, part) for part in parts]
                 backward += [
                     TensorMessage(Leg.REDUCE, rows, cut),
-                    *all_reduce(columns, _inner(tensor, weight.shape[1])),
+                    *all_reduce(columns, inner_numel(tensor, weight.shape[1])),
                 ]
                 backward += [TensorMessage(Leg.GATHER, rows, cut)] if regathers else []
             else:
@@ -220,7 +220,7 @@ def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: in
                     weight.dims[0][1] if weight.is_replicated_over("rows") else 1
                 )  # of key-value heads that all ranks hold
                 # Columns hold parts of the inner product's sum.
-                forward += all_reduce(columns, _inner(tensor, weight.shape[0] // one_of))
+                forward += all_reduce(columns, inner_numel(tensor, weight.shape[0] // one_of))
     # Each row routes a part of the tokens. Where the stream is whole, results and gradients are gathered.
     if one_sided and any(param.is_stack for param in block.params):
         routed = TensorMessage(Leg.GATHER, rows, tensor.padded_tokens * hidden_size(blocks))
@@ -244,7 +244,8 @@ def _crossing(tensor: TensorTraffic, messages: list[TensorMessage]) -> list[Tens
     return [message for message in messages if tensor.line(message.axes).degree > 1 and message.numel]
 
 
-def _inner(tensor: TensorTraffic, size: int) -> int:
+def inner_numel(tensor: TensorTraffic, size: int) -> int:
+    """Elements of a region's inside on a rank, `size` for each of its tokens, padded as columns cut them."""
     return tensor.columns.padded(tensor.tokens * size)
 
 

@@ -16,7 +16,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.dealing import Replica, deal, kept_elements, needs_of
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.handover import Cell, Move, Parts, cells_of, moves_of
+from terrace.plan.hand_over import Cell, Move, Parts, cells_of, moves_of
 from terrace.plan.holdings import generation_slices, training_parts
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan

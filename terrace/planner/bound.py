@@ -88,15 +88,15 @@ class Bounds:
             )
         heavy = self.works.whole if stages == 1 else None
         # By position: a search makes thousands of these.
-        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, 0.0, least_held, sizes)
+        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, 0.0, least_held, sizes)
 
     def bounded(self, outline: PartialCandidate) -> PartialCandidate:
         """The root of an outline."""
-        shape, micro_batch, recompute, _, _, micros, heavy, _, _, least_held, sizes, _, _, _ = outline
+        shape, micro_batch, recompute, _, _, micros, heavy, _, least_held, sizes, _, _, _ = outline
         works, stages = self.works.of(shape, micro_batch, recompute, micros > 1), sizes.num_stages
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
-        mean_s, span_s = self.spans_of.least_s(works, edge_s, stages, micros)
-        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, mean_s, span_s, least_held, sizes)
+        _, span_s = self.spans_of.least_s(works, edge_s, stages, micros)
+        return PartialCandidate(shape, micro_batch, recompute, "", 1, micros, heavy, span_s, least_held, sizes)
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
         """The core of a root with one schedule; None where `spans` leaves it out."""
@@ -106,10 +106,10 @@ class Bounds:
     def spanning(self, root: PartialCandidate, span: Span) -> PartialCandidate:
         """The core of a root with a schedule."""
         schedule, chunks, span_s, _, heavy = span
-        shape, micro_batch, recompute, _, _, micros, _, mean_s, _, least_held, sizes, _, _, _ = root
+        shape, micro_batch, recompute, _, _, micros, _, _, least_held, sizes, _, _, _ = root
         played = schedule == SERIAL
         return PartialCandidate(
-            shape, micro_batch, recompute, schedule, chunks, micros, heavy, mean_s, span_s, least_held, sizes, played
+            shape, micro_batch, recompute, schedule, chunks, micros, heavy, span_s, least_held, sizes, played
         )
 
     def spans(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]], *, exact: bool = False) -> list[Span]:

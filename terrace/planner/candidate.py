@@ -32,9 +32,9 @@ class Sizes(NamedTuple):
 class PartialCandidate(NamedTuple):
     """A candidate without placement and unit, with the lower bounds of its computing.
 
-    `span_s`: seconds of computing; `mean_s`: the mean over stages; `heavy`: blocks of the stage with most of them, if
-    known. `stages`: (parameters per tensor rank, bytes of one micro-batch in flight at the peak, parameters of experts
-    that ranks divide) of the stages that may need the most memory.
+    `span_s`: seconds of computing; `heavy`: blocks of the stage with most of them, if known. `stages`: (parameters per
+    tensor rank, bytes of one micro-batch in flight at the peak, parameters of experts that ranks divide) of the stages
+    that may need the most memory.
     """
 
     shape: OpenMesh
@@ -44,7 +44,6 @@ class PartialCandidate(NamedTuple):
     chunks: int
     num_micros: int
     heavy: Runs | None
-    mean_s: float
     span_s: float
     stages: tuple[tuple[float, float, float], ...]
     sizes: Sizes

@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec, Computes
+from terrace.model.spec import BlockSpec, Computes, ParamSpec
 from terrace.plan.edges import edge_coding_bytes
 from terrace.plan.hops import Hop
 from terrace.plan.layout import Layout
@@ -26,12 +26,11 @@ from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
 from terrace.planner.numels import Numels
 from terrace.planner.parts import Needs, Part, Split, kinds_of
-from terrace.planner.stage_specs import data_cluster, flat_params
+from terrace.planner.stage_specs import data_cluster, flat_blocks, joined_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import activations_of
 from terrace.simulate.chunks import Numbers
-from terrace.simulate.cost import trained_part
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
     CUDA_ALLOCATOR_FACTOR,
@@ -43,6 +42,7 @@ from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_
 from terrace.simulate.links import coding_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.states import state_layout
+from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
 
@@ -175,7 +175,7 @@ class Estimator:
             passes = self.inner.tensor(kind, mesh, work, own.longer(waits[0], waits[1], waits[1]))
         else:
             own = self._compute(kind, mesh, micro_batch, accumulate)
-            passes = self._tensor(kind, mesh, micro_batch, accumulate)
+            passes = self.tensor_waits(kind, mesh, micro_batch, accumulate)
             waits = self.experts.waits(kind, mesh, work, accumulate, halves) if mixes else NOTHING
         in_context = self.inner.context(kind, mesh, work) if context else NOTHING
         forward_s, backward_s, again_s = map(sum, zip(passes, in_context, waits, strict=True))
@@ -186,7 +186,8 @@ class Estimator:
             own.forward_s + again_s,
         )
 
-    def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
+    def tensor_waits(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
+        """Seconds that a block's passes wait for tensor ranks."""
         # Of the context ranks only their number matters.
         key = (kind, mesh.only("tensor"), mesh.inside_degrees, micro_batch, accumulate)
         found = self._tensors.get(key)
@@ -220,7 +221,7 @@ class Estimator:
                 return found
             found = seconds_of(device, work, spec, accumulate=accumulate)
             # Frozen matrices get no gradient, as in a program's costs.
-            found = replace(found, weight_s=found.weight_s * trained_part(spec))
+            found = replace(found, weight_s=found.weight_s * trained_part(spec, self.task.blocks))
             in_chunks = spec.computes is Computes.LOGITS and tensor == 1
             found = self._kernels[key] = at_once(found) if in_chunks else found
         return found
@@ -270,7 +271,7 @@ class Estimator:
     def tie_s(self, candidate: Candidate, lender: int) -> float:
         """Seconds in which two stages sum the gradient of a block that one lends the other (terrace.plan.edges)."""
         mesh, cluster = candidate.mesh, self.task.cluster
-        numel = self.numels.all(mesh)[self.task.kinds.order[lender]]
+        numel = self.numels.trained(mesh)[self.task.kinds.order[lender]]
         # The gradient is already reduced, so each rank sends its own shard.
         held = numel / math.prod(mesh.state[: candidate.placement.grads + 1])
         return send_s(cluster, mesh.tiers("pipeline")[-1], held * FORMATS[self.task.sums].element_bytes)
@@ -281,9 +282,9 @@ class Estimator:
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
-        """Seconds of the optimizer on a rank's shard of `numel` parameters."""
+        """Seconds of the optimizer on a rank's shard of `numel` parameters that train; 0 for none."""
         owned = numel / math.prod(degrees[: placement.optimizer + 1])
-        return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes)
+        return optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes) if numel else 0.0
 
     def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
         """State layout over `degrees` data ranks, and a plan with this placement."""
@@ -347,38 +348,29 @@ class Estimator:
         A block that borrows from another stage has its own copy of the matrix.
         """
         blocks = self._blocks_of(kinds)
-        held = self.numels.held(mesh, blocks)
-        sizes = held.sizes
-        stacks = [sum(flats.sizes[kind] for flats in held.flats if flats.stacked) for kind in range(len(self.specs))]
-        places = {block: index for index, block in enumerate(blocks)}
-        return tuple(
-            BlockSpec(
-                name=self.specs[kind].name,
-                params=flat_params(sizes[kind] - stacks[kind], stacks[kind], mesh.expert_degrees),
-                borrows=tuple(places[lender] for lender in self.specs[kind].borrows if lender in places),
-            )
-            for kind in kinds
-        )
+        return flat_blocks(self.task, self.numels.held(mesh, blocks), blocks, mesh.expert_degrees)
 
-    def chunk_numels(self, part: Part, mesh: Mesh) -> list[int]:
-        """Parameters of each chunk of a stage on a tensor rank."""
+    def chunk_params(self, part: Part, mesh: Mesh) -> list[tuple[ParamSpec, ...]]:
+        """A tensor rank's slice of each chunk of a stage: one flat parameter, and one of frozen ones."""
         if mesh.experts is not None or any(self.numels.stacks(mesh)):
             raise PlanError("chunks that pass as a whole have experts on all ranks: choose another schedule")
-        sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
-        return [sum(islice(sizes, len(kinds_of(runs)))) for runs in part.chunks]
+        blocks = iter(self.stage_blocks(part.kinds, mesh))
+        return [joined_params(list(islice(blocks, len(kinds_of(runs))))) for runs in part.chunks]
 
     def _whole_chunks(self, candidate: Candidate, part: Part) -> tuple[int, int] | None:
         # Only then is more than one block whole at a time.
         if not takes_unit(candidate.schedule):
             return None
         mesh, plan = candidate.mesh, self._plan(candidate)
-        sizes = self.chunk_numels(part, mesh)
-        layout = state_layout(self.task.cluster, plan)
+        chunks, layout = self.chunk_params(part, mesh), state_layout(self.task.cluster, plan)
+        every, trained = (
+            [sum(param.numel for param in chunk if param.trainable or not alone) for chunk in chunks]
+            for alone in (False, True)
+        )
         # Two neighbouring chunks are whole at once: one is computed while the next is gathered or the previous one
         # reduced.
-        num_bytes = self.item * max(map(sum, pairwise([*sizes, 0])))
-        in_place = accumulates_in_place(plan, layout)
-        return num_bytes if layout.frees else 0, 0 if in_place else num_bytes
+        gathered, reduced = (self.item * max(map(sum, pairwise([*sizes, 0]))) for sizes in (every, trained))
+        return gathered if layout.frees else 0, 0 if accumulates_in_place(layout) else reduced
 
     def memory_bytes(self, candidate: Candidate, needs: Needs, num_micros: int) -> dict[str, int]:
         """Bytes by category on a rank of a stage."""

@@ -19,11 +19,11 @@ unit. Delayed weight gradients are played at the backward of their chunk.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import STAGE
 from terrace.plan.plan import Plan
@@ -113,11 +113,13 @@ class Evaluator:
         return sum(self._evaluated_memory(candidate).values())
 
     def _evaluated_memory(self, candidate: Candidate) -> Mapping[str, int]:
-        micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
+            return self._fullest(candidate, [Needs(self._whole(), (candidate.unit,))])
         # Of like stages only the fullest is priced: the others cannot need more.
-        neediest = self._pipeline(candidate).neediest
+        return self._fullest(candidate, self._pipeline(candidate).neediest)
+
+    def _fullest(self, candidate: Candidate, neediest: Iterable[Needs]) -> Mapping[str, int]:
+        micros = num_micros(self.task, candidate)
         memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in neediest)
         return max(memories, key=lambda memory: sum(memory.values()))
 
@@ -138,20 +140,17 @@ class Evaluator:
         )
 
     def _memory(self, candidate: Candidate, predicted: Prediction) -> Mapping[str, int]:
-        micros = num_micros(self.task, candidate)
         if candidate.schedule == SERIAL:
-            return self.estimator.memory_bytes(candidate, Needs(self._whole(), (candidate.unit,)), micros)
+            return self._evaluated_memory(candidate)
         orders, waiting = pipeline(
             candidate.schedule,
             candidate.mesh.total("pipeline"),
             candidate.chunks,
-            micros,
+            num_micros(self.task, candidate),
             candidate.unit if takes_unit(candidate.schedule) else 1,
         )
         parts = parts_of(self.estimator.split.cut(predicted.step.plan.stages), orders.placement)
-        needed = neediest(parts, waiting, most_due(orders))
-        memories = (self.estimator.memory_bytes(candidate, needs, micros) for needs in needed)
-        return max(memories, key=lambda memory: sum(memory.values()))
+        return self._fullest(candidate, neediest(parts, waiting, most_due(orders)))
 
     def _whole(self) -> Part:
         return self.estimator.split.whole()
@@ -288,11 +287,8 @@ class Evaluator:
 
     def _chunks_program(self, part: Part, candidate: Candidate, plan: Plan, micros: int) -> tuple[Program, Costs]:
         mesh = candidate.mesh
-        sizes = self.estimator.chunk_numels(part, mesh)
-        blocks = [
-            BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
-            for index, size in enumerate(sizes)
-        ]
+        chunks = self.estimator.chunk_params(part, mesh)
+        blocks = [BlockSpec(name=f"chunk {index}", params=params) for index, params in enumerate(chunks)]
         plan = replace(plan, products=None)  # of blocks without matrices
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
         # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
@@ -365,7 +361,9 @@ def _ties(task: Task, pipeline: Pipeline) -> list[tuple[int, tuple[int, int]]]:
         for virtual, runs in zip(row, part.chunks, strict=True):
             sizes[virtual] = len(kinds_of(runs))
     stops, holders = list(accumulate(sizes)), orders.holders()
-    pairs = ((lender, block) for block, spec in enumerate(task.blocks) for lender in spec.borrows)
+    borrowed = ((lender, block) for block, spec in enumerate(task.blocks) for lender in spec.borrows)
+    # Only a gradient is sent.
+    pairs = (pair for pair in borrowed if task.blocks[pair[0]].num_trainable)
     found = [(pair[0], tuple(holders[bisect_right(stops, block)][0] for block in pair)) for pair in pairs]
     # In a V-shaped schedule both ends are on one stage, and a tied matrix needs no message.
     return [(lender, (first, second)) for lender, (first, second) in found if first != second]

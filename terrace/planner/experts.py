@@ -16,10 +16,10 @@ from terrace.plan.mesh import EXPERT_AXES, Mesh
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.simulate.chunks import Layer, Numbers, Orders, best_chunks
-from terrace.simulate.cost import trained_part
 from terrace.simulate.experts import ExpertSeconds, priced_experts
 from terrace.simulate.masks import work_in
 from terrace.simulate.mixture import Seconds
+from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
 _NOTHING: Seconds = (0.0, 0.0, 0.0)
@@ -137,7 +137,7 @@ class Experts:
         found = self._priced.get(key)
         if found is None:
             device, spec = self.task.cluster.device, self.task.kinds.specs[kind]
-            own, trained = work_in(work, spec, self.task.backend), trained_part(spec)
+            own, trained = work_in(work, spec, self.task.backend), trained_part(spec, self.task.blocks)
             cut = replace(traffic, chunks=(pieces, pieces))
             seconds, (forward_s, input_s, weight_s) = priced_experts(device, own, cut, accumulate, trained)
             found = self._priced[key] = seconds, (forward_s, input_s, weight_s * trained)

@@ -6,17 +6,16 @@ least memory are looked at first, and a size at which one fits is searched as `t
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import recomputations
+from terrace.planner.least_recomputation import recomputations
 from terrace.planner.patience import ENDLESS, OutOfTimeError, Patience
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import schedules
@@ -30,35 +29,46 @@ MAX_GROWTH = 64  # how many times as many members are thought of
 _MOST_SIZES = 256  # looked at beyond the first that has room for the states
 
 
-class AtLeast(NamedTuple):
-    """The result of a search that ran out of time: no plan fits with fewer than `size` members; with `size` one may."""
+@dataclass(frozen=True, kw_only=True)
+class LeastNodes:
+    """The result of a search over sizes: no plan fits with fewer than `at_least` members.
 
-    size: int
+    `task` has the fewest members at which a plan was found, and `estimate` is that plan; None where none was. They are
+    more than `at_least` where a search in between stopped at its limit. `last`: no plan was found with up to so many
+    members, `task`'s aside; `out_of_time` if the search ended there by the clock.
+    """
+
+    at_least: int
+    last: int
+    task: Task | None = None
+    estimate: Estimate | None = None
+    out_of_time: bool = False
 
 
-def least_nodes(
-    space: Space, *, limit: int, grow_batch: bool = False, patience: Patience | None = None
-) -> tuple[Task, Estimate] | AtLeast | None:
-    """The task with the fewest members, more than it has, and a plan that fits there; None where none is found.
+def least_nodes(space: Space, *, limit: int, grow_batch: bool = False, patience: Patience | None = None) -> LeastNodes:
+    """The task with the fewest members, more than it has, and a plan that fits there.
 
     At most `limit` plans of a size are evaluated. With `grow_batch` the batch of a size is the next multiple of its
     ranks, else it stays.
     """
     # Not `ENDLESS`: the words of a patience are changed here.
     task, patience = space.task, Patience() if patience is None else patience
-    for size in _sizes(task):
+    sizes = _sizes(task)
+    left_open, last = 0, sizes.start - 1  # the first size whose search stopped at its limit; 0: none
+    for size in sizes:
         patience.words = f"no plan fits; looking for the fewest members of {task.cluster.tiers[-1].name}: {size}"
         try:
             larger = replace(space, task=_resized(task, size, grow_batch))
         except TerraceError:  # a batch or a cluster beyond what is searched
-            return None
+            break
         try:
-            found = _fitting(larger, limit, patience)
+            found, proved = _fitting(larger, limit, patience)
         except OutOfTimeError:
-            return AtLeast(size)
+            return LeastNodes(at_least=left_open or size, last=last, out_of_time=True)
         if found is not None:
-            return larger.task, found
-    return None
+            return LeastNodes(at_least=left_open or size, last=last, task=larger.task, estimate=found)
+        left_open, last = left_open or (0 if proved else size), size
+    return LeastNodes(at_least=left_open or last + 1, last=last)
 
 
 def _resized(task: Task, size: int, grow_batch: bool) -> Task:
@@ -68,16 +78,16 @@ def _resized(task: Task, size: int, grow_batch: bool) -> Task:
     return replace(task, cluster=cluster, batch=batch)
 
 
-def _sizes(task: Task) -> Iterator[int]:
+def _sizes(task: Task) -> range:
     # Larger clusters never hold more of the states on a rank, so the first with room for them is found by bisection.
     estimator, too_few = Estimator(task), task.cluster.tiers[-1].size
     most = enough = too_few * MAX_GROWTH
     if not _states_fit(estimator, most):
-        return
+        return range(most + 1, most + 1)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if _states_fit(estimator, middle) else (middle, enough)
-    yield from range(enough, min(most, enough + _MOST_SIZES) + 1)
+    return range(enough, min(most, enough + _MOST_SIZES) + 1)
 
 
 def _states_fit(estimator: Estimator, size: int) -> bool:
@@ -90,19 +100,24 @@ def _states_fit(estimator: Estimator, size: int) -> bool:
     return least <= task.cluster.device.usable_bytes
 
 
-def _fitting(space: Space, limit: int, patience: Patience) -> Estimate | None:
+def _fitting(space: Space, limit: int, patience: Patience) -> tuple[Estimate | None, bool]:
+    """A plan that fits, and whether none does where there is none: not where a search stopped at its limit."""
     evaluator, capacity = Evaluator(Bounds(Estimator(space.task))), space.task.cluster.device.usable_bytes
-    if not fits_somewhere(space, evaluator, capacity, limit, patience):
-        return None
-    # The advice must be what a search with this many members finds.
-    best = Search(space, evaluator, capacity).run(1, limit, patience).best
-    return best[0] if best else None
+    fits = fits_somewhere(space, evaluator, capacity, limit, patience)
+    if fits is False:
+        return None, True
+    # The advice must be what a search with this many members finds; its bounds may also prove that nothing fits.
+    found = Search(space, evaluator, capacity).run(1, limit, patience)
+    return (found.best[0] if found.best else None), found.proved and not fits
 
 
 def fits_somewhere(
     space: Space, evaluator: Evaluator, capacity_bytes: float, limit: int, patience: Patience = ENDLESS
-) -> bool:
-    """Whether some plan of the space fits; those that may need the least are tried first, at most `limit`."""
+) -> bool | None:
+    """Whether some plan of the space fits; those that may need the least are tried first, at most `limit`.
+
+    None where none of these does, and one of the others may.
+    """
     bounds, numbers = evaluator.bounds, count()
     # Least bytes, tie break, core, and where it is placed once it has a schedule.
     heap: list[tuple[float, int, PartialCandidate, tuple[Placement, int] | None]] = []
@@ -137,7 +152,7 @@ def fits_somewhere(
             places = placements(space, core.shape.mesh)
             for staged in _staged(space, bounds, core):
                 push(staged, ((place, unit) for place in places for unit in units_of(space, staged, place)), whole=True)
-    return False
+    return None if heap else False
 
 
 def _staged(space: Space, bounds: Bounds, outline: PartialCandidate) -> Iterator[PartialCandidate]:

@@ -23,9 +23,14 @@ class Numels:
         """Parameters on a tensor rank, where borrowers and lenders are together."""
         return self._together(mesh).sizes
 
+    def trained(self, mesh: Mesh) -> _Numels:
+        """Those of `all` that train."""
+        each = [flats.sizes for flats in self._together(mesh).flats if flats.trainable]
+        return tuple(map(sum, zip(*each, strict=True)))
+
     def own(self, mesh: Mesh) -> _Numels:
-        """As `all`, without parameters that tensor ranks share, experts among them, since their states are sharded over
-        these ranks, and without experts that ranks divide; for bounds.
+        """As `trained`, without parameters that tensor ranks share, experts among them, since their states are sharded
+        over these ranks, and without experts that ranks divide; for bounds.
         """
         return self._of(mesh)[0]
 

@@ -19,7 +19,7 @@ from terrace.cluster.cluster import Device
 from terrace.model.spec import BlockSpec
 from terrace.plan.recompute import OPERATIONS, WHOLE
 from terrace.plan.residency import residual_patterns
-from terrace.planner.again import Again, Recomputations
+from terrace.planner.recomputation import Again, Recomputations
 from terrace.simulate.activations import activations_of, recomputing
 from terrace.simulate.layers import operation_seconds, seconds_of
 from terrace.simulate.masks import has_flash_attention, work_in

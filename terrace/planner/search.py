@@ -37,7 +37,7 @@ from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.chains import Choices
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import Needs, recomputations
+from terrace.planner.least_recomputation import Needs, recomputations
 from terrace.planner.patience import ENDLESS, Patience
 from terrace.planner.ranking import Estimate, Window, ranked, window
 from terrace.planner.schedule_pins import schedules
@@ -49,7 +49,6 @@ from terrace.planner.space import (
     context_forms,
     divided_groups,
     groups,
-    micro_batches,
     passing_units,
     placements,
     units,
@@ -346,16 +345,6 @@ class Search:
         if self._smallest is None or needed_bytes < self._smallest[0]:
             self._smallest = (needed_bytes, candidate())
         return False
-
-
-def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialCandidate]:
-    """Every candidate of a shape, without placement and unit."""
-    for micro_batch in micro_batches(space, shape.mesh.total("data")):
-        for root in (bounds.root(shape, micro_batch, again) for again in recomputations(space, shape.mesh)):
-            for schedule, chunks in schedules(space, shape.mesh.total("pipeline")):
-                core = bounds.core(root, schedule, chunks)
-                if core is not None:
-                    yield from in_units(space, core)
 
 
 def in_units(space: Space, core: PartialCandidate) -> Iterable[PartialCandidate]:

@@ -87,12 +87,6 @@ class Space:
     placements: tuple[Placement, ...] | None = None
 
 
-def meshes(space: Space) -> Iterator[Mesh]:
-    """Every mesh allowed by the model, the batch and the pins."""
-    for each in open_meshes(space):
-        yield from closed(space, each)
-
-
 def closed(space: Space, shape: OpenMesh) -> list[Mesh]:
     """Every mesh of a shape, fewest Ulysses ranks first."""
     if not shape.divides:

@@ -1,5 +1,6 @@
 """The blocks of one stage, and the cluster as some of its ranks see it, for the programs that rank pipelines."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -8,17 +9,48 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.planner.task import Task
 from terrace.simulate.links import wired
+from terrace.simulate.states import StageBlocks
 
 
-def flat_params(numel: int, stack: int, experts: tuple[int, int]) -> tuple[ParamSpec, ...]:
-    """The parameters of a block as one, and as another the experts, of which a rank has `stack` elements; `experts` are
-    the degrees of expert and of rows.
+def flat_blocks(
+    task: Task, held: StageBlocks, blocks: Sequence[int], experts: tuple[int, int]
+) -> tuple[BlockSpec, ...]:
+    """Blocks as one rank holds them: of those that train and of frozen ones, one parameter, and one of experts.
+
+    `experts` are the degrees of expert and of rows. What counts move is left out: it is whole on every rank.
     """
-    whole = ParamSpec(name="all", shape=(numel,))
-    if not stack:
-        return (whole,)
-    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("hidden", stack))
-    return whole, ParamSpec(name="experts", shape=(*experts, stack), dims=dims)
+    places = {block: index for index, block in enumerate(blocks)}
+    params = {kind: _flat_params(held, kind, experts) for kind in set(held.order)}
+    found = []
+    for kind in held.order:
+        spec = task.kinds.specs[kind]
+        here = tuple(places[lender] for lender in spec.borrows if lender in places)
+        found.append(BlockSpec(name=spec.name, params=params[kind], borrows=here))
+    return tuple(found)
+
+
+def _flat_params(held: StageBlocks, kind: int, experts: tuple[int, int]) -> tuple[ParamSpec, ...]:
+    sizes: dict[tuple[bool, bool], int] = defaultdict(int)
+    for flats in held.flats:
+        if not flats.is_moved:
+            sizes[flats.stacked, flats.trainable] += flats.sizes[kind]
+    found = [_flat_param(size, *which, experts) for which, size in sizes.items() if size]
+    return tuple(found) or (ParamSpec(name="all", shape=(0,)),)
+
+
+def _flat_param(size: int, stacked: bool, trainable: bool, experts: tuple[int, int]) -> ParamSpec:
+    name = ("experts" if stacked else "all") if trainable else ("frozen experts" if stacked else "frozen")
+    if not stacked:
+        return ParamSpec(name=name, shape=(size,), trainable=trainable)
+    dims = (("experts", experts[0]), ("expert_intermediate", experts[1]), ("hidden", size))
+    return ParamSpec(name=name, shape=(*experts, size), trainable=trainable, dims=dims)
+
+
+def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
+    """The parameters of blocks of `flat_blocks` together, none of them of experts."""
+    params = [param for block in blocks for param in block.params]
+    sizes = {each: sum(param.numel for param in params if param.trainable is each) for each in (True, False)}
+    return tuple(_flat_param(size, False, each, (1, 1)) for each, size in sizes.items() if size or each)
 
 
 def whole_blocks(task: Task, kinds: Sequence[int]) -> tuple[BlockSpec, ...]:

@@ -22,7 +22,7 @@ from terrace.plan.recompute import WHOLE
 from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
-from terrace.planner.again import Recomputations
+from terrace.planner.recomputation import Recomputations
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.layers import rounding_bytes
 

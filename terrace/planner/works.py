@@ -84,7 +84,9 @@ class Works:
                 forward_s, input_s, weight_s = self.estimator.experts.least_longer(kind, work, accumulate)
                 backward_s = input_s + weight_s
                 backward_s += forward_s if self.again.values[recompute].parts == WHOLE else 0.0
-                found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s
+                # A backward that waits for experts hides messages of tensor ranks meanwhile.
+                hidden_s = self.estimator.tensor_waits(kind, form, micro_batch, accumulate)[1]
+                found[kind] = own[0] + forward_s, own[1] + backward_s, own[2] + weight_s + hidden_s
         return found
 
     def sizes(self, shape: OpenMesh, recompute: int) -> Sizes:

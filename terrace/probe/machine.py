@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from terrace.launch.machines import num_cores
 from terrace.probe.environment import launcher_variables
 
 # package -> purpose; the first three are needed for training
@@ -97,11 +98,6 @@ def look(folder: Path) -> Machine:
 def memory_bytes() -> int:
     """Memory of the machine, or the limit of the control group where that is lower."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _group_limit())
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def torch_gpus() -> tuple[Gpu, ...]:

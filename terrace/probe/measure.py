@@ -26,8 +26,8 @@ from terrace.probe.compute import (
 )
 from terrace.probe.grid import overlap_layer
 from terrace.probe.links import TierLinks, measure_tier
-from terrace.probe.pairs import measure_pair
 from terrace.probe.samples import PairSample, Samples, TierSamples
+from terrace.probe.shared_bus import measure_pair
 from terrace.probe.sustained import HEAT_S, measure_kernels, measure_sustained
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.malloc import keep_freed_memory

@@ -15,6 +15,7 @@ from terrace.launch.world import World
 from terrace.probe.links import TierLinks
 from terrace.probe.measure import device_here, watched
 from terrace.probe.timing import Stopwatch
+from terrace.simulate.links import latency_and_rate
 
 _SMALL_BYTES, _LARGE_BYTES = 4_096, 1 << 20  # per rank
 _TIMEOUT = timedelta(seconds=240)
@@ -56,7 +57,10 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
                 for size in (_SMALL_BYTES, _LARGE_BYTES)
             )
             links.close()
-            latency_s, bandwidth = fitted(small_s / (tier.size - 1), large_s / (tier.size - 1))
+            neighbours = tier.size - 1
+            latency_s, bandwidth = latency_and_rate(
+                _SMALL_BYTES, small_s / neighbours, _LARGE_BYTES, large_s / neighbours
+            )
             found.append(
                 MeasuredTier(
                     tier=tier.name,
@@ -67,11 +71,3 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
                 )
             )
     return found
-
-
-def fitted(small_s: float, large_s: float) -> tuple[float, float]:
-    """(latency in seconds, bandwidth in bytes/s) from the seconds of a small and a large message to one neighbour."""
-    if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
-        return 0.0, _LARGE_BYTES / large_s
-    bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
-    return max(0.0, small_s - _SMALL_BYTES / bandwidth), bandwidth

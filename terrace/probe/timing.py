@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.comm.process_group import barrier
+from terrace.runtime.clock import wait_for
 
 Work = Callable[[], object]
 Wait = Callable[[], object]
@@ -58,7 +59,7 @@ class Stopwatch:
         for _ in range(num_calls):
             work()
         taken_s = time.perf_counter() - begin_s
-        self._finish()
+        wait_for(self.device)
         return self.mean(taken_s / num_calls)
 
     def both_ways(self, forward: Callable[[], Tensor], budget_s: float) -> tuple[float, float]:
@@ -77,7 +78,7 @@ class Stopwatch:
         begin_s = time.perf_counter()
         for _ in range(num_calls):
             work()
-        self._finish()
+        wait_for(self.device)
         return (time.perf_counter() - begin_s) / num_calls
 
     def beside(self, work: Work, num_calls: int, start: Callable[[], Sequence[Wait]]) -> float:
@@ -92,7 +93,7 @@ class Stopwatch:
             taken_s.append(self._timed(work, num_calls))
             for wait in waits:
                 wait()
-            self._finish()
+            wait_for(self.device)
         return self.largest(statistics.median(taken_s[1:]))
 
     def largest(self, value: float) -> float:
@@ -135,18 +136,14 @@ class Stopwatch:
     def _once(self, work: Work) -> float:
         begin_s = time.perf_counter()
         work()
-        self._finish()
+        wait_for(self.device)
         return time.perf_counter() - begin_s
 
     def _together(self) -> None:
-        self._finish()
+        wait_for(self.device)
         if self.world_size > 1:
             barrier()
-            self._finish()  # with nccl a barrier is work on the device
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            wait_for(self.device)  # with nccl a barrier is work on the device
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
         if self.world_size == 1:

@@ -178,7 +178,7 @@ def _gradients(
     item = FORMATS[plan.compute].element_bytes
 
     def whole_bytes(parts: Sequence[FlatParamSpec]) -> int:
-        whole = (flat for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
+        whole = (flat for flat in parts if flat.trainable and not accumulates_in_place(flat.layout))
         return sum(flat.padded for flat in whole) * item
 
     sizes = once_each(whole_bytes, flats)

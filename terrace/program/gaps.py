@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.stage import Group, Pass
 from terrace.program.block_program.steps import Gap, Send
-from terrace.program.held import Held
+from terrace.program.gap_queue import Held
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.plan.handover import Move, crossing
+from terrace.plan.hand_over import Move, crossing
 from terrace.plan.transition import Transition
 from terrace.plan.wire import MessageClass
 from terrace.program.message import Message

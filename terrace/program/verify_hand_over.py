@@ -17,7 +17,7 @@ from typing import NoReturn
 from terrace.base.boxes import Box, numel, to_text
 from terrace.base.errors import ProgramError
 from terrace.base.overlay import overlay
-from terrace.plan.handover import Move
+from terrace.plan.hand_over import Move
 from terrace.program.hand_over import HandOverProgram
 
 _NEEDED, _OWN, _CAME = 1, 2, 4

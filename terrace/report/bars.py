@@ -52,13 +52,11 @@ def join_bars(
         least_s = 1.3 * least_s or length_s / 4096
 
 
-def bars_by_lane(
-    recording: Recording, window: Window | None = None, max_bars: int = MAX_BARS
-) -> tuple[dict[int, list[Bar]], float]:
+def bars_by_lane(recording: Recording, window: Window | None = None) -> tuple[dict[int, list[Bar]], float]:
     """(bars of every lane, cut at the ends of the window, seconds below which spans were merged).
 
-    The window defaults to the whole step. 0 seconds means that every span has its own bar. At most `max_bars` bars, but
-    at least one per lane.
+    The window defaults to the whole step. 0 seconds means that every span has its own bar. At most `MAX_BARS` bars,
+    but at least one per lane.
     """
     first_s, last_s = window or (0.0, recording.report.step_s)
     # Lanes without a span still get their row.
@@ -71,7 +69,7 @@ def bars_by_lane(
     def words(_: int, number: int) -> str:
         return _words(recording, recording.spans[number])
 
-    return join_bars(lanes, last_s - first_s, words, max_bars)
+    return join_bars(lanes, last_s - first_s, words, MAX_BARS)
 
 
 def middle_unit(recording: Recording) -> Window | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from terrace.report.bars import Interval, join_bars
+from terrace.report.bars import Interval
 from terrace.report.markup import ChartedSection, colour_entries, figure, html_table, legend, section
 from terrace.report.svg import Row
 from terrace.report.tables import bytes_words, seconds, time_categories
@@ -48,16 +48,8 @@ def cycle_chart(drawn: CycleTimeline, measured: Measured = ()) -> TimelineChart:
         rows.append(Row(name, top, _STEPS if name == "steps" else _FRAGMENT))
         top += rows[-1].height + _GAP
     length_s = max(piece.end_s for row in pieces for piece in row)
-    bars, least_s = join_bars(dict(enumerate(pieces)), length_s, lambda _, key: words[key], _MAX_BARS)
-    return TimelineChart(
-        label="The cycle of islands: steps, and exchanges on their link",
-        rows=rows,
-        bars=list(bars.values()),
-        window=(0.0, length_s),
-        least_s=least_s,
-        margin=_GAP,
-        headings=headings,
-    )
+    label, by_row = "The cycle of islands: steps, and exchanges on their link", dict(enumerate(pieces))
+    return TimelineChart.joined(label, rows, by_row, length_s, words, _MAX_BARS, margin=_GAP, headings=headings)
 
 
 def cycle_picture(drawn: CycleTimeline, width: int) -> str:

@@ -10,7 +10,7 @@ from terrace.plan.wire import MessageClass
 from terrace.report.learned import loop_learned
 from terrace.report.tables import bytes_words, new_table, seconds
 from terrace.simulate.cycle import Cycle, Sent
-from terrace.simulate.hiding import Hidden, is_hidden, steps_of_exchange
+from terrace.simulate.hiding_cycle import Hidden, is_hidden, steps_of_exchange
 from terrace.simulate.noting import WAIT_OUTER
 
 

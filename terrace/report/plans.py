@@ -71,7 +71,7 @@ def plan_words(task: Task, candidate: Candidate) -> str:
     return "; ".join(word for word in words if word)
 
 
-def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
+def verdicts_table(verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
     """Cost of every preset or change next to the best plan, or the reason against it."""
     headings = ("plan", "step", "against the best", "memory", "remark")
     found = new_table(title, headings, left=("plan", "remark"))

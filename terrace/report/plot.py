@@ -79,11 +79,11 @@ def frame(title: str, x_label: str, ticks: Mapping[float, float]) -> list[str]:
     return parts
 
 
-def _running_mean(values: Sequence[float], weight: float = 0.1) -> list[float]:
+def _running_mean(values: Sequence[float]) -> list[float]:
     means: list[float] = []
     for value in values:
         # Starts at the first loss, or the mean would climb from zero.
-        means.append(value if not means else means[-1] + weight * (value - means[-1]))
+        means.append(value if not means else means[-1] + 0.1 * (value - means[-1]))
     return means
 
 

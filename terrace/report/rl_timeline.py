@@ -7,27 +7,16 @@ from typing import Any
 
 from terrace.base.fitting import fitting
 from terrace.base.printable import escape
-from terrace.report.bars import Interval, join_bars
+from terrace.report.bars import Interval
 from terrace.report.folder_parts import steady
 from terrace.report.palette import ROLES
 from terrace.report.svg import Row
 from terrace.report.timeline import TimelineChart
+from terrace.rl.call_lines import RoleCall
 
 _MAX_BARS = 1000
 _LANE_HEIGHT, _GAP, _HEADING = 24, 8, 22
 _COLOURS = {"update": "updates", "give": "hand_over", "take": "hand_over"}  # methods by the name of their colour
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedCall:
-    """`num` calls of a role's method on the ranks `pool`; times are from the begin of their step."""
-
-    role: str
-    pool: str
-    method: str
-    begin_s: float
-    end_s: float
-    num: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +36,7 @@ class Iteration:
 
     step: int
     step_s: float
-    calls: Sequence[RecordedCall]
+    calls: Sequence[RoleCall]
     left_out: int
 
 
@@ -55,7 +44,7 @@ def recorded_step(line: Mapping[str, Any]) -> RecordedStep:
     """Raises `ValueError` for a line that is no step with calls."""
     found = fitting(RecordedStep, line)
     for call in found.calls:
-        fitting(RecordedCall, call)
+        fitting(RoleCall, call)
     return found
 
 
@@ -78,8 +67,8 @@ def steady_iteration(steps: Sequence[RecordedStep]) -> Iteration | None:
     return Iteration(step=chosen.step, step_s=chosen.step_s, calls=inside, left_out=chosen.left_out) if inside else None
 
 
-def _calls(step: RecordedStep) -> list[RecordedCall]:
-    return [fitting(RecordedCall, call) for call in step.calls]
+def _calls(step: RecordedStep) -> list[RoleCall]:
+    return [fitting(RoleCall, call) for call in step.calls]
 
 
 def calls_chart(drawn: Iteration) -> TimelineChart:
@@ -102,16 +91,8 @@ def calls_chart(drawn: Iteration) -> TimelineChart:
             bars[len(rows)] = pieces
             rows.append(Row(role, top, _LANE_HEIGHT))
             top += _LANE_HEIGHT + _GAP
-    joined, least_s = join_bars(bars, drawn.step_s, lambda _, key: words[key], _MAX_BARS)
-    return TimelineChart(
-        label=f"Timeline of step {drawn.step}: calls of roles by pool",
-        rows=rows,
-        bars=list(joined.values()),
-        window=(0.0, drawn.step_s),
-        least_s=least_s,
-        margin=_GAP,
-        headings=headings,
-    )
+    label = f"Timeline of step {drawn.step}: calls of roles by pool"
+    return TimelineChart.joined(label, rows, bars, drawn.step_s, words, _MAX_BARS, margin=_GAP, headings=headings)
 
 
 def call_entries(chart: TimelineChart) -> list[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.fitting import fitting, parse_table
-from terrace.report.bars import Interval, join_bars
+from terrace.report.bars import Interval
 from terrace.report.svg import Row
 from terrace.report.timeline import TimelineChart
 
@@ -92,16 +92,8 @@ def run_timeline(events: Sequence[TraceEvent], headings: Mapping[int, str]) -> T
     length_s = max((piece.end_s for row in pieces.values() for piece in row), default=0.0)
     if length_s < _SHORTEST_S:
         return None
-    bars, least_s = join_bars(pieces, length_s, lambda _, key: words[key], _MAX_BARS)
-    return TimelineChart(
-        label="Timeline of a step: " + ", ".join(headings.values()),
-        rows=rows,
-        bars=list(bars.values()),
-        window=(0.0, length_s),
-        least_s=least_s,
-        margin=_GAP,
-        headings=titles,
-    )
+    label = "Timeline of a step: " + ", ".join(headings.values())
+    return TimelineChart.joined(label, rows, pieces, length_s, words, _MAX_BARS, margin=_GAP, headings=titles)
 
 
 def _lanes(events: Sequence[TraceEvent], process: int, words: list[str]) -> list[tuple[str, list[Interval]]]:

@@ -195,13 +195,10 @@ def _size(value: float) -> str:
     return quantity(value, "B")
 
 
-def band_words(predicted: StepReport, measured: StepReport) -> str:
-    """A sentence on step time and memory: relative error of the prediction, and whether it kept to its band."""
-    return stage_band_words([(predicted, measured)])
-
-
-def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
-    """`band_words` for (predicted, measured) of all stages, by the worst one, plus a clause on their bytes."""
+def band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
+    """A sentence on step time and memory of the worst of all stages, each (predicted, measured): relative error of the
+    prediction, and whether it kept to its band; with several stages, also on their bytes.
+    """
     sentences = []
     told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
     # Said only where something was left out.

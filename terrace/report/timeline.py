@@ -1,10 +1,11 @@
 """A timeline: rows of bars over a window of time, as an SVG chart and as data for the page's script."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from terrace.report.bars import Bar, Window
+from terrace.report.bars import Bar, Interval, Window, join_bars
 from terrace.report.palette import colour_key
 from terrace.report.svg import PLOT, Row, box, rows_svg
 
@@ -29,6 +30,26 @@ class TimelineChart:
     gap: int = 3
     margin: int = 8  # below the last row
     headings: Sequence[tuple[str, int]] = ()
+
+    @classmethod
+    def joined(
+        cls,
+        label: str,
+        rows: Sequence[Row],
+        pieces: Mapping[int, Sequence[Interval]],
+        length_s: float,
+        words: Sequence[str],
+        most: int,
+        *,
+        margin: int,
+        headings: Sequence[tuple[str, int]],
+    ) -> Self:
+        """The chart of pieces by row from 0 to `length_s`, joined into `most` bars; keys of pieces count `words`."""
+        bars, least_s = join_bars(pieces, length_s, lambda _, key: words[key], most)
+        window, of_rows = (0.0, length_s), list(bars.values())
+        return cls(
+            label=label, rows=rows, bars=of_rows, window=window, least_s=least_s, margin=margin, headings=headings
+        )
 
     @property
     def categories(self) -> set[str]:

@@ -19,8 +19,8 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
 from terrace.rl.algorithms.algorithm import NEEDS_CRITIC, Algorithm, algorithm_of
+from terrace.rl.config_layers import given_table, resolve_table
 from terrace.rl.keys import RewardKeys, RunKeys
-from terrace.rl.layers import given_table, resolve_table
 from terrace.rl.placing import (
     ACTOR,
     COST,

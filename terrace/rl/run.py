@@ -23,6 +23,7 @@ from terrace.checkpoint.writing import remove
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.algorithms.lagrange import Multiplier
 from terrace.rl.algorithms.metrics import Metrics
+from terrace.rl.call_lines import CallLines
 from terrace.rl.calls.runtime import Group, Runtime
 from terrace.rl.calls.spans import idle_share, now_s, seconds_by_phase
 from terrace.rl.config import RlConfig
@@ -30,7 +31,6 @@ from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.controllers.setup import Progress, Roles, Setup, Sizes
 from terrace.rl.controllers.step import rewarded
 from terrace.rl.placing import ACTOR
-from terrace.rl.recorded import CallLines
 from terrace.rl.samples import Samples
 from terrace.rl.stream.saved import read_state, write_state
 from terrace.rl.stream.stream import Drawing, stream_of

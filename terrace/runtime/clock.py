@@ -7,6 +7,12 @@ from collections import defaultdict
 import torch
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Clock(ABC):
     """Attributes the time since the last mark to a category; `doing` is the category of the current computation."""
 

@@ -15,7 +15,7 @@ from terrace.comm.pace import Pacer
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.liger_parts import any_served
 from terrace.model.spec import BlockSpec
-from terrace.plan.balance import check_balance, telling_choices
+from terrace.plan.balance_rules import check_balance, telling_choices
 from terrace.plan.context import is_context_parallel
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan

@@ -74,7 +74,7 @@ class FlatParam:
         self.origin = Origin(name, device, meter)
         self._plan = plan
         self._keeps_master = keeps_master(plan, layout)
-        self._in_place = accumulates_in_place(plan, layout)
+        self._in_place = accumulates_in_place(layout)
         self._pages = pages or Pages()
         make = self._pages.make if layout.frees else torch.empty
         self.full = make(self.padded, dtype=DTYPES[spec.dtype(plan)], device=device)

@@ -1,10 +1,10 @@
-"""Messages of gradients on the lanes of a rank; those in gaps part by part, when the program says (program.held)."""
+"""Messages of gradients on the lanes of a rank; those in gaps part by part, in the order of program.gap_queue."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from terrace.comm.lane import Lane, Ticket
-from terrace.program.held import Held
+from terrace.program.gap_queue import Held
 from terrace.program.message import Transfer
 from terrace.runtime.flat_param import FlatParam
 

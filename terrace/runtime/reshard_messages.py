@@ -23,7 +23,7 @@ from terrace.comm.collectives import DTYPES
 from terrace.comm.lane import Ticket, make_lane
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
-from terrace.plan.handover import Move
+from terrace.plan.hand_over import Move
 from terrace.plan.holdings import flat_boxes
 from terrace.plan.slices import rank_slices
 from terrace.plan.transition import Transition

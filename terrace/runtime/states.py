@@ -2,7 +2,7 @@
 
 A group stands for an update rule: parameters of one group have the same kinds of state, each of the parameter's shape.
 `master` is the parameter itself in the master dtype and comes first. A new optimizer adds its groups here, says in
-`group_of` which parameters belong to them, and returns its tensors as `StatePart`s (`terrace/runtime/adamw.py`);
+`group_of` which parameters belong to them, and returns its tensors as `StatePart`s (`terrace/runtime/elementwise.py`);
 checkpoints then store and restore them under any plan.
 """
 
@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its 
     SGD_MOMENTUM: ("master", "momentum"),
     FROZEN: ("frozen",),
 }
+UNSIGNED = ("exp_avg_sq",)  # kinds without negative values
 # Kinds beside these under an outer loop (terrace.runtime.outer_state): one for all islands, and two of each island.
 OUTER_MOMENTUM, OUTER_START, OUTER_MESSAGE = "outer_momentum", "outer_start", "outer_message"
 

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 class StepSums:
     """The results of CLIP: mean loss and gradient norm over the valid tokens of the global batch.
 
-    Under a plan with islands, CLIP sums over one island, and these are of its part of the batch. `rounding` holds
+    Under a plan with islands, CLIP sums over one island, and these are of its part of the batch. `figures` end with
     squared error and square of every lossy message class since the previous CLIP.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_tokens: Tensor
-    rounding: Tensor
     figures: tuple[float, ...] = ()  # loss, norm, tokens, sums of routers and rounding, on the host
     loss_scale: float = 1.0  # of the gradients, not of these figures
 
@@ -48,7 +47,7 @@ class StepSums:
         loss, norm = loss / least, squared.sqrt() / least / loss_scale
         # The one transfer to the host of a step.
         figures = torch.cat([torch.stack([loss, norm, count]), of_routers, rounding]).tolist()
-        return StepSums(loss, norm, count, rounding, tuple(figures), loss_scale)
+        return StepSums(loss, norm, count, tuple(figures), loss_scale)
 
     @property
     def is_finite(self) -> bool:

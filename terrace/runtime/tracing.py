@@ -28,6 +28,7 @@ from terrace.plan.in_block_messages import ExpertMessage
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
 from terrace.program.report import StepReport
+from terrace.runtime.clock import wait_for
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
 from terrace.simulate.recording import COMPUTE, Recording, Span
 
@@ -74,8 +75,7 @@ class Tracer:
 
         To be called once, after `Engine.drain`: messages that the last step left have then ended.
         """
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
+        wait_for(self._engine.device)
         steps = zip([None, *self._steps], self._steps, strict=False)
         return [self._recording(before, step) for before, step in steps]
 

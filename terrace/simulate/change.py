@@ -1,4 +1,4 @@
-"""A change of a plan or a cluster, and the step that it leads to; terrace.simulate.changes finds them."""
+"""A change of a plan or a cluster, and the step that it leads to; terrace.simulate.small_changes finds them."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -26,10 +26,10 @@ from terrace.plan.validate import MOST_CHUNKS
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.experts import expert_steps, most_ahead
 from terrace.program.block_program.steps import Compute, ComputeKind, Gap, Steps, input_half
-from terrace.simulate.event import Doing
 from terrace.simulate.experts import ExpertSeconds, ordered, played_s
 from terrace.simulate.inside import InBlockPrices
 from terrace.simulate.links import tier_penalty
+from terrace.simulate.priced_instruction import Doing
 
 _SLOWER = 2  # numbers of pieces in a row after which no larger one is tried
 _GAIN = 1e-3  # part of a layer's seconds that more pieces must save: a prediction is not exact to less

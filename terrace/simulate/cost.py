@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec, Computes
+from terrace.model.spec import Computes
 from terrace.plan.context import attention_heads
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.flats import FlatParamSpec
@@ -36,7 +36,6 @@ from terrace.program.block_program.steps import Compute
 from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
-from terrace.simulate.event import Doing, Event, PassStep
 from terrace.simulate.experts import FORWARD, ExpertSeconds, pass_steps, priced_experts, shared_out
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s
@@ -44,6 +43,8 @@ from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s,
 from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
 from terrace.simulate.masks import work_in
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
+from terrace.simulate.priced_instruction import Doing, Event, PassStep
+from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
                 experts, longer = expert_seconds(program, index, work, traffic)
                 seconds = seconds.longer(*longer)
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
-            weight_s = seconds.weight_s * trained_part(block)
+            weight_s = seconds.weight_s * trained_part(block, program.blocks)
             rounds = core_rounds(device, work_in(work, block, device.backend))
             known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, experts
     forward, backward, weight = ([known[kind][0][part] for kind in program.kinds] for part in range(3))
@@ -274,7 +275,7 @@ def expert_seconds(
     """Seconds of a block's experts with `traffic`, and how much longer a pass is than with all experts on each rank."""
     device, spec = program.cluster.device, program.blocks[block]
     own = work_in(work, spec, device.backend)
-    return priced_experts(device, own, traffic, program.num_micros > 1, trained_part(spec))
+    return priced_experts(device, own, traffic, program.num_micros > 1, trained_part(spec, program.blocks))
 
 
 def _costs(
@@ -300,15 +301,6 @@ def _costs(
         rounds=tuple(rounds),
         experts=tuple(experts),
     )
-
-
-def trained_part(block: BlockSpec) -> float:
-    sizes = [(param.numel, param.trainable) for param in block.params if param.decays]
-    total = sum(numel for numel, _ in sizes)
-    # A tied head borrows its matrix and computes its gradient whole; a block without matrices counts as trained or not.
-    if not total or block.borrows:
-        return 1.0 if block.num_trainable or block.borrows else 0.0
-    return sum(numel for numel, trainable in sizes if trainable) / total
 
 
 def update_seconds(program: "Program") -> tuple[float, ...]:
@@ -357,7 +349,7 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         weights = (block.num_trainable + block.num_frozen) * item
         # At the least, the weights are read once.
         forward.append(max(flops / peak, weights / bandwidth))
-        weight.append(forward[-1] * trained_part(block))
+        weight.append(forward[-1] * trained_part(block, program.blocks))
         backward.append(forward[-1] + weight[-1])
         traffic = program.experts(index)
         experts.append(

@@ -20,7 +20,7 @@ from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport
-from terrace.simulate.event import Event
+from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Act, Move, Passes, Play, Rank
 
 if TYPE_CHECKING:
@@ -197,5 +197,5 @@ def gradient_buffers(program: "Program") -> list[bool]:
     A block of frozen parameters has none.
     """
     return program.of_flats(
-        lambda flats: any(flat.trainable and not accumulates_in_place(program.plan, flat.layout) for flat in flats)
+        lambda flats: any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)
     )

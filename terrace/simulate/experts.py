@@ -22,8 +22,8 @@ from terrace.plan.in_block_messages import ExpertMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import BlockStep, Compute, ComputeKind, Gap, Send, Steps
 from terrace.program.instruction import Op
-from terrace.simulate.event import Doing, Event, PassStep
 from terrace.simulate.mixture import Seconds, passed_seconds, shared_seconds
+from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:

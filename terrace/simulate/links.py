@@ -88,3 +88,11 @@ def coding_s(cluster: Cluster, num_bytes: float) -> float:
     """Seconds of coding and decoding that read and write `num_bytes` of memory."""
     # The codec occupies the rank, not a tier.
     return num_bytes / (cluster.device.memory_bandwidth_bytes_per_s * cluster.device.kernels.codec)
+
+
+def latency_and_rate(small_bytes: float, small_s: float, large_bytes: float, large_s: float) -> tuple[float, float]:
+    """(latency in seconds, bandwidth in bytes/s) from the seconds of a small and a large message to one neighbour."""
+    if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
+        return 0.0, large_bytes / large_s
+    bandwidth = (large_bytes - small_bytes) / (large_s - small_s)
+    return max(0.0, small_s - small_bytes / bandwidth), bandwidth

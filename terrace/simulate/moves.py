@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.program.instruction import PASSES, Instruction, Op
-from terrace.simulate.event import Event
+from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Act, Passes, Play, Rank
 
 if TYPE_CHECKING:

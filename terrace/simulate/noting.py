@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
-from terrace.simulate.event import Event
+from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Moment, Rank
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-from terrace.program.held import Held
+from terrace.program.gap_queue import Held
 from terrace.program.instruction import Op
 from terrace.simulate.bus import Bus
-from terrace.simulate.event import Doing, Event
+from terrace.simulate.priced_instruction import Doing, Event
 
 if TYPE_CHECKING:
     from terrace.program.program import Program

@@ -9,10 +9,10 @@ from functools import cached_property
 
 from terrace.simulate.critical import CriticalPath, critical_path, exposed_by_axis
 from terrace.simulate.curve import MemoryCurve, memory_curve
-from terrace.simulate.held import activations_by_block
+from terrace.simulate.held_activations import activations_by_block
 from terrace.simulate.recording import Recording
 from terrace.simulate.stages import Passed, record_stages
-from terrace.simulate.step import Prediction, Step, play_whole, predict_step
+from terrace.simulate.step import Prediction, Step, play_whole
 from terrace.simulate.work import Work
 
 
@@ -57,11 +57,6 @@ class RecordedStep:
     def fullest(self) -> int:
         """The stage with the highest memory peak."""
         return max(range(len(self.curves)), key=lambda stage: self.curves[stage].peak[0])
-
-
-def record_step(step: Step) -> RecordedStep:
-    """Predict and record a step; raises `PlanError` for a plan that cannot run."""
-    return record_predicted(predict_step(step))
 
 
 def record_predicted(prediction: Prediction) -> RecordedStep:

@@ -14,8 +14,8 @@ from terrace.base.collection import no_collection
 from terrace.program.instruction import Instruction, Op
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.event import Event
 from terrace.simulate.events import check_alone, price
+from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Moment, Rank
 
 if TYPE_CHECKING:

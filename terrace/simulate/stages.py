@@ -19,9 +19,9 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.event import Event
 from terrace.simulate.events import price_distinct
 from terrace.simulate.moves import Channels, Reader, Role, passes_of
+from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Passes, Rank
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
 

@@ -301,7 +301,7 @@ def model_states(
                 steady["outer"] += total // here.span(here.optimizer) * summed * plan.outer.num_slices
             steady["optimizer"] += kept * FORMATS[plan.master].element_bytes + _moment_bytes(plan, here, stage, flats)
         # Only gradients that are reduced need a whole buffer.
-        if flats.trainable and not accumulates_in_place(plan, here):
+        if flats.trainable and not accumulates_in_place(here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         if here.frees:
             comes_and_goes = [before + size for before, size in zip(comes_and_goes, sizes, strict=True)]

@@ -95,7 +95,7 @@ def stages_trace_json(
     return json.dumps(table, separators=(",", ":")) + "\n"
 
 
-def _metadata(name: str, tid: int, args: dict[str, Any], pid: int = _PID) -> dict[str, Any]:
+def _metadata(name: str, tid: int, args: dict[str, Any], pid: int) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
 
 

@@ -36,10 +36,12 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport, plain, read_plain
+from terrace.runtime.clock import wait_for
 from terrace.runtime.compiled import compile_blocks, compile_parts
 from terrace.runtime.engine import Engine
 from terrace.runtime.scaled_linear import scale_matrices
 from terrace.runtime.scaled_products import Scaling
+from terrace.simulate.links import latency_and_rate
 from terrace.simulate.step import Prediction
 from terrace.train.config import RunConfig
 from terrace.train.prediction import predict
@@ -190,7 +192,7 @@ def layer_flops_per_s(engine: Engine, run: RunConfig) -> float:
     """FLOP/s of a decoder layer's forward on this rank, now; it waits for no other rank."""
     layer, flops = _layer(engine, run)
     layer()
-    _finish(engine)
+    wait_for(engine.device)
     return flops / _window_seconds(engine, layer)
 
 
@@ -220,14 +222,7 @@ def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> tuple[float, flo
     # An all-gather over a ring sends size - 1 messages one after the other.
     copies = group.size - 1
     small_s, large_s = (_message_s(engine, _gather(engine, group, size)) for size in (_SMALL_BYTES, _LARGE_BYTES))
-    return _fitted(small_s / copies, large_s / copies)
-
-
-def _fitted(small_s: float, large_s: float) -> tuple[float, float]:
-    if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
-        return 0.0, _LARGE_BYTES / large_s
-    bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
-    return max(0.0, small_s - _SMALL_BYTES / bandwidth), bandwidth
+    return latency_and_rate(_SMALL_BYTES, small_s / copies, _LARGE_BYTES, large_s / copies)
 
 
 def _edge_tiers(engine: Engine) -> list[int]:
@@ -250,7 +245,9 @@ def _between_stages(engine: Engine, tier: int) -> tuple[float, float]:
         _message_s(engine, _exchange(engine, between, onward, back, size)) / 2 for size in (_SMALL_BYTES, _LARGE_BYTES)
     )
     between.close()
-    return (math.nan, math.nan) if onward is back is None else _fitted(small_s, large_s)
+    if onward is back is None:
+        return math.nan, math.nan
+    return latency_and_rate(_SMALL_BYTES, small_s, _LARGE_BYTES, large_s)
 
 
 def _exchange(engine: Engine, between: StageP2P, onward: int | None, back: int | None, num_bytes: int) -> Work:
@@ -308,14 +305,14 @@ def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> flo
     work()
     if dist.is_initialized() and engine.program.cluster.world_size > 1:
         barrier()
-    _finish(engine)
+    wait_for(engine.device)
     # Either as many calls as fit the budget, or a fixed number, which all ranks must share when they exchange messages.
     if not repeats:
         return _window_seconds(engine, work)
     begin = time.perf_counter()
     for _ in range(repeats):
         work()
-    _finish(engine)
+    wait_for(engine.device)
     return (time.perf_counter() - begin) / repeats
 
 
@@ -331,15 +328,10 @@ def _window_seconds(engine: Engine, work: Work) -> float:
         while not calls or time.perf_counter() - started < _BUDGET_S / _WINDOWS:
             work()
             calls += 1
-        _finish(engine)
+        wait_for(engine.device)
         windows.append((time.perf_counter() - started) / calls)
         spent_s, median_s = time.perf_counter() - begin, statistics.median(windows)
         if len(windows) < _FEWEST or spent_s < _BUDGET_S:
             continue
         if median_s <= _AGREE * min(windows) or spent_s >= _LONGEST * _BUDGET_S:
             return median_s
-
-
-def _finish(engine: Engine) -> None:
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)

@@ -26,7 +26,7 @@ from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.experts.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
-from terrace.plan.balance import check_balance, telling_choices
+from terrace.plan.balance_rules import check_balance, telling_choices
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -152,7 +152,7 @@ def resolve_table(
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
     """Builds and checks a run from its whole table; numbers that its plan leaves out are chosen
-    (`terrace.planner.numbers`).
+    (`terrace.planner.micro_and_unit`).
     """
     run = parse_sections(table)
     _check(run)
@@ -195,7 +195,7 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
 
 def _with_best_numbers(run: RunConfig, free: Sequence[str]) -> RunConfig:
     # Imported here: a finished run names its numbers, and who reads it needs no planner.
-    from terrace.planner.numbers import with_best_numbers
+    from terrace.planner.micro_and_unit import with_best_numbers
 
     return replace(run, plan=with_best_numbers(run.step(), free, multiple_of=2 if run.on_pairs else 1).plan)
 

@@ -21,6 +21,7 @@ from terrace.model.decoder import Head
 from terrace.program.lowering import build_stages
 from terrace.program.report import StepReport
 from terrace.program.stages import blocks_by_stage
+from terrace.runtime.clock import wait_for
 from terrace.runtime.engine import Engine
 from terrace.runtime.experts.load import Load
 from terrace.runtime.objective import ignored_label
@@ -96,15 +97,11 @@ class FirstStep:
     def _time(self, module: nn.Module, inputs: tuple[Any, ...]) -> float:
         # The random state is restored, so that timing does not change dropout in the step.
         with torch.no_grad(), restored(random_state(self.device), self.device):
-            self._finish()
+            wait_for(self.device)
             begin = time.perf_counter()
             module.forward(*inputs)
-            self._finish()
+            wait_for(self.device)
             return time.perf_counter() - begin
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class CheckedLoss:

@@ -32,6 +32,7 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step, with_chunks
 from terrace.train.config import section
+from terrace.train.job import device_of
 from terrace.train.patience import APART, Patience
 
 FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it
@@ -78,8 +79,8 @@ class Joined:
 def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
     """Finds this process's world; joins the world of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
-        machines = tuple(gather_plain(boot_id() or socket.gethostname(), _device()))
-        return Joined(dist.get_rank(), dist.get_world_size(), _device(), machines=machines)
+        machines = tuple(gather_plain(boot_id() or socket.gethostname(), device_of()))
+        return Joined(dist.get_rank(), dist.get_world_size(), device_of(), machines=machines)
     # No launcher: a plain script is a world of one.
     if not detect():
         return Joined(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -89,7 +90,7 @@ def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
     # Left in `Joined.leave`: the watchdog outlives this function.
     dog.__enter__()
     dog.idle("before the first step")
-    return Joined(world.rank, world.world_size, _device(), dog, world.machines)
+    return Joined(world.rank, world.world_size, device_of(), dog, world.machines)
 
 
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, machines: Sequence[str] = ()) -> Cluster:
@@ -200,9 +201,3 @@ def _fitted(cluster: Cluster, world_size: int) -> Cluster:
         left //= size
         tiers.append(replace(tier, size=size))
     return replace(cluster, tiers=(*tiers, replace(cluster.tiers[-1], size=left)))
-
-
-def _device() -> torch.device:
-    if dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.claims import read
 from bench.common import real_blocks
 from bench.lab.contest import Text, model_of
 from bench.lab.job import ADAMW, Job
 from bench.lab.launch import Place
 from bench.slow import __main__ as runner
 from bench.slow.contestants import CONTESTANTS, DELAY, EVERY, FREE, JOB, PLAN, SLOW, Entry, contestant
-from bench.slow.page import claims, page, read, summarise
+from bench.slow.page import claims, page, summarise
 from bench.slow.rank import run
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss

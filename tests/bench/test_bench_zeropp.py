@@ -12,13 +12,13 @@ from bench.zeropp import HEADER, PARTS_HEADER, clusters, contest, gpt, parts, pa
 from bench.zeropp import summary as summary_of
 from terrace.planner.explain import reasons
 from terrace.planner.pins import Pins, parse_pins
-from terrace.planner.search import Search, cores_of, units_of
-from terrace.planner.space import OpenMesh, Space, meshes, placements
+from terrace.planner.search import Search, units_of
+from terrace.planner.space import OpenMesh, Space, placements
 from terrace.planner.stages import traits
 from terrace.planner.task import Candidate, Placement, Task, num_micros
 from terrace.program.instruction import Op
 from terrace.program.schedules.registry import schedule_names, takes_unit
-from tests.support.exhaustive import exhaustive
+from tests.support.exhaustive import cores_of, exhaustive, meshes
 from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, sized, small_task
 from tests.support.planner_cases import gpt as small_gpt
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from bench.claims import read
 from bench.local_predictions import MODEL
 from bench.slow import predictions
-from bench.slow.page import read
 from bench.slow.settings import SETTINGS, Setting
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model

@@ -21,6 +21,7 @@ from tests.chaos.scene import Scene
 from tests.chaos.strikes import Clock, Markers, Strike, Struck, strike
 from tests.chaos.torchrun import LEAVE_S, Torchrun, judged, of_terrace
 from tests.support import warm
+from tests.support.folders import bytes_of
 from tests.support.tiny_runs import environment, metrics
 
 LIMIT_S = 150.0
@@ -110,8 +111,8 @@ def play(scene: Scene, case: Case, whole: Path, clock: Clock, strikes: Sequence[
     _look(folder, scene, result, resumes=False)
     different = differences(whole / "run", folder / "run")
     # Later in a case, what is exported may be an earlier checkpoint.
-    if strikes[0].phase == "exporting" and (ours := _contents(folder / "exported")) != (
-        there := _contents(whole / "exported")
+    if strikes[0].phase == "exporting" and (ours := bytes_of(folder / "exported")) != (
+        there := bytes_of(whole / "exported")
     ):
         different.append(f"exported {sorted(ours)}, not {sorted(there)}, or with other contents")
     result.is_whole = not different
@@ -185,10 +186,6 @@ def _is_completed(scene: Scene, folder: Path, case: Case, clock: Clock, words: S
             return True
         result.wrong.append(f"a resume ended with {end.code}: {end.errors.strip()[-400:]}")
     return False
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _judge_struck(end: End, what: Strike, result: Result) -> None:

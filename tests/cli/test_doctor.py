@@ -27,8 +27,9 @@ from terrace.planner.verdicts import runs_today
 from terrace.probe.environment import launcher_variables
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import NEEDED, PACKAGES, Gpu, look
-from terrace.probe.network import MeasuredTier, fitted, measure_links
+from terrace.probe.network import MeasuredTier, measure_links
 from terrace.report.tables import seconds
+from terrace.simulate.links import latency_and_rate
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import predict
 from tests.support.command_line import without_torch
@@ -271,8 +272,9 @@ def links_of(world: World, cluster: Any) -> list[MeasuredTier]:
 
 
 def test_latency_and_bandwidth_come_from_two_sizes() -> None:
-    assert fitted(1e-3 + 4096 / 5e8, 1e-3 + (1 << 20) / 5e8) == pytest.approx((1e-3, 5e8))
-    assert fitted(2.0, 1.0) == (0.0, float(1 << 20))
+    small, large = 4096, 1 << 20
+    assert latency_and_rate(small, 1e-3 + small / 5e8, large, 1e-3 + large / 5e8) == pytest.approx((1e-3, 5e8))
+    assert latency_and_rate(small, 2.0, large, 1.0) == (0.0, float(large))
 
 
 def test_a_network_that_is_slower_than_its_file_is_told() -> None:

@@ -35,7 +35,7 @@ from terrace.report.stage_tables import (
     stage_bytes_tables,
     stage_comparison_table,
 )
-from terrace.report.tables import quantity, seconds, stage_band_words
+from terrace.report.tables import band_words, quantity, seconds
 from terrace.simulate.cost import step_costs
 from terrace.simulate.footprint import work_of
 from terrace.simulate.stages import StagesStep, simulate_stages
@@ -347,14 +347,14 @@ def test_a_step_is_computing_waiting_for_stages_and_waiting_for_others() -> None
 
 def test_every_stage_counts_in_the_verdict() -> None:
     good, slow = (_report(1.0), _report(1.0)), (_report(1.0), _report(2.0))
-    said = stage_band_words([good, slow, good])
+    said = band_words([good, slow, good])
     assert "predicted step time -50 % at most (stage 1), OUTSIDE its limit of 20 %" in said
     assert "predicted model state +0 % at most (stage 0), within its limit of 10 %" in said
     assert said.endswith("bytes equal on every stage")
     wrong = (_report(1.0), _report(1.0, sent=6))
-    assert stage_band_words([good, wrong]).endswith("bytes DIFFERENT on stage 1")
-    assert "OUTSIDE" in stage_band_words([good, (_report(1.0), _report(1.0, state=80))])
-    assert "stage" not in stage_band_words([slow])
+    assert band_words([good, wrong]).endswith("bytes DIFFERENT on stage 1")
+    assert "OUTSIDE" in band_words([good, (_report(1.0), _report(1.0, state=80))])
+    assert "stage" not in band_words([slow])
     text = _text(stage_comparison_table([good, wrong]))
     assert re.search(r"0 +3\.88 / 3\.88 s +\+0 % +2\.50 / 2\.50 s +375\.0 / 375\.0 ms +1\.00 / 1\.00 s .* yes", text)
     assert re.search(r"1 .* NO", text)

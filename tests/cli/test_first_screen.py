@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from terrace.base.passing import Passing
+from terrace.base.progress import Passing
 from terrace.cli.first_screen import show_plan
 from terrace.cli.next_commands import next_commands
-from terrace.cli.passing import passing_lines
 from terrace.cli.prepare import prepare
+from terrace.cli.progress_lines import passing_lines
 from terrace.cli.screen import Screen
 from terrace.train.config import resolve
 from terrace.train.job import RunJob

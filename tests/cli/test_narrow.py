@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.cli.progress import ProgressLine, step_words
+from terrace.cli.step_progress import ProgressLine, step_words
 from terrace.cli.terminal import Terminal
 from terrace.report.tables import new_table
 from terrace.train.metrics import StepRecord

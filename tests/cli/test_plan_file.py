@@ -225,3 +225,25 @@ def test_the_first_layers_that_a_plan_recomputes_are_written_and_priced(here: Pl
     assert re.fullmatch(r"layers\.\* first [123]: mlp", entries[0])
     assert main(["simulate", "plan.toml", "--view", "step"]) == 0
     assert f"step {' '.join(best.split()[1:3])}" in " ".join(here.out().split())
+
+
+def test_waits_for_tensor_ranks_are_shown_in_pipelines(here: Planning) -> None:
+    """A row of the seconds of a step, a column of those of the stages, and a row by tier."""
+    code, planned, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=2", "--pin", "pipeline=2", "--pin", "data=2")
+    assert code == 0
+    row = re.search(r"^ wait tensor +([\d.]+ [mu]s) +([\d.]+) %$", planned, re.MULTILINE)
+    assert row is not None
+    assert float(row[2]) > 0
+    for command in ("simulate", "explain"):
+        assert main([command, "--plan", "plan.toml"]) == 0
+        lines = here.out().splitlines()
+        start = next(number for number, line in enumerate(lines) if line.startswith("seconds of a step"))
+        names = next(number for number in range(start, len(lines)) if lines[number].startswith(" stage"))
+        place = lines[names].index("tensor")
+        assert lines[names - 1][place : place + 6].strip() == "wait"
+        waits = [line[place - 2 : place + 6].strip() for line in lines[names + 2 : names + 4]]
+        # The plan's row is of the busiest stage.
+        assert row[1] in waits
+        assert all(float(wait.split()[0]) > 0 for wait in waits)
+        if command == "simulate":
+            assert any(line.startswith(" tensor ") and row[1] in line for line in lines)

@@ -10,7 +10,7 @@ import tomli_w
 from terrace.base.errors import ConfigError, DataError, TrainingError
 from terrace.base.printable import escape
 from terrace.rl import making
-from terrace.rl.layers import resolve_table
+from terrace.rl.config_layers import resolve_table
 from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import read_prompts
 from tests.support.command_line import CommandLine

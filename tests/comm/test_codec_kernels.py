@@ -3,20 +3,15 @@
 They are compiled here too, which needs no GPU: the interpreter runs Python and takes code that the compiler refuses.
 """
 
-import os
-import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from terrace.comm.codecs.layout import GRIDS, INF_BITS, MIN_SCALE_BITS, NAN_SCALE_BITS
 from tests.support.codec_cases import compare_all
-
-ROOT = Path(__file__).parents[2]
+from tests.support.command_line import interpreted
 
 ENCODE_SIGNATURE = {
     **dict.fromkeys(("values", "residual"), "*fp32"),
@@ -63,19 +58,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 @needs_triton
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.codec_cases"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=330,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "equal" in done.stdout
+    assert "equal" in interpreted("tests.support.codec_cases")
 
 
 @needs_triton

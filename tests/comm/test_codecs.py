@@ -12,7 +12,7 @@ from terrace.comm import codecs
 from terrace.comm.codecs import cpu, reference
 from terrace.comm.codecs.layout import GRIDS, message_parts
 from terrace.plan.wire import WireFormat, parse_format
-from tests.support.codec_cases import CODECS, DTYPES, mixed, new_messages, same
+from tests.support.codec_cases import CODECS, DTYPES, fed_back, mixed, new_messages, received, same
 
 FORMATS = [parse_format(f"{codec}:{block}") for codec in CODECS for block in (16, 128)]
 WITH_SPARSE = [*FORMATS, parse_format("topk"), parse_format("topk:1024")]
@@ -25,13 +25,6 @@ def sent(values: Tensor, wire: WireFormat) -> Tensor:
     messages = new_messages(wire, *values.shape)
     codecs.encode(values, wire, messages)
     return messages
-
-
-def received(messages: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the elements [rows, numel] of messages."""
-    out = torch.full((messages.shape[0], numel), 7.0, dtype=dtype)
-    codecs.decode(messages, wire, out)
-    return out
 
 
 def bound(values: Tensor, messages: Tensor, wire: WireFormat) -> Tensor:
@@ -209,19 +202,8 @@ def test_fp64_beyond_fp32_decodes_to_nan() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_feedback_delivers_what_was_asked_for(wire: WireFormat, dtype: torch.dtype) -> None:
     """After k messages, inputs - delivered = residual up to fp32 rounding, and a residual is at most a step."""
-    rows, numel, steps = 2, 333, 12
-    residual = torch.zeros(rows, numel)
-    asked, delivered = (torch.zeros(rows, numel, dtype=torch.float64) for _ in range(2))
-    rng = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        values = (torch.randn(rows, numel, generator=rng) * 0.1 + 0.003).to(dtype)
-        asked += values.double()
-        total = values.float() + residual
-        messages = new_messages(wire, rows, numel)
-        codecs.encode(values, wire, messages, residual)
-        delivered += received(messages, wire, numel).double()
+    for total, messages, residual in fed_back(wire, dtype, 333):
         assert (residual.double().abs() <= bound(total, messages, wire)).all()
-    assert ((asked - delivered) - residual.double()).abs().max() < steps * 2.0**-22
 
 
 def test_error_sums_measure_a_sample() -> None:

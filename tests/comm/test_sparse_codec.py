@@ -12,7 +12,7 @@ from terrace.comm import codecs
 from terrace.comm.codecs import sparse, sparse_cpu
 from terrace.comm.codecs.sparse import SparseParts
 from terrace.plan.wire import SPARSE_BLOCK, WireFormat, parse_format
-from tests.support.codec_cases import DTYPES, mixed, new_messages, same
+from tests.support.codec_cases import DTYPES, fed_back, mixed, new_messages, received, same
 
 FORMATS = [parse_format(text) for text in ("topk", "topk:256", "topk:1024")]
 SIZES = st.one_of(st.sampled_from((1, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097, 8192, 9001)), st.integers(1, 9000))
@@ -24,12 +24,6 @@ def sent(values: Tensor, wire: WireFormat, residual: Tensor | None = None) -> Te
     messages = new_messages(wire, *values.shape)
     codecs.encode(values, wire, messages, residual)
     return messages
-
-
-def received(messages: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    out = torch.full((messages.shape[0], numel), 7.0, dtype=dtype)
-    codecs.decode(messages, wire, out)
-    return out
 
 
 def drawn(kind: str, rows: int, numel: int, seed: int) -> Tensor:
@@ -194,19 +188,9 @@ def test_what_is_kept_of_a_block_with_inf_or_nan_arrives_as_nan(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_feedback_delivers_what_was_asked_for(wire: WireFormat, dtype: torch.dtype) -> None:
     """After k messages, inputs - delivered = residual up to fp32 rounding, so that every element comes in the end."""
-    rows, numel, steps = 2, 4333, 12
-    residual = torch.zeros(rows, numel)
-    asked, delivered = (torch.zeros(rows, numel, dtype=torch.float64) for _ in range(2))
-    rng = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        values = (torch.randn(rows, numel, generator=rng) * 0.1 + 0.003).to(dtype)
-        asked += values.double()
-        total = values.float() + residual
-        messages = sent(values, wire, residual)
-        delivered += received(messages, wire, numel).double()
-        for row in range(rows):
-            assert (residual[row].double().abs() <= bound(total[row], messages[row], wire)[0]).all()
-    assert ((asked - delivered) - residual.double()).abs().max() < steps * 2.0**-22
+    for total, messages, residual in fed_back(wire, dtype, 4333):
+        for row, own in enumerate(residual.double()):
+            assert (own.abs() <= bound(total[row], messages[row], wire)[0]).all()
 
 
 def test_with_feedback_every_element_is_sent_in_turn() -> None:

@@ -17,13 +17,7 @@ from terrace.data.corpus import read_documents, read_pieces
 from terrace.data.files import find_documents
 from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
 from terrace.data.tokens import prepare_tokens
-
-
-def tree(root: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-    return root
+from tests.support.folders import tree
 
 
 def one_line(error: pytest.ExceptionInfo[DataError]) -> str:

@@ -19,6 +19,7 @@ from terrace.data.text_tokens import TextTokens
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
+from tests.support.folders import tree
 
 
 class WideTokenizer:
@@ -39,13 +40,6 @@ class WideTokenizer:
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         return "".join(map(chr, ids))
-
-
-def tree(root: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-    return root
 
 
 def test_tokens_hold_documents_and_their_ends(tmp_path: Path) -> None:

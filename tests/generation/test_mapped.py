@@ -19,7 +19,6 @@ from tests.support.generation import MODELS, make
 
 LAYERS, HEADS, DIM = 2, 2, 4
 TOKENS = mmap.PAGESIZE // page_bytes(LAYERS, 1, HEADS, DIM, torch.float64)  # the smallest page that can be mapped
-SIZES = LAYERS, HEADS, DIM
 CPU = torch.device("cpu")
 
 

@@ -17,7 +17,7 @@ from terrace.model.kinds import LayerKind, Scales
 from terrace.model.layers import Attention
 from terrace.model.lora.config import LoraConfig
 from terrace.model.lora.peft import _by_module, _joined
-from terrace.model.rope import RopeScaling
+from terrace.model.rope_scaling import RopeScaling
 from terrace.model.rotary import Rotary
 from tests.support.families import TABLES
 

@@ -18,7 +18,7 @@ from terrace.model.experts.mixture import Mixture, Router
 from terrace.model.hf.config import published_table
 from terrace.model.init import initial_value
 from terrace.model.spec import BlockSpec
-from terrace.plan.balance import check_balance
+from terrace.plan.balance_rules import check_balance
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.mesh import Mesh
 from terrace.plan.presets import preset

@@ -1,11 +1,7 @@
 """Kernels of liger-kernel: which parts they serve, refusals, and their numbers in Triton's interpreter and on a GPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +16,13 @@ from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.part_kernel import PARTS, PartsCase, left_to_torch, refusal
 from terrace.runtime import compiled
-from terrace.simulate.held import activations_by_block
+from terrace.simulate.held_activations import activations_by_block
 from terrace.simulate.work import Work
 from terrace.train.config import resolve
 from terrace.train.rules import parts_words
+from tests.support.command_line import interpreted
 from tests.support.liger_cases import LLAMA
 
-ROOT = Path(__file__).parents[2]
 GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -43,18 +39,7 @@ def llama(**changes: Any) -> ModelConfig:
 @needs_liger
 @pytest.mark.parametrize("part", ["alone", "layers", pytest.param("plans", marks=pytest.mark.nightly)])
 def test_kernels_in_the_interpreter(part: str) -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.liger_cases", part],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=330,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{part}: equal" in done.stdout
+    assert f"{part}: equal" in interpreted("tests.support.liger_cases", part)
 
 
 @needs_liger

@@ -22,13 +22,13 @@ from terrace.model.hf.pretrained import Pretrained, write_pretrained
 from tests.support.families import (
     TABLES,
     WITHIN,
-    contents,
     our_logits,
     our_values,
     their_logits,
     their_model,
     transformers,
 )
+from tests.support.folders import bytes_of
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -63,7 +63,7 @@ def test_what_is_written_and_read_is_written_the_same(name: str, dtype: str, tmp
     pretrained = Pretrained(tmp_path / "one")
     assert (pretrained.dtype, pretrained.config) == (dtype, config)
     write_pretrained(tmp_path / "two", config, pretrained.value, dtype, shard_bytes=4000, source=tmp_path / "one")
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
     table = json.loads((tmp_path / "two" / "config.json").read_text())
     assert (table["bos_token_id"], table["eos_token_id"]) == (None, 5)
     assert len(list((tmp_path / "two").glob("model-*.safetensors"))) > 2

@@ -15,7 +15,8 @@ from terrace.model.decoder import build_blocks
 from terrace.model.experts.mixture import Router
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
 from terrace.model.hf.upcycle import Upcycling
-from tests.support.families import TABLES, TOKENS, contents, our_logits, our_values, their_logits
+from tests.support.families import TABLES, TOKENS, our_logits, our_values, their_logits
+from tests.support.folders import bytes_of
 from tests.support.hf_folder import write_folder
 from tests.support.toys import run_blocks
 
@@ -100,7 +101,7 @@ def test_a_folder_is_upcycled_by_a_command(tmp_path: Path, capsys: pytest.Captur
     assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
     words[2] = str(tmp_path / "again")
     assert main(words) == 0
-    assert contents(tmp_path / "again") == contents(tmp_path / "made")
+    assert bytes_of(tmp_path / "again") == bytes_of(tmp_path / "made")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from terrace.model.config import block_specs
 from terrace.model.experts.balance import BalanceConfig
-from terrace.plan.balance import telling_choices
+from terrace.plan.balance_rules import telling_choices
 from terrace.plan.presets import preset
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass

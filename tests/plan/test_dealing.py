@@ -14,7 +14,7 @@ from terrace.base.errors import PlanError
 from terrace.plan.dealing import deal
 from terrace.plan.plan import Plan
 from terrace.plan.transition import Transition
-from tests.support.handovers import Counted, mlp, transition_of
+from tests.support.hand_overs import Counted, mlp, transition_of
 from tests.support.toys import cluster_of
 
 Counts = tuple[int, int, int]  # pipeline, tensor and data ranks

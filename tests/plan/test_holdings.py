@@ -8,11 +8,11 @@ import pytest
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.handover import Parts
+from terrace.plan.hand_over import Parts
 from terrace.plan.holdings import generation_slices, training_parts
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
-from tests.support.handovers import elements
+from tests.support.hand_overs import elements
 from tests.support.simulated_ranks import Spread
 
 LLAMA = {

@@ -24,7 +24,7 @@ BLOCKS = tuple(
     BlockSpec(name=name, params=(ParamSpec(name="weight", shape=(5, 3)),)) for name in ("embedding", "layers.0", "head")
 )
 CLUSTERS = {len(sizes): cluster_of(*sizes) for sizes in ((4,), (4, 3), (4, 3, 2), (4, 3, 2, 5))}
-ONE, TWO, THREE, FOUR = (CLUSTERS[num] for num in (1, 2, 3, 4))
+THREE = CLUSTERS[3]
 DEVICE = ("device", "device", "device")
 
 # (params, grads, optimizer) per preset on 1, 2, 3 and 4 tiers; with two tiers `node` is the outer one.

@@ -11,11 +11,11 @@ from terrace.plan.mesh import Mesh
 from terrace.planner.explain import reasons
 from terrace.planner.pins import parse_pins
 from terrace.planner.search import find
-from terrace.planner.space import Space, expert_forms, meshes
+from terrace.planner.space import Space, expert_forms
 from terrace.planner.task import Task, plan_of
 from terrace.planner.unsatisfied import unsatisfied
 from terrace.report.plans import plan_words
-from tests.support.exhaustive import check_search
+from tests.support.exhaustive import check_search, meshes
 from tests.support.mixtures import MIXTRAL, QWEN3_30B
 from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
 

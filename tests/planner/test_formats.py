@@ -6,19 +6,13 @@ from itertools import product
 import pytest
 
 from terrace.base.errors import PlanError
-from terrace.cluster.cluster import Cluster
 from terrace.plan.wire import parse_format
 from terrace.planner.formats import find_allowed, parse_allowed, shortens
 from terrace.planner.pins import Pins
 from terrace.planner.ranking import TIE
 from terrace.planner.search import find
 from terrace.planner.space import Space
-from terrace.planner.task import Task
-from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, slow
-
-
-def task_on(cluster: Cluster) -> Task:
-    return Task(model=SMALL, cluster=cluster, batch=16, sequence=256)
+from tests.support.planner_cases import CLUSTERS, evaluator_of, slow, task_on
 
 
 def test_nothing_is_rounded_unasked() -> None:

@@ -10,7 +10,7 @@ from terrace.base.errors import PlanError
 from terrace.plan.mesh import Mesh
 from terrace.planner.candidate import SLACK
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import recomputations
+from terrace.planner.least_recomputation import recomputations
 from terrace.planner.pins import Pins
 from terrace.planner.schedule_pins import schedules
 from terrace.planner.search import in_units, units_of
@@ -25,7 +25,7 @@ from terrace.planner.space import (
     open_meshes,
     placements,
 )
-from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, evaluator_of, gpt, sized, small_task
+from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, adapted, evaluator_of, gpt, sized, small_task
 
 # Ulysses ranks cannot have 6 heads in fours, nor 2 key-value heads in threes; the logits of the last cost many layers.
 SIX_HEADS = gpt(6, 384, 6, vocab=1000, positions=512)
@@ -52,6 +52,8 @@ TASKS = {
         ("mixed", "ethernet 2x2", 4),
     ]
 }
+for _name in ("grouped, dgx 4x2, 16", "mixed, ethernet 2x2, 4"):
+    TASKS[f"{_name}, adapted"] = adapted(TASKS[_name])
 
 
 def groups_of(space: Space, evaluator: Evaluator) -> list[Group]:

@@ -10,7 +10,8 @@ import pytest
 from terrace.cli import remedy
 from terrace.cli.no_plan import nothing_words
 from terrace.cli.output import on_a_terminal
-from terrace.planner.least_nodes import AtLeast, fits_somewhere, least_nodes
+from terrace.cli.remedy import nodes_words
+from terrace.planner.least_nodes import LeastNodes, fits_somewhere, least_nodes
 from terrace.planner.patience import Patience
 from terrace.planner.pins import Pins
 from terrace.planner.search import Search, find
@@ -39,7 +40,8 @@ def test_whether_a_plan_fits_is_told_as_trying_everything_tells(task: Task, axes
     everything = exhaustive(space, evaluator, math.inf)
     least = min(each.needed_bytes for each in everything)
     assert fits_somewhere(space, evaluator, least, limit=10**6)
-    assert not fits_somewhere(space, evaluator, least - 1, limit=10**6)
+    assert fits_somewhere(space, evaluator, least - 1, limit=10**6) is False
+    assert fits_somewhere(space, evaluator, least, limit=0) is None
     assert all(evaluator.needed_bytes(each.candidate) == each.needed_bytes for each in everything)
 
 
@@ -58,16 +60,36 @@ def test_the_fewest_members_are_those_that_searching_every_size_finds(
     cluster = sized("dgx-a100", 4, 1, memory_bytes=memory_bytes)
     space = Space(task=Task(model=DEEP, cluster=cluster, batch=96, sequence=512), axes=axes, pins=pins)
     found = least_nodes(space, limit=400)
-    assert found is not None
-    assert not isinstance(found, AtLeast)
-    task, estimate = found
+    task, estimate = found.task, found.estimate
+    assert task is not None
+    assert estimate is not None
     size = task.cluster.tiers[-1].size
     assert size > 2
+    assert (found.at_least, found.last, found.out_of_time) == (size, size - 1, False)
     assert estimate.needed_bytes <= memory_bytes
     for fewer in range(1, size):
         smaller = replace(space, task=replace(space.task, cluster=cluster.resized(fewer)))
         assert not find(smaller, count=1, limit=10**4)[0].best
     assert find(replace(space, task=task), count=1)[0].best[0].needed_bytes <= memory_bytes
+
+
+def test_sizes_that_a_limit_leaves_open_are_not_ruled_out() -> None:
+    """Three members are the fewest; a single plan of each size shows nothing of two and of three."""
+    cluster = sized("dgx-a100", 4, 1, memory_bytes=7e9)
+    space = Space(task=Task(model=DEEP, cluster=cluster, batch=96, sequence=512), axes=("data",))
+    found = least_nodes(space, limit=1)
+    assert found.task is not None
+    assert (found.at_least, found.last, found.task.cluster.tiers[-1].size) == (2, 3, 4)
+    said = nodes_words(space, 1)
+    assert said.startswith("--nodes 4 has room for: ")
+    assert said.endswith("; fewer may do, from --nodes 2, where the search stopped after 1 plan")
+    assert nodes_words(space, 400).startswith("--nodes 3, the fewest with which one fits, has room for: ")
+    ticks = count()
+    late = Patience(limit_s=6, clock=ticks.__next__)
+    assert nodes_words(space, 1, late).startswith("it takes at least --nodes 2")
+    assert nodes_words(space, 0).startswith(
+        "nor was one found with up to 64 times as many members of 'system', although "
+    )
 
 
 def test_what_lacks_memory_is_not_simulated_while_nothing_fits() -> None:
@@ -101,16 +123,14 @@ def test_a_search_of_sizes_ends_by_the_clock_and_says_how_far_it_came() -> None:
     cluster = sized("dgx-a100", 4, 1, memory_bytes=7e9)
     space = Space(task=Task(model=DEEP, cluster=cluster, batch=96, sequence=512), axes=("data",))
     whole, ticks, told = least_nodes(space, limit=400), count(), list[str]()
-    assert whole is not None
-    assert not isinstance(whole, AtLeast)
-    fewest = whole[0].cluster.tiers[-1].size
+    fewest = whole.at_least
 
-    def within(limit_s: float) -> object:
+    def within(limit_s: float) -> LeastNodes:
         return least_nodes(space, limit=400, patience=Patience(limit_s=limit_s, tell=told.append, clock=ticks.__next__))
 
     # A second a look. The longer, the further; never beyond the fewest that fit.
     found = [within(limit_s) for limit_s in (0, 3, 6, 10**9)]
-    sizes = [each.size for each in found[:-1] if isinstance(each, AtLeast)]
+    sizes = [each.at_least for each in found[:-1] if each.out_of_time]
     assert len(sizes) >= 1
     assert sizes == sorted(sizes)
     assert 1 < sizes[0] <= sizes[-1] <= fewest

@@ -10,14 +10,10 @@ from terrace.cluster.cluster import Cluster
 from terrace.planner.narrow_states import Way, find_stored, parse_ways
 from terrace.planner.search import find
 from terrace.planner.space import Space
-from terrace.planner.task import Task, plan_of
+from terrace.planner.task import plan_of
 from terrace.report.loops import stored_words
 from terrace.simulate.layers import optimizer_s
-from tests.support.planner_cases import CLUSTERS, SMALL
-
-
-def task_on(cluster: Cluster) -> Task:
-    return Task(model=SMALL, cluster=cluster, batch=16, sequence=256)
+from tests.support.planner_cases import CLUSTERS, task_on
 
 
 def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:

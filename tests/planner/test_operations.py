@@ -8,25 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
-from terrace.model.config import block_specs
-from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES
 from terrace.planner.evaluate import step_of
 from terrace.planner.operations import parse_operations
 from terrace.planner.pins import parse_axes
-from terrace.planner.search import cores_of, units_of
-from terrace.planner.space import OpenMesh, Space, meshes, placements
+from terrace.planner.search import units_of
+from terrace.planner.space import OpenMesh, Space, placements
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, plan_of
 from terrace.simulate.step import predict_step
-from tests.support.exhaustive import check_search
+from tests.support.exhaustive import check_search, cores_of, meshes
 from tests.support.mixtures import GROUPED, SHARED, mixture
-from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, small_task
+from tests.support.planner_cases import CLUSTERS, SMALL, adapted, evaluator_of, small_task
 
 TASK = small_task(CLUSTERS["dgx 2x3"], batch=6)
 MIXED = replace(TASK, model=mixture(GROUPED))
-ADAPTERS = LoraConfig(rank=4, targets=("layers.*.attention.*",))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_bounds_of_a_number_of_first_layers_never_exceed_the_evaluation(data: st
     model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
     task = replace(small_task(CLUSTERS["dgx 2x3"], batch=12, model=model), operations=None)
     if data.draw(st.booleans()):
-        task = replace(task, declared=with_adapters(block_specs(model), ADAPTERS))
+        task = adapted(task)
     space, evaluator = Space(task=task, axes=("data", "tensor")), evaluator_of(task)
     bounds, mesh = evaluator.bounds, data.draw(st.sampled_from(list(meshes(space))))
     values = task.recomputations.values
@@ -116,31 +113,6 @@ def test_bounds_of_a_number_of_first_layers_never_exceed_the_evaluation(data: st
         assert candidate.first == each.first
         assert own_bytes <= evaluator.needed_bytes(candidate)
         assert own_s <= evaluator.evaluate(candidate).step_s
-
-
-@pytest.mark.parametrize("name", ["alike", "experts"])
-def test_a_search_prices_frozen_matrices_as_their_program_does(name: str) -> None:
-    """Without gradients of weights: as long as the step of the plan, and shorter than if all trained."""
-    whole = small_task(CLUSTERS["dgx 2x3"], batch=12, model=MODELS[name])
-    frozen = replace(whole, declared=with_adapters(block_specs(whole.model), ADAPTERS))
-    evaluator, of_whole = evaluator_of(frozen), evaluator_of(whole)
-    for mesh in meshes(Space(task=frozen, axes=("data", "tensor"))):
-        candidate = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh)
-        found_s = evaluator.evaluate(candidate).step_s
-        assert found_s == pytest.approx(evaluator.played(candidate).step_s)
-        assert found_s < of_whole.evaluate(candidate).step_s
-
-
-def test_experts_that_do_not_train_have_no_states_in_a_bound() -> None:
-    task = replace(MIXED, declared=with_adapters(block_specs(MIXED.model), ADAPTERS))
-    space, evaluator = Space(task=task, axes=("data",)), evaluator_of(task)
-    divided = [mesh for mesh in meshes(space) if mesh.experts is not None]
-    assert divided
-    for mesh in divided:
-        (core, *_) = cores_of(space, evaluator.bounds, OpenMesh(mesh))
-        for placement in placements(space, mesh):
-            candidate = core.candidate(placement, 1)
-            assert evaluator.bounds.least_bytes(core, placement, 1) <= evaluator.needed_bytes(candidate)
 
 
 @pytest.mark.parametrize("mapping", [{}, {"pipeline": (1, 2)}, {"rows": (1, 2)}], ids=str)

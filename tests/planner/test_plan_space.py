@@ -15,11 +15,12 @@ from terrace.plan.validate import validate
 from terrace.planner.pins import parse_axes, parse_pins
 from terrace.planner.ranking import TIE
 from terrace.planner.search import find
-from terrace.planner.space import Space, meshes, placements
+from terrace.planner.space import Space, placements
 from terrace.planner.stages import SERIAL, share_layers, traits
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.planner.verdicts import runs_today
 from terrace.program.schedules.registry import schedule_names
+from tests.support.exhaustive import meshes
 from tests.support.mixtures import mixture
 from tests.support.planner_cases import CLUSTERS, SMALL, gpt, mesh_of, sized, small_task
 

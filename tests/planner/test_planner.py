@@ -24,8 +24,8 @@ from terrace.planner.figures import hfu, mfu
 from terrace.planner.pins import Pins
 from terrace.planner.ranking import TIE, Estimate, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
-from terrace.planner.search import Search, cores_of, find
-from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
+from terrace.planner.search import Search, find
+from terrace.planner.space import OpenMesh, Space, closed, open_meshes, placements, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.program.instruction import Op
@@ -36,7 +36,7 @@ from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import seconds_of
 from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
-from tests.support.exhaustive import check_search
+from tests.support.exhaustive import check_search, cores_of, meshes
 from tests.support.nightly import nightly
 from tests.support.planner_cases import (
     CLUSTERS,

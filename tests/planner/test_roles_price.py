@@ -7,7 +7,7 @@ import pytest
 
 from terrace.base.boxes import numel
 from terrace.base.errors import PlanError, TerraceError
-from terrace.plan.handover import cells_of, moves_of
+from terrace.plan.hand_over import cells_of, moves_of
 from terrace.planner.roles.costs import Costs
 from terrace.planner.roles.dataflow import Dataflow, Role, ppo
 from terrace.planner.roles.placement import PlacedRole, Pool, RolePlacement, price
@@ -84,7 +84,7 @@ def test_frozen_roles_hold_their_parameters_alone() -> None:
 
 @pytest.mark.parametrize(("rows", "target"), [(1, 8), (2, 8), (8, 8), (2, 16), (4, 4)])
 def test_a_hand_over_between_pools_counts_what_its_moves_would(rows: int, target: int) -> None:
-    """A source that holds all evenly, a model that is a line of elements: moves of `terrace.plan.handover`."""
+    """A source that holds all evenly, a model that is a line of elements: moves of `terrace.plan.hand_over`."""
     cluster, source = nodes(4), 8 if target == 16 else 16
     flow = replace(FLOW, roles=ppo(small(), standalone=True))
     sizes = (source, target)

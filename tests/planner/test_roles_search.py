@@ -100,6 +100,23 @@ def test_the_search_finds_what_pricing_everything_finds(seed: int, ahead: bool) 
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 20))])
+def test_bounds_of_roles_never_exceed_their_plans(seed: int) -> None:
+    """Seconds of training and of scores, which frozen roles alone have, and bytes of states."""
+    flow, cluster = random_case(seed, False)
+    choices, tried = Choices(Costs(flow)), 0
+    for role in (role for role in flow.roles if role.trains or role.scores):
+        for here in (pool_cluster(cluster, size) for size in pool_sizes(cluster)):
+            score_s, train_s = choices.least_seconds(role, here)
+            assert (score_s > 0, train_s > 0) == (role.scores, role.trains)
+            for cost in choices.of(role, here):
+                assert score_s <= cost.score_s
+                assert train_s <= cost.train_s
+                assert choices.least_bytes(role) <= here.world_size * cost.held_bytes
+                tried += 1
+    assert tried > 0
+
+
 @pytest.mark.parametrize(("scalar_head", "tied"), [(True, False), (False, True), (False, False)])
 def test_a_bound_on_scores_is_below_every_plan_with_a_large_vocabulary(scalar_head: bool, tied: bool) -> None:
     model = replace(llama(2048, 8, 16, 5632), vocab_size=128256, scalar_head=scalar_head, tied_embeddings=tied)

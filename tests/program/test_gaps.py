@@ -37,10 +37,6 @@ def program_of(name: str = "zero3", **changes: Any) -> Program:
     return build(CLUSTER, plan_of(name, **changes), BLOCKS, 2, SEQUENCE)
 
 
-def texts(program: Program, *ops: Op) -> list[str]:
-    return [str(each) for each in program.instructions if each.op in ops]
-
-
 @pytest.mark.parametrize(
     ("name", "ops"),
     [("zero3", {Op.REDUCE}), ("ddp", {Op.SYNC}), ("hsdp", {Op.SYNC}), ("three-level", {Op.SYNC})],

@@ -6,7 +6,7 @@ import pytest
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.flats import block_flats
-from terrace.plan.handover import crossing
+from terrace.plan.hand_over import crossing
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
@@ -15,7 +15,7 @@ from terrace.plan.wire import FORMATS, MessageClass
 from terrace.planner.roles.pools import pool_cluster, side_by_side
 from terrace.program.hand_over import hand_over_programs
 from terrace.program.verify_hand_over import verify_hand_over
-from tests.support.handovers import Counted, mlp
+from tests.support.hand_overs import Counted, mlp
 from tests.support.toys import cluster_of
 
 BLOCKS = [mlp(8, norm=True), mlp(12), mlp(8, norm=True), mlp(8, norm=True)]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ProgramError
-from terrace.plan.handover import Move, crossing
+from terrace.plan.hand_over import Move, crossing
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.program.hand_over import HandOverProgram, Reshard, hand_over_program, hand_over_programs, hand_over_text
 from terrace.program.verify_hand_over import verify_hand_over
-from tests.support.handovers import mlp, transition_of
+from tests.support.hand_overs import mlp, transition_of
 from tests.support.toys import cluster_of
 
 CLUSTER = cluster_of(2, 2, 2)

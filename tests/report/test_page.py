@@ -17,10 +17,10 @@ from terrace.report.page import lanes_timeline, page_html
 from terrace.report.palette import MESSAGES, PAPER, PIPELINE, ROLES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
 from terrace.simulate.change import Change
-from terrace.simulate.changes import changes
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import Recording, record
+from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from tests.support.pages import BLOCKS, checked, cluster_of, price, recorded
 

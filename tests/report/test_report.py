@@ -90,7 +90,7 @@ def test_bytes_that_only_a_batch_tells_are_not_called_different() -> None:
     assert "as its batches say" in _text(*comparison_tables(predicted, measured))
     assert "DIFFERENT" in _text(*comparison_tables(measured, predicted))
     waited = replace(measured, time_s={"forward": 1.0, "wait context": 9.0})
-    words = band_words(replace(predicted, time_s={"forward": 1.1}), waited)
+    words = band_words([(replace(predicted, time_s={"forward": 1.1}), waited)])
     assert "step time, messages in attention left out, +10 %, within" in words
 
 
@@ -125,12 +125,12 @@ def test_a_prediction_outside_its_band_says_so(factor: float, verdict: str) -> N
     def report(step_s: float, memory: int) -> StepReport:
         return StepReport(time_s={"forward": step_s}, sent_bytes={}, memory_bytes={"params": memory})
 
-    said = band_words(report(factor, 108), report(1.0, 100))
+    said = band_words([(report(factor, 108), report(1.0, 100))])
     assert said == (
         f"predicted step time {100 * (factor - 1):+.0f} %, {verdict} its limit of 20 %; "
         "predicted model state +8 %, within its limit of 10 %"
     )
-    assert band_words(report(1.0, 0), report(0.0, 100)) == ""
+    assert band_words([(report(1.0, 0), report(0.0, 100))]) == ""
     miss = largest_miss([(report(1.0, 100), report(1.0, 100)), (report(factor, 108), report(1.0, 100))])
     assert miss == (
         "" if verdict == "within" else f"most is missed of 'forward': {seconds(factor)} predicted, 1.00 s measured"

@@ -17,6 +17,7 @@ from terrace.report.rl_samples import samples_of
 from terrace.report.rl_timeline import recorded_step, steady_iteration
 from terrace.rl.config import resolve, to_toml_table
 from tests.support import chromium
+from tests.support.folders import cut
 from tests.support.pages import checked
 
 EVIL = "</script><script>alert(1)</script>\u202e&\ud800"
@@ -154,26 +155,18 @@ def _without(name: str) -> Callable[[Path], None]:
     return lambda run: (run / name).unlink()
 
 
-def _cut(name: str, length: int) -> Callable[[Path], None]:
-    def damage(run: Path) -> None:
-        path = run / name
-        path.write_bytes(path.read_bytes()[:length])
-
-    return damage
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (_without("config.toml"), "settings: cannot read"),
-        (_cut("config.toml", 90), "settings: "),
+        (cut("config.toml", 90), "settings: "),
         (_without("metrics.jsonl"), "curves and times: metrics.jsonl cannot be read"),
-        (_cut("metrics.jsonl", 900), "curves and times: damaged lines in metrics.jsonl: 1"),
-        (_cut("metrics.jsonl", 0), "curves and times: metrics.jsonl is empty"),
+        (cut("metrics.jsonl", 900), "curves and times: damaged lines in metrics.jsonl: 1"),
+        (cut("metrics.jsonl", 0), "curves and times: metrics.jsonl is empty"),
         (_without("calls.jsonl"), "the timeline: calls.jsonl cannot be read"),
-        (_cut("samples.jsonl", 100), "samples: damaged lines in samples.jsonl: 1"),
+        (cut("samples.jsonl", 100), "samples: damaged lines in samples.jsonl: 1"),
         (_without("prediction.json"), "predictions: there is no prediction.json"),
-        (_cut("prediction.json", 40), "predictions: prediction.json is damaged"),
+        (cut("prediction.json", 40), "predictions: prediction.json is damaged"),
     ],
 )
 def test_a_damaged_run_has_a_page_that_says_what_is_missing(

@@ -15,6 +15,7 @@ from terrace.report.run_curves import HEIGHT, WIDTH, Curve, curve_data, curve_sv
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import RunView, run_page
 from tests.support import chromium
+from tests.support.folders import cut
 from tests.support.pages import checked
 from tests.support.records import step_record, write_metrics
 from tests.support.tiny_runs import metrics, one_line, terrace, write_run
@@ -140,14 +141,6 @@ def _text(page: str) -> str:
     return " ".join(" ".join(parser.found).split())
 
 
-def _cut(name: str, length: int) -> Callable[[Path], None]:
-    def damage(run: Path) -> None:
-        path = run / name
-        path.write_bytes(path.read_bytes()[:length])
-
-    return damage
-
-
 def _gone(name: str) -> Callable[[Path], None]:
     def damage(run: Path) -> None:
         path = run / name
@@ -160,17 +153,17 @@ def _gone(name: str) -> Callable[[Path], None]:
     ("damage", "said"),
     [
         (_gone("config.toml"), "settings and plan: cannot read "),
-        (_cut("config.toml", 100), "settings and plan: "),
+        (cut("config.toml", 100), "settings and plan: "),
         (_gone("metrics.jsonl"), "curves and times: metrics.jsonl cannot be read"),
-        (_cut("metrics.jsonl", 0), "no step has ended"),
+        (cut("metrics.jsonl", 0), "no step has ended"),
         (_gone("prediction.json"), "predictions: there is no prediction.json"),
-        (_cut("prediction.json", 300), "predictions: prediction.json is damaged"),
+        (cut("prediction.json", 300), "predictions: prediction.json is damaged"),
         (_gone("events.jsonl"), "there is no events.jsonl"),
         (_gone("profile"), 'no step was traced; --train.profile "10-12" traces three'),
-        (_cut("profile/step-7-rank-0.json", 500), "profile/step-7-rank-0.json is damaged"),
+        (cut("profile/step-7-rank-0.json", 500), "profile/step-7-rank-0.json is damaged"),
         (_gone("checkpoints"), "a checkpoint: none is complete"),
-        (_cut("events.jsonl", 200), "events: damaged lines in events.jsonl: 1"),
-        (_cut("metrics.jsonl", 2000), "curves and times: damaged or missing lines in metrics.jsonl: "),
+        (cut("events.jsonl", 200), "events: damaged lines in events.jsonl: 1"),
+        (cut("metrics.jsonl", 2000), "curves and times: damaged or missing lines in metrics.jsonl: "),
     ],
 )
 def test_a_broken_run_has_a_page_that_says_what_is_missing(

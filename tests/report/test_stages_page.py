@@ -16,10 +16,10 @@ from terrace.report.stages import path_sentence, stages_page
 from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stages_timeline
 from terrace.report.svg import PLOT
 from terrace.simulate.change import Change
-from terrace.simulate.changes import changes
 from terrace.simulate.footprint import work_of
-from terrace.simulate.recorded import RecordedStep, record_step
-from terrace.simulate.step import Step
+from terrace.simulate.recorded import RecordedStep, record_predicted
+from terrace.simulate.small_changes import changes
+from terrace.simulate.step import Step, predict_step
 from terrace.simulate.timeline_picture import memory_picture
 from terrace.simulate.trace import stages_trace_json
 from tests.support.planner_cases import CLUSTERS, gpt, small_task
@@ -45,8 +45,12 @@ def step_of(schedule: str = "1f1b", batch: int = 16, name: str = DGX.name) -> St
     )
 
 
+def recorded_step(step: Step) -> RecordedStep:
+    return record_predicted(predict_step(step))
+
+
 def recorded(schedule: str = "1f1b", batch: int = 16) -> RecordedStep:
-    return record_step(step_of(schedule, batch))
+    return recorded_step(step_of(schedule, batch))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "interleaved:2"])
@@ -151,7 +155,7 @@ def test_bars_of_the_stages_are_as_wide_as_the_page_and_no_column_cuts_them(sche
 
 def test_names_on_the_page_are_text() -> None:
     evil = "</script><img src=x>"
-    step = record_step(step_of(name=evil))
+    step = recorded_step(step_of(name=evil))
     change = Change(words=evil, kind="plan", note=evil, cluster=DGX, plan=step.step.plan, step_s=1.0)
     page = stages_page(step, SENT, [change], subtitle=evil, advice=evil)
     assert evil not in page
@@ -164,8 +168,8 @@ def test_changes_of_a_pipeline_are_played_and_sorted() -> None:
     assert [change.step_s for change in found] == sorted(change.step_s for change in found)
     named = {change.words: change for change in found}
     faster = named['schedule = "zb-h1"']
-    assert faster.step_s == record_step(replace(step, plan=faster.plan)).step_s
-    assert named["FLOP/s of the device x 2"].step_s < record_step(step).step_s
+    assert faster.step_s == recorded_step(replace(step, plan=faster.plan)).step_s
+    assert named["FLOP/s of the device x 2"].step_s < recorded_step(step).step_s
     assert {"bandwidth of tier system x 2", 'params = "device"', "prefetch = 2"} <= named.keys()
 
 

@@ -41,7 +41,7 @@ def cluster() -> Iterator[None]:
 def test_roles_run_on_two_nodes_and_a_failure_ends_them() -> None:
     with RayRuntime(num_cpus=2.0, timeout_s=120.0) as runtime:
         roles = runtime.pool(2).host(actor=(Scaler, {}), reward=(Scaler, {"factor": 2.0}))
-        assert len(set(nodes_of(runtime, 0))) == 2
+        assert len(set(nodes_of(runtime))) == 2
         rows = prompts_of(2, 2, 2, 2)
         responses = roles["actor"].generate.remote(rows, longer=2)
         assert responses.tokens == [4, 4, 4, 4]
@@ -74,7 +74,7 @@ def test_ranks_of_a_node_are_neighbours_and_rows_go_to_another_pool() -> None:
     with RayRuntime(timeout_s=120.0) as runtime:
         actor = runtime.pool(3).host(actor=(Scaler, {}))["actor"]
         critic = runtime.pool(1).host(critic=(Scaler, {}))["critic"]
-        nodes = nodes_of(runtime, 0)
+        nodes = nodes_of(runtime)
         assert len(set(nodes)) == 2
         assert nodes == sorted(nodes, key=nodes.index)
         rows = prompts_of(2, 2, 2, 2)
@@ -100,6 +100,6 @@ def test_an_actor_that_is_killed_or_late_is_named() -> None:
         RayRuntime("127.0.0.1:1")
 
 
-def nodes_of(runtime: RayRuntime, pool: int) -> list[str]:
-    """The node of each rank of a pool."""
-    return [node for node, _ in _ray.get([rank.actor.where.remote() for rank in runtime._ranks[pool]])]
+def nodes_of(runtime: RayRuntime) -> list[str]:
+    """The node of each rank of the first pool."""
+    return [node for node, _ in _ray.get([rank.actor.where.remote() for rank in runtime._ranks[0]])]

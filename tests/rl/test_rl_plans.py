@@ -27,7 +27,19 @@ from terrace.runtime.token_numbers import TokenNumbers
 from terrace.sequence.token_layout import NOTHING, TokenLayout
 from tests.support.allocations import seeded
 from tests.support.nightly import nightly
-from tests.support.parity import ADAMW, NUM_STEPS, Case, engine_of, exact, flatten, gathered, make_adamw, trainable
+from tests.support.parity import (
+    ADAMW,
+    NUM_STEPS,
+    Case,
+    engine_of,
+    exact,
+    flatten,
+    gathered,
+    make_adamw,
+    of_size,
+    rows_of_all,
+    trainable,
+)
 from tests.support.pipelines import OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, VOCAB, cluster_of, run_blocks
 
@@ -183,10 +195,6 @@ def trained(
     return [result.loss for result in results], [result.grad_norm for result in results], parameters, found
 
 
-def of_size(plan: Plan, micro_batch: int) -> Plan:
-    return replace(plan, micro_batch=micro_batch)
-
-
 PLANS = {
     "one": ((1,), of_size(exact("ddp", cluster_of(1)), 4), 2),
     "one, joined": ((1,), of_size(exact("ddp", cluster_of(1)), 4), 2),
@@ -211,12 +219,7 @@ def test_steps_equal_a_loop_over_responses(pool: LocalPool, plan: str, name: str
     sizes, value, num_micros = PLANS[plan]
     losses, norms, parameters, logprobs = serial(name)
     found = pool.run(math.prod(sizes), trained, sizes, value, num_micros, name, "joined" in plan, timeout_s=120.0)
-    scored = dict[int, Tensor]()
-    for mine in found:
-        assert mine[0] == pytest.approx(losses, abs=TOLERANCE)
-        assert mine[1] == pytest.approx(norms, abs=TOLERANCE)
-        torch.testing.assert_close(mine[2], parameters, rtol=0, atol=TOLERANCE)
-        scored.update(mine[3])
+    scored = rows_of_all(found, losses, norms, parameters)
     for row, expected in enumerate(logprobs):
         torch.testing.assert_close(scored[row], expected, rtol=0, atol=TOLERANCE)
 

@@ -5,9 +5,9 @@ import torch
 
 from terrace.cluster.presets import load_cluster
 from terrace.planner.roles.pools import pool_cluster
+from terrace.rl.call_lines import CallLines
 from terrace.rl.calls.spans import Span
 from terrace.rl.placing import Place
-from terrace.rl.recorded import CallLines
 from terrace.rl.samples import Samples, shortened
 from terrace.rl.sort_task import SortTokenizer
 from terrace.rl.values.ragged import Ragged

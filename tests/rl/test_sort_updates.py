@@ -44,7 +44,6 @@ SAFE = {
     "cost": {"function": "terrace.rl.sort_task:length_cost"},
 }
 MORE = {"safe-rlhf": SAFE}
-TOKEN_CLIPPED = ("ppo", "grpo", "dr-grpo", "reinforce++", "reinforce++-baseline", "remax", "dapo", "safe-rlhf")
 TOKEN_MEAN = ("ppo", "reinforce++", "reinforce++-baseline", "dapo", "cispo", "safe-rlhf")
 OF_STANDARD_GROUPS = ("grpo", "dapo", "gspo", "cispo")
 

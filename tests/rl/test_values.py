@@ -22,7 +22,19 @@ from terrace.rl.values.rows import Rows
 from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective, cross_entropy
 from tests.support.nightly import nightly
-from tests.support.parity import ADAMW, NUM_STEPS, Case, engine_of, exact, flatten, gathered, make_adamw, trainable
+from tests.support.parity import (
+    ADAMW,
+    NUM_STEPS,
+    Case,
+    engine_of,
+    exact,
+    flatten,
+    gathered,
+    make_adamw,
+    of_size,
+    rows_of_all,
+    trainable,
+)
 from tests.support.pipelines import OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, VOCAB, Model, cluster_of, run_blocks
 
@@ -110,10 +122,6 @@ def trained(
     return [result.loss for result in results], [result.grad_norm for result in results], parameters, found
 
 
-def of_size(plan: Plan, micro_batch: int) -> Plan:
-    return replace(plan, micro_batch=micro_batch)
-
-
 TENSOR = {"package": {"tensor": 2}}
 COLUMNS_OF_RANKS = {"package": {"tensor": {"columns": 2}}}
 PLANS = {
@@ -142,12 +150,7 @@ def test_steps_equal_a_loop_over_responses(pool: LocalPool, plan: str, model: st
     sizes, value, num_micros = PLANS[plan]
     losses, norms, parameters, values = serial(model)
     found = pool.run(math.prod(sizes), trained, sizes, value, num_micros, model, timeout_s=120.0)
-    read = dict[int, Tensor]()
-    for mine in found:
-        assert mine[0] == pytest.approx(losses, abs=TOLERANCE)
-        assert mine[1] == pytest.approx(norms, abs=TOLERANCE)
-        torch.testing.assert_close(mine[2], parameters, rtol=0, atol=TOLERANCE)
-        read.update(mine[3])
+    read = rows_of_all(found, losses, norms, parameters)
     for row, expected in enumerate(values):
         torch.testing.assert_close(read[row], expected, rtol=0, atol=TOLERANCE)
 

@@ -34,7 +34,7 @@ from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_blocks, state_layout
 from tests.support.differing import differing, undeclared
 from tests.support.nightly import nightly
-from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
+from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
 
@@ -156,12 +156,8 @@ NIGHTLY: list[tuple[Sizes, Case]] = [
 ]
 
 
-def text(value: object) -> str:
-    return f"{value.plan.name} {value.model}" if isinstance(value, Case) else str(value)
-
-
 @pytest.mark.parametrize("optimizer", ALL.values(), ids=ALL)
-@pytest.mark.parametrize(("sizes", "case"), [*CASES, *nightly(*NIGHTLY)], ids=text)
+@pytest.mark.parametrize(("sizes", "case"), [*CASES, *nightly(*NIGHTLY)], ids=case_words)
 def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case, optimizer: OptimizerConfig) -> None:
     cluster = cluster_of(*sizes)
     case = replace(case, optimizer=optimizer, num_steps=NUM_STEPS)

@@ -32,7 +32,7 @@ from terrace.runtime.stored import Storage
 from terrace.simulate.states import model_states, stage_blocks, state_layout
 from tests.support import stored_reference as plain
 from tests.support.nightly import nightly
-from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, num_rows, run
+from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, cluster_of, make_batch
 
@@ -66,12 +66,8 @@ CASES: list[tuple[Sizes, Case]] = [
 NARROW: tuple[Literal["bf16", "int8"], ...] = ("bf16", "int8")
 
 
-def text(value: object) -> str:
-    return f"{value.plan.name} {value.model}" if isinstance(value, Case) else str(value)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "case"), [CASES[1], CASES[4], CASES[5], *nightly(*CASES[:1], *CASES[2:4], *CASES[6:])], ids=text
+    ("sizes", "case"), [CASES[1], CASES[4], CASES[5], *nightly(*CASES[:1], *CASES[2:4], *CASES[6:])], ids=case_words
 )
 def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case) -> None:
     cluster, layout = cluster_of(*sizes), state_layout(cluster_of(*sizes), case.plan)

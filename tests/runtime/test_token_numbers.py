@@ -1,7 +1,6 @@
 """Losses of token numbers: the numbers and their gradients, and steps that equal plain PyTorch under every plan."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,7 +21,19 @@ from terrace.runtime.objective import TokenObjective, cross_entropy
 from terrace.runtime.tensor import loss
 from terrace.runtime.token_numbers import OPERANDS, TokenNumbers, token_numbers
 from tests.support.allocations import allocated, seeded
-from tests.support.parity import ADAMW, NUM_STEPS, Case, engine_of, exact, flatten, gathered, make_adamw, trainable
+from tests.support.parity import (
+    ADAMW,
+    NUM_STEPS,
+    Case,
+    engine_of,
+    exact,
+    flatten,
+    gathered,
+    make_adamw,
+    of_size,
+    rows_of_all,
+    trainable,
+)
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, VOCAB, cluster_of, make_batch, run_blocks
 
@@ -206,18 +217,14 @@ def trained(
     return [result.loss for result in results], [result.grad_norm for result in results], parameters, rows
 
 
-def micro_batch(plan: Plan, rows: int) -> Plan:
-    return replace(plan, micro_batch=rows)
-
-
 TENSOR = {"package": {"tensor": 2}}
 CASES = [
-    ((1,), micro_batch(exact("ddp", cluster_of(1)), 4), 2, "llama tied"),
-    ((2, 2), micro_batch(exact("zero3", cluster_of(2, 2)), 1), 2, "llama tied"),
-    ((2, 2), micro_batch(exact("ddp", cluster_of(2, 2), recompute=("*",), unit=2), 1), 2, "gpt2"),
-    ((2, 2), micro_batch(pipelined("zero2", OUTER, "zb-h1"), 1), 4, "llama tied"),
-    ((4,), micro_batch(pipelined("ddp", ALONE, "1f1b", unit=2), 2), 4, "gpt2"),
-    ((2, 2), micro_batch(exact("zero3", cluster_of(2, 2), mapping=TENSOR), 2), 2, "llama tied"),
+    ((1,), of_size(exact("ddp", cluster_of(1)), 4), 2, "llama tied"),
+    ((2, 2), of_size(exact("zero3", cluster_of(2, 2)), 1), 2, "llama tied"),
+    ((2, 2), of_size(exact("ddp", cluster_of(2, 2), recompute=("*",), unit=2), 1), 2, "gpt2"),
+    ((2, 2), of_size(pipelined("zero2", OUTER, "zb-h1"), 1), 4, "llama tied"),
+    ((4,), of_size(pipelined("ddp", ALONE, "1f1b", unit=2), 2), 4, "gpt2"),
+    ((2, 2), of_size(exact("zero3", cluster_of(2, 2), mapping=TENSOR), 2), 2, "llama tied"),
 ]
 
 
@@ -230,12 +237,7 @@ def test_steps_and_scores_equal_plain_torch(
     losses, norms, parameters, log_probs = serial(model, bonus)
     run = trained_in_small_chunks if small else trained
     found = pool.run(cluster.world_size, run, cluster, plan, num_micros, model, bonus, timeout_s=120.0)
-    scored = dict[int, Tensor]()
-    for mine in found:
-        assert mine[0] == pytest.approx(losses, abs=TOLERANCE)
-        assert mine[1] == pytest.approx(norms, abs=TOLERANCE)
-        torch.testing.assert_close(mine[2], parameters, rtol=0, atol=TOLERANCE)
-        scored.update(mine[3])
+    scored = rows_of_all(found, losses, norms, parameters)
     assert sorted(scored) == list(range(ROWS))
     torch.testing.assert_close(torch.stack([scored[row] for row in range(ROWS)]), log_probs, rtol=0, atol=TOLERANCE)
 

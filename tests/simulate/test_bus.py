@@ -14,8 +14,8 @@ from terrace.program.instruction import Op
 from terrace.program.lowering import build, build_stages
 from terrace.simulate.bus import Bus
 from terrace.simulate.cost import step_costs
-from terrace.simulate.event import Event
 from terrace.simulate.events import simulate
+from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Moment, Rank
 from terrace.simulate.recording import COMPUTE, record
 from terrace.simulate.stages import record_stages, simulate_stages

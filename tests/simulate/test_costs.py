@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import strategies as st
 
 from bench.validation.rows import gpt
 from bench.validation.software import with_dropout
@@ -61,7 +60,6 @@ LLAMA = parse_model(
     }
 )
 FAMILIES = pytest.mark.parametrize("model", [GPT, NEOX, LLAMA], ids=lambda model: model.family)
-sizes = st.integers(1, 5000)
 
 
 @FAMILIES

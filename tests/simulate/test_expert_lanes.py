@@ -24,12 +24,12 @@ from terrace.report.inside import experts_table
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.cost import Costs
 from terrace.simulate.critical import critical_path, exposed_by_axis
-from terrace.simulate.event import Doing, Event, PassStep
 from terrace.simulate.events import simulate
 from terrace.simulate.experts import ExpertSeconds, alone_s, pass_steps
 from terrace.simulate.footprint import work_of
 from terrace.simulate.gap_shares import idle_s
 from terrace.simulate.inside import InBlockPrices, block_prices
+from terrace.simulate.priced_instruction import Doing, Event, PassStep
 from terrace.simulate.recording import record
 from terrace.simulate.step import Step, predict_step, resolved
 from tests.support.expert_traffic import traffic_of

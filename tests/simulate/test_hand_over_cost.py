@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from terrace.cluster.cluster import Cluster, Tier
-from terrace.plan.handover import crossing
+from terrace.plan.hand_over import crossing
 from terrace.plan.plan import Plan
 from terrace.simulate.hand_over import predict_hand_over
-from tests.support.handovers import mlp, transition_of
+from tests.support.hand_overs import mlp, transition_of
 from tests.support.toys import cluster_of
 
 FAST, SLOW = 1000.0, 10.0  # bytes/s

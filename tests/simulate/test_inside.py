@@ -23,7 +23,6 @@ from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.report.inside import inside_table
 from terrace.simulate.activations import block_activation_bytes
-from terrace.simulate.changes import changes
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
@@ -32,6 +31,7 @@ from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import PricedMoment, block_prices, exposed, inside_seconds, rooms_of
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.recording import record
+from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from terrace.simulate.work import Work
 from tests.support.planner_cases import gpt

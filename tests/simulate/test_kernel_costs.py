@@ -15,7 +15,6 @@ from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, 
 
 A100 = load_cluster("dgx-a100").device
 IDEAL = replace(A100, kernels=Kernels())
-COMPUTE_ONLY = replace(IDEAL, memory_bandwidth_bytes_per_s=1e30)
 MEMORY_ONLY = replace(IDEAL, peak_flops_per_s={"bf16": 1e30})
 
 sizes = st.integers(1, 5000)

@@ -11,9 +11,7 @@ from terrace.program.lowering import build_stages, forward_programs, restoring_p
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
 from terrace.program.verify_period import verify_period
-from terrace.report.periods import period_table
-from terrace.report.tables import bytes_words
-from terrace.simulate.period import predict_period
+from terrace.simulate.carried import play_period
 from terrace.simulate.step import Step, predict_step
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
@@ -40,7 +38,7 @@ def evaluating(name: str, times: int = 3) -> Period:
 def test_a_period_is_the_sum_of_its_runs(name: str) -> None:
     period = evaluating(name)
     verify_period(period)
-    found = predict_period(period, FLOPS)
+    train_s, forward_s = play_period(period, FLOPS)
     steps, forwards = (turn.programs for turn in period.turns)
     step = Step(
         cluster=steps[0].cluster,
@@ -51,11 +49,11 @@ def test_a_period_is_the_sum_of_its_runs(name: str) -> None:
         work=FLOPS,
     )
     alone = predict_step(step).reports
-    for stage, report in enumerate(found.reports):
-        step_report, forward_report = found.turns[0][stage], found.turns[1][stage]
+    for stage, report in enumerate(alone):
         # An evaluation is over before the next step, as the step before is.
-        assert step_report.time_s == pytest.approx(alone[stage].time_s, rel=1e-6, abs=1e-11)
-        assert report.step_s == pytest.approx(3 * step_report.step_s + forward_report.step_s, rel=1e-12)
+        three_s = {category: 3 * each_s for category, each_s in report.time_s.items()}
+        assert train_s[stage] == pytest.approx(three_s, rel=1e-6, abs=3e-11)
+        assert 0 < sum(forward_s[stage].values()) < report.step_s
         # By hand, run by run, from the instructions.
         counted: dict[object, int] = {}
         for program in period.runs(stage):
@@ -65,19 +63,18 @@ def test_a_period_is_the_sum_of_its_runs(name: str) -> None:
                     for tier, size in message.sends:
                         key = (message.message_class, program.layout.tiers[tier])
                         counted[key] = counted.get(key, 0) + size
-        assert {key: size for key, size in report.sent_bytes.items() if size} == {
+        assert {key: size for key, size in period.sent_bytes(stage).items() if size} == {
             key: size for key, size in counted.items() if size
         }
         # Forwards hold no more than a step does, of anything.
-        assert report.memory_bytes == steps[stage].state_bytes
-        assert 0 < sum(forwards[stage].state_bytes.values()) <= sum(report.memory_bytes.values())
+        assert period.state_bytes(stage) == steps[stage].state_bytes
+        assert 0 < sum(forwards[stage].state_bytes.values()) <= sum(steps[stage].state_bytes.values())
 
 
 def test_an_evaluation_takes_its_share_of_seconds() -> None:
-    found = predict_period(evaluating("ddp"), FLOPS)
-    step, forward = found.turns[0][0], found.turns[1][0]
-    assert forward.time_s["forward"] == pytest.approx(2 * sum(FLOPS) / step_peak(), rel=0.01)
-    assert forward.time_s["forward"] < step.step_s / 2
+    (step_s,), (forward_s,) = play_period(evaluating("ddp", 1), FLOPS)
+    assert forward_s["forward"] == pytest.approx(2 * sum(FLOPS) / step_peak(), rel=0.01)
+    assert forward_s["forward"] < sum(step_s.values()) / 2
 
 
 def step_peak() -> float:
@@ -118,21 +115,8 @@ def test_turns_that_share_their_first_program_are_told_apart() -> None:
         verify_period(Period((Turn((first, second)), Turn((first, twice)))))
     # No program of a run, but one whose figures differ.
     short = replace(second, instructions=tuple(now for now in second.instructions if now.op is not Op.UPDATE))
-    found = predict_period(Period((Turn((first, second)), Turn((first, short)))), FLOPS)
-    assert ["update" in reports[1].time_s for reports in found.turns] == [True, False]
-    alone = predict_period(Period((Turn((first, second)),)), FLOPS).turns[0]
-    for report, other in zip(found.turns[0], alone, strict=True):
-        assert report.time_s["update"] == pytest.approx(other.time_s["update"], rel=1e-9)
-
-
-def test_the_table_of_a_period_adds_up() -> None:
-    found = predict_period(evaluating("zero3", 4), FLOPS)
-    table = period_table(found)
-    columns = [list(column.cells) for column in table.columns]
-    assert columns[0] == ["train", "forward", "period", "a step of it"]
-    assert columns[1] == ["4", "1", "1", ""]
-    total = sum(found.reports[0].sent_bytes.values())
-    step, forward = (sum(reports[0].sent_bytes.values()) for reports in found.turns)
-    assert total == 4 * step + forward
-    on_node = sum(size for (_, tier), size in found.reports[0].sent_bytes.items() if tier == "node")
-    assert columns[-1][-2:] == [bytes_words(on_node), bytes_words(round(on_node / 4))]
+    found = play_period(Period((Turn((first, second)), Turn((first, short)))), FLOPS)
+    assert ["update" in times[1] for times in found] == [True, False]
+    (alone,) = play_period(Period((Turn((first, second)),)), FLOPS)
+    for times, other in zip(found[0], alone, strict=True):
+        assert times["update"] == pytest.approx(other["update"], rel=1e-9)

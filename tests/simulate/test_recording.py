@@ -25,13 +25,13 @@ from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.report import bars
 from terrace.simulate.change import best_change
-from terrace.simulate.changes import changes
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import by_place, critical_path, critical_words, exposed_by_tier
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.events import simulate
-from terrace.simulate.held import Held
+from terrace.simulate.held_activations import Held
 from terrace.simulate.recording import COMPUTE, record
+from terrace.simulate.small_changes import changes
 from terrace.simulate.step import Step
 from tests.support.slow_simulator import slow_time_s
 from tests.support.strategies import Setting, settings_of_a_step
@@ -41,12 +41,12 @@ BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64
 FLOPS = [2.0 * 64 * 64 * 256] * len(BLOCKS)
 
 
-def cluster_with(sizes: tuple[int, ...], bandwidth: float = 1e8, penalty: float = 0.0) -> Cluster:
+def cluster_with(sizes: tuple[int, ...], bandwidth: float = 1e8) -> Cluster:
     tiers = tuple(
         Tier(name=f"t{i}", size=size, bandwidth_bytes_per_s=bandwidth / 3**i, latency_s=1e-5 * (i + 1))
         for i, size in enumerate(sizes)
     )
-    return Cluster(name="test", device=replace(LOCAL.device, overlap_penalty=penalty), tiers=tiers)
+    return Cluster(name="test", device=replace(LOCAL.device, overlap_penalty=0.0), tiers=tiers)
 
 
 def price(program: Program) -> Costs:

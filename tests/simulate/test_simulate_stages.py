@@ -29,7 +29,7 @@ from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import Costs
-from terrace.simulate.held import Held, activation_bytes
+from terrace.simulate.held_activations import Held, activation_bytes
 from terrace.simulate.stages import StagesStep, simulate_stages
 from terrace.simulate.timeline import play
 from tests.support.bubbles import Row, rows, weight_share

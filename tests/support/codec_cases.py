@@ -4,11 +4,13 @@ As a program it compares on the CPU, for which Triton's interpreter must be on (
 anything imports Triton.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from terrace.comm import codecs
 from terrace.comm.codecs import reference
 from terrace.plan.wire import WireFormat, parse_format
 
@@ -31,6 +33,32 @@ def mixed(rows: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) 
 def new_messages(wire: WireFormat, rows: int, numel: int, device: str = "cpu") -> Tensor:
     """Return messages full of rubbish."""
     return torch.full((rows, wire.message_bytes(numel)), 0xA5, dtype=torch.uint8, device=device)
+
+
+def received(messages: Tensor, wire: WireFormat, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the elements [rows, numel] of messages."""
+    out = torch.full((messages.shape[0], numel), 7.0, dtype=dtype)
+    codecs.decode(messages, wire, out)
+    return out
+
+
+def fed_back(wire: WireFormat, dtype: torch.dtype, numel: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs with their residuals, messages and new residuals of 12 messages of 2 rows with feedback.
+
+    After the last, inputs - delivered = residual up to fp32 rounding.
+    """
+    residual = torch.zeros(2, numel)
+    asked, delivered = (torch.zeros(2, numel, dtype=torch.float64) for _ in range(2))
+    rng = torch.Generator().manual_seed(3)
+    for _ in range(12):
+        values = (torch.randn(2, numel, generator=rng) * 0.1 + 0.003).to(dtype)
+        asked += values.double()
+        total = values.float() + residual
+        messages = new_messages(wire, 2, numel)
+        codecs.encode(values, wire, messages, residual)
+        delivered += received(messages, wire, numel).double()
+        yield total, messages, residual
+    assert ((asked - delivered) - residual.double()).abs().max() < 12 * 2.0**-22
 
 
 def same(first: Tensor, second: Tensor) -> bool:

@@ -80,3 +80,18 @@ def without_torch(
         timeout=200,
         check=False,
     )
+
+
+def interpreted(module: str, *words: str) -> str:
+    """Output of a module run by Triton's interpreter: in a process of its own, as Triton asks for it at its import."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=Path(__file__).parents[2],
+        env={**environment(), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=330,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import World
-from terrace.model.config import ModelConfig, block_specs
-from terrace.model.decoder import build_blocks, token_loss
-from terrace.model.init import initial_value
+from terrace.model.config import ModelConfig
+from terrace.model.decoder import build_blocks
 from terrace.plan.plan import Plan
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.lanes import use_lane
+from tests.support.tensor_memory import engine_of_one
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,8 @@ def released() -> Iterator[None]:
 
 
 def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int) -> LayerMemory:
-    specs, blocks = block_specs(model), build_blocks(model)
-    engine = Engine(
-        blocks,
-        names=[spec.name for spec in specs],
-        cluster=cluster,
-        plan=plan,
-        num_micros=1,
-        objective=token_loss,
-        rank=world.rank,
-        initial=lambda block, name, shape: initial_value(model, block, name, shape, 0),
-        declared=specs,
-        sequence=sequence,
-    )
+    blocks = build_blocks(model)
+    engine = engine_of_one(world, cluster, plan, model, sequence, blocks)
     tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)
     engine.step([Batch(tokens, tokens)], 1e-3)  # tables, masks and buffers are there from now on
     axis: Any = engine.axes[-1]

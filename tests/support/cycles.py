@@ -15,9 +15,7 @@ MODEL = MODELS["deep llama tied"]
 FLOPS = tuple(1e9 * (1 + block % 3) for block in range(len(MODEL.declared)))
 
 
-def islands(
-    rate: float = 1.0, *, backend: Literal["cpu", "cuda"] = "cpu", penalty: float = 0.0, shares: float = 0.0
-) -> Cluster:
+def islands(rate: float = 1.0, *, backend: Literal["cpu", "cuda"] = "cpu", penalty: float = 0.0) -> Cluster:
     """Two islands of four ranks, with a link between them that is `rate` times as fast as the others."""
     found = cluster_of(2, 2, 2)
     device = replace(found.device, backend=backend, overlap_penalty=penalty)

@@ -1,14 +1,35 @@
 """Every candidate of a small space, evaluated: the reference for the search."""
 
 import math
+from collections.abc import Iterator
 
+from terrace.plan.mesh import Mesh
+from terrace.planner.bound import Bounds
+from terrace.planner.candidate import PartialCandidate
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.needs import recomputations
+from terrace.planner.least_recomputation import recomputations
 from terrace.planner.ranking import TIE, Estimate, ranked
-from terrace.planner.search import Search, attempt, cores_of, units_of
-from terrace.planner.space import OpenMesh, Space, meshes, placements
+from terrace.planner.schedule_pins import schedules
+from terrace.planner.search import Search, attempt, in_units, units_of
+from terrace.planner.space import OpenMesh, Space, closed, micro_batches, open_meshes, placements
 from terrace.planner.task import Candidate, Task
 from tests.support.planner_cases import evaluator_of
+
+
+def meshes(space: Space) -> Iterator[Mesh]:
+    """Every mesh allowed by the model, the batch and the pins."""
+    for each in open_meshes(space):
+        yield from closed(space, each)
+
+
+def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialCandidate]:
+    """Every candidate of a shape, without placement and unit."""
+    for micro_batch in micro_batches(space, shape.mesh.total("data")):
+        for root in (bounds.root(shape, micro_batch, again) for again in recomputations(space, shape.mesh)):
+            for schedule, chunks in schedules(space, shape.mesh.total("pipeline")):
+                core = bounds.core(root, schedule, chunks)
+                if core is not None:
+                    yield from in_units(space, core)
 
 
 def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> list[Estimate]:

@@ -205,8 +205,3 @@ def our_values(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Calla
     values = {key: nn.Parameter(torch.empty(shape, dtype=dtype)) for key, shape in shapes.items()}
     randomise(values.values())
     return lambda block, param: values[block, param].detach()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Name and content of every file in a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}

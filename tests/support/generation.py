@@ -14,7 +14,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.init import initialise
 from terrace.model.kinds import LayerKind, Scales
-from terrace.model.rope import RopeScaling
+from terrace.model.rope_scaling import RopeScaling
 
 VOCAB = 257
 _LLAMA: dict[str, Any] = {

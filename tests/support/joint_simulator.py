@@ -116,8 +116,8 @@ class _World:
         rank.compute(self.costs.backward_s[block] + again_s, "backward")
 
     def _buffered(self, block: int) -> bool:
-        plan, flats = self.program.plan, self.program.flats[block]
-        return any(flat.trainable and not accumulates_in_place(plan, flat.layout) for flat in flats)
+        flats = self.program.flats[block]
+        return any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)
 
     def _inside(self, instruction: Instruction) -> None:
         """Ranks of the tensor axis wait for one another inside a block, then for their messages."""

@@ -12,12 +12,13 @@ A case may name a sabotage, which must make the comparison fail.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -75,6 +76,11 @@ class Case:
     rows: Rows = WHOLE_ROWS
     batches: Callable[[Engine, "Case", int], list[Batch]] = data_rows  # of a rank at a step
     balance: BalanceConfig = NO_BALANCE
+
+
+def case_words(value: object) -> str:
+    """The name of a parameter of a test, which may be a case."""
+    return f"{value.plan.name} {value.model}" if isinstance(value, Case) else str(value)
 
 
 @dataclass(frozen=True)
@@ -280,14 +286,16 @@ def serial(
 
 
 @cache
-def serial_bf16(model_name: str, batch: int) -> Outcome:
-    """Train in this process on bf16 copies of fp32 parameters; gradients are scaled and clipped in fp32."""
+def serial_bf16(model_name: str) -> Outcome:
+    """Train in this process on 8 sequences a step, on bf16 copies of fp32 parameters; gradients are scaled and clipped
+    in fp32.
+    """
     model = MODELS[model_name]
     blocks, masters = model.blocks(torch.bfloat16), trainable(model.blocks(torch.float32))
     optimizer = make_adamw(masters)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        tokens, labels = make_batch(step, batch)
+        tokens, labels = make_batch(step, 8)
         loss = model.objective(run_blocks(blocks, tokens), labels)
         torch.autograd.backward(loss)
         for master, working in zip(masters, trainable(blocks), strict=True):
@@ -316,3 +324,24 @@ def deviation(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, floa
             differences = [abs(a - b) for a, b in zip(mine, wanted, strict=True)]
             worst[key] = max(worst[key], *(d if d == d else float("inf") for d in differences))
     return worst
+
+
+def of_size(plan: Plan, micro_batch: int) -> Plan:
+    """The plan with micro-batches of as many rows."""
+    return replace(plan, micro_batch=micro_batch)
+
+
+def rows_of_all(
+    found: Iterable[tuple[list[float], list[float], Tensor, Mapping[int, Tensor]]],
+    losses: list[float],
+    norms: list[float],
+    parameters: Tensor,
+) -> dict[int, Tensor]:
+    """The tensors of all ranks by row of the global batch; every rank must have these losses, norms and parameters."""
+    rows = dict[int, Tensor]()
+    for mine in found:
+        assert mine[0] == pytest.approx(losses, abs=TOLERANCE)
+        assert mine[1] == pytest.approx(norms, abs=TOLERANCE)
+        torch.testing.assert_close(mine[2], parameters, rtol=0, atol=TOLERANCE)
+        rows.update(mine[3])
+    return rows

@@ -5,7 +5,8 @@ from typing import Any
 
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, parse_model
+from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.plan.mesh import Mesh
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
@@ -45,6 +46,17 @@ def without_penalties(cluster: Cluster) -> Cluster:
 def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> Task:
     """A task whose plans recompute whole layers or nothing."""
     return Task(model=model, cluster=cluster, batch=batch, sequence=256, operations=())
+
+
+def adapted(task: Task) -> Task:
+    """The task with adapters of attention alone to train."""
+    lora = LoraConfig(rank=4, targets=("layers.*.attention.*",))
+    return replace(task, declared=with_adapters(block_specs(task.model), lora))
+
+
+def task_on(cluster: Cluster) -> Task:
+    """16 sequences of 256 tokens of the small model."""
+    return Task(model=SMALL, cluster=cluster, batch=16, sequence=256)
 
 
 def evaluator_of(task: Task) -> Evaluator:

@@ -120,8 +120,8 @@ class _Rank:
 
     def _opens_gradient(self, block: int) -> bool:
         """Whether a block has a gradient in a buffer: frozen ones, and those added up where they stay, have none."""
-        plan, flats = self.program.plan, self.program.flats[block]
-        return any(flat.trainable and not accumulates_in_place(plan, flat.layout) for flat in flats)
+        flats = self.program.flats[block]
+        return any(flat.trainable and not accumulates_in_place(flat.layout) for flat in flats)
 
     def _inside(self, instruction: Instruction) -> None:
         """Messages of tensor ranks inside a block take their time on no lane."""

@@ -1,6 +1,7 @@
 """Memory that a layer keeps for its backward on one tensor rank, as torch allocates it."""
 
 import torch
+from torch import nn
 
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import World
@@ -16,11 +17,13 @@ from tests.support.allocations import allocated
 LAYER = 1
 
 
-def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int) -> int:
-    """Return the bytes that a layer's FORWARD leaves allocated on this rank, with its input and without its output."""
+def engine_of_one(
+    world: World, cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, blocks: list[nn.Module]
+) -> Engine:
+    """The engine of a decoder whose step has one micro-batch."""
     specs = block_specs(model)
-    engine = Engine(
-        build_blocks(model),
+    return Engine(
+        blocks,
         names=[spec.name for spec in specs],
         cluster=cluster,
         plan=plan,
@@ -31,6 +34,11 @@ def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConf
         declared=specs,
         sequence=sequence,
     )
+
+
+def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int) -> int:
+    """Return the bytes that a layer's FORWARD leaves allocated on this rank, with its input and without its output."""
+    engine = engine_of_one(world, cluster, plan, model, sequence, build_blocks(model))
     executor, kept = engine.runner, []
     plain = executor._handlers[Op.FORWARD]
 

@@ -20,16 +20,13 @@ from terrace.checkpoint.saving import Saver
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from tests.support.checkpoints import contents, differing, make, train
+from tests.support.folders import bytes_of
 
 pytestmark = pytest.mark.timeout(200)
 
 
 def alone(store: Any = None) -> World:
     return World(0, 1, 0, 1, HashStore() if store is None else store)
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def save_beside(world: World, beside: Path, waiting: Path, tiers: tuple[int, ...], plan: str) -> tuple[int, int]:

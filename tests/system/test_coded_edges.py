@@ -29,7 +29,7 @@ FED_BACK = WIRE | {"pipeline_backward": {"node": "int4:16+feedback"}}
 TWO = Place((2, 2), {"node": {"pipeline": 2}}, 2)
 FOUR = Place((2, 2), {"package": {"pipeline": 2}, "node": {"pipeline": 2}}, 4)  # stages 0, 1 and 2, 3 share a node
 ROWS = Place((2, 2), {"package": {"tensor": 2}, "node": {"pipeline": 2}}, 2)
-HIDDEN, NUM_BLOCKS = 8, 8  # of the deep models
+HIDDEN = 8  # of the deep models
 
 
 def boundaries(place: Place, schedule: str, cut: Sequence[int], formats: Formats) -> dict[int, Formats]:

@@ -26,7 +26,7 @@ NODE: dict[str, Any] = {"experts": {"node": {"expert": 2}}}
 PACKAGE: dict[str, Any] = {"experts": {"package": {"expert": 2}}}
 BOTH: dict[str, Any] = {"experts": {"package": {"rows": 2}, "node": {"expert": 2}}}
 INSIDE: dict[str, Any] = {"params": "package", "grads": "package", "optimizer": "package"}
-ONE, TWO = {"backward": 1}, {"forward": 1, "backward": 2}
+TWO = {"forward": 1, "backward": 2}
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "reduce": ("zero3", {**NODE, "expert_gaps": (0.1, 0.5, 0.4)}),
     "sync": ("ddp", {**BOTH, "expert_gaps": (0, 0, 0.25, 0.75), "expert_chunks": TWO}),

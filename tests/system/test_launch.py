@@ -22,6 +22,7 @@ from terrace.launch.process_pool import _has_server_ended, one_error
 from terrace.launch.start import LocalPool, World, detect, join, launch_local
 from terrace.launch.watchdog import watch
 from terrace.launch.workers import Report
+from tests.support.tiny_runs import descendants
 
 TIMEOUT_S = 6.0  # longer than a busy machine keeps a rank from the processor
 GRACE_S = 4.0
@@ -189,20 +190,6 @@ def test_nothing_outlives_the_parent(tmp_path: Path, how: str, what: str) -> Non
     assert not [pid for pid in family if is_alive(pid)]
     if how == "SIGINT":
         assert b"KeyboardInterrupt" in errors
-
-
-def descendants(root: int) -> set[int]:
-    """Return every process below `root`: the fork server, its children, the resource tracker."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {root}
 
 
 @pytest.fixture(scope="module")

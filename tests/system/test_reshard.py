@@ -13,7 +13,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import block_specs
 from terrace.model.decoder import token_loss
-from terrace.plan.handover import crossing
+from terrace.plan.hand_over import crossing
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass

@@ -16,6 +16,7 @@ import tomli_w
 from terrace.cli.main import main
 from terrace.train.metrics import MetricsFile, StepRecord, read_metrics
 from tests.support.command_line import torchrun
+from tests.support.folders import bytes_of
 from tests.support.tiny_runs import (
     all_gone,
     descendants,
@@ -321,13 +322,13 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     assert "The run cannot go on; to see the step block by block: terrace replay" in one_line(done.stderr)
     saved = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
     assert len(saved) == len(losses(tmp_path / "run")) - 1  # none after the bad step
-    number, before = len(losses(tmp_path / "run")), contents_of(tmp_path / "run")
+    number, before = len(losses(tmp_path / "run")), bytes_of(tmp_path / "run")
     again = terrace("replay", "run", "--step", str(number), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     first = next(line for line in again.stdout.splitlines() if line.startswith("first: "))
     assert first.removeprefix("first: ") in done.stderr
     assert again.stdout.count("nan") + again.stdout.count("inf") > 1
-    assert contents_of(tmp_path / "run") == before, "replay only reads the run folder"
+    assert bytes_of(tmp_path / "run") == before, "replay only reads the run folder"
     well = terrace("replay", "run", "--step", "1", cwd=tmp_path)
     assert "All results are finite." in well.stdout, well.stderr
     figures = next(line for line in well.stdout.splitlines() if line.startswith("step 1: loss "))
@@ -336,10 +337,6 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     assert "from its initial values" in well.stdout
     over = terrace("replay", "run", "--step", "41", cwd=tmp_path)
     assert "--step 41: the run has steps 1 to 40" in one_line(over.stderr)
-
-
-def contents_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from terrace.base.errors import DataError, TerraceError
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.prepare import prepare
-from terrace.cli.progress import eval_words
+from terrace.cli.step_progress import eval_words
 from terrace.data.batches import Batches
 from terrace.data.corpus import read_documents
 from terrace.data.documents import Documents
@@ -40,7 +40,7 @@ from tests.support.chats import CHATML, TALK, write_lines
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import MODEL, metrics, write_run
 
-STEPS, EVERY, SEQUENCE, RANKS = 4, 2, 16, 4
+STEPS, EVERY, SEQUENCE = 4, 2, 16
 LIMIT_S = 140.0
 HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}

@@ -11,7 +11,6 @@ from terrace.train.config import RunConfig, resolve, run_toml
 from terrace.train.effects import RULES, check_effects, file_layers
 
 LARGE = ("--model.hidden_size", "3200", "--model.vocab_size", "20000")
-TENSOR = ("--plan.preset", "ddp", "--plan.mapping.package.tensor", "2", "--model.num_attention_heads", "4")
 
 
 def check(*words: str, config: Path | None = None, plan: str | None = None) -> RunConfig:

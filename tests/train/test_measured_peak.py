@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from terrace.cli.progress import step_words
+from terrace.cli.step_progress import step_words
 from terrace.train import calibrate, gauges
 from terrace.train.metrics import StepRecord
 from terrace.train.utilisation import StepFlops, Utilisation

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from terrace.base.errors import ConfigError
 from terrace.base.sealed import sealed_toml
-from terrace.cli.progress import ProgressLine, utilisation_words
+from terrace.cli.step_progress import ProgressLine, utilisation_words
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.spec import freeze

@@ -1,4 +1,4 @@
-"""The hand-over to another pool, in closed form: that of `terrace.plan.handover` from a source with even shards.
+"""The hand-over to another pool, in closed form: that of `terrace.plan.hand_over` from a source with even shards.
 
 From the outermost tier that lies between the pools inward, each unit inside a tier receives once all elements that its
 members need, in even parts. With n ranks of the target in a unit inside tier t, of replicas of `rows` ranks, each of

@@ -28,7 +28,7 @@ from terrace.model.spec import BlockSpec, Computes, ParamSpec
 from terrace.plan.dims import hidden_size, is_inner, is_norm, is_norm_of_heads
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
-from terrace.plan.tensor_traffic import TensorTraffic
+from terrace.plan.tensor_traffic import TensorTraffic, inner_numel
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Send, Steps
 
 _OUTPUTS, _INPUTS, _WEIGHTS = map(
@@ -97,17 +97,13 @@ def _parts(tensor: TensorTraffic, params: Sequence[ParamSpec]) -> list[_Part]:
         elif is_inner(param) and param.dims[0][0] != "hidden":
             # With more rows than key-value heads, every rank holds all of them but projects one.
             one_of = param.dims[0][1] if param.is_replicated_over("rows") else 1
-            products.append(_inner(tensor, param.shape[0] // one_of))
+            products.append(inner_numel(tensor, param.shape[0] // one_of))
             shares = shares or param.is_replicated_over("rows")
         elif is_inner(param):
             attends = param.dims[1][0] == "heads"
-            found.append(_Region(tuple(products), _inner(tensor, param.shape[1]), attends, shares))
+            found.append(_Region(tuple(products), inner_numel(tensor, param.shape[1]), attends, shares))
             products, shares = [], False
     return found
-
-
-def _inner(tensor: TensorTraffic, size: int) -> int:
-    return tensor.columns.padded(tensor.tokens * size)
 
 
 class _Writer:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from terrace.base.boxes import Box, cut, numel, whole
 from terrace.base.errors import PlanError
-from terrace.plan.handover import Move, Parts, cells_of, crossing, missing, moves_of
-from tests.support.handovers import Elements, elements, moved, units
+from terrace.plan.hand_over import Move, Parts, cells_of, crossing, missing, moves_of
+from tests.support.hand_overs import Elements, elements, moved, units
 
 SHAPES = {"matrix": (5, 4), "vector": (7,), "scalar": ()}
 

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from terrace.cli.output import raw_stream
-from terrace.cli.passing import ERASE
+from terrace.cli.progress_lines import ERASE
 from terrace.report.tables import quantity
 from terrace.train.metrics import StepRecord, eval_figures
 from terrace.train.utilisation import Utilisation

@@ -7,10 +7,11 @@ A call that reached out of the step before, on a pool that works on meanwhile, h
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from terrace.rl.calls.spans import Span
-from terrace.rl.placing import Place
+if TYPE_CHECKING:
+    from terrace.rl.calls.spans import Span
+    from terrace.rl.placing import Place
 
 _MOST = 64  # calls of a line before neighbours that are alike are joined; those beyond it are counted
 
@@ -30,11 +31,11 @@ class RoleCall:
 class CallLines:
     """Lines of the steps of a run whose roles have `places`."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable["Place"]) -> None:
         self._pools = {place.pool: _ranks(place.first, place.cluster.world_size) for place in places}
         self._first_s = self._ended_s = 0.0  # the begin of the first step, the end of the newest
 
-    def of_step(self, spans: Sequence[Span], begin_s: float, end_s: float) -> dict[str, Any]:
+    def of_step(self, spans: Sequence["Span"], begin_s: float, end_s: float) -> dict[str, Any]:
         """The line of a step from `begin_s` to `end_s`, seconds of the epoch; `spans` ended since the step before.
 
         Its `begin_s` is counted from the first step's. `left_out` are calls that a line has no room for.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from terrace.base.passing import Passing
+from terrace.base.progress import Passing
 from terrace.cli.output import raw_stream
 
 ERASE = "\r\x1b[K"  # the line that the terminal's cursor is in

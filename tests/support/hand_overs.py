@@ -8,7 +8,7 @@ from terrace.base.boxes import Box, numel
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.flats import block_flats
-from terrace.plan.handover import Move, Parts
+from terrace.plan.hand_over import Move, Parts
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks

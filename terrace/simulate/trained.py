@@ -1,0 +1,26 @@
+"""The part of a block's weight gradients that is computed, where some of its matrices are frozen."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from terrace.model.spec import BlockSpec, ParamSpec
+
+
+def trained_part(block: BlockSpec, blocks: Sequence[BlockSpec]) -> float:
+    """Elements of matrices that train over all that a token meets in a block, those that it borrows included.
+
+    `blocks` are the blocks of its model. The parts of matrices are those of whole ones, also for a rank's slices: the
+    planner prices a block once for all shapes.
+    """
+    borrowed = [param for lender in block.borrows for param in blocks[lender].params if _is_multiplied(param)]
+    matrices = [param for param in (*block.params, *borrowed) if param.decays]
+    sizes = [(block.active(replace(param, shape=param.whole or param.shape)), param.trainable) for param in matrices]
+    total = sum(size for size, _ in sizes)
+    if not total:
+        return 1.0 if block.num_trainable else 0.0
+    return sum(size for size, is_trained in sizes if is_trained) / total
+
+
+def _is_multiplied(param: ParamSpec) -> bool:
+    # A tied head has no product with the learned positions of its embedding.
+    return not param.dims or param.dims[0][0] != "positions"
