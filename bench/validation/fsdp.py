@@ -1,19 +1,19 @@
 """MPT models trained with PyTorch FSDP on A100 and H100: published rows of throughput.
 
 Every layer is gathered for its forward and for its backward, and its gradient is reduced, for each micro-batch; all
-of it runs beside the computation, but for the first gather (`overlapped_s`). The optimizer steps on a shard.
-The parameter counts show GPT blocks with biases, learned positions and tied embeddings.
+of it runs beside the computation, but for the first and the last message (`bench.validation.composer`). The optimizer
+steps on a shard. The parameter counts show GPT blocks with biases, learned positions and tied embeddings.
 """
 
 from dataclasses import dataclass, replace
 
+from bench.validation.composer import OPTIMIZER_BYTES, SOFTWARE, Software, micro_batch_s
 from bench.validation.rows import Row, Table, gpt, read_rows
-from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, num_params
 from terrace.simulate.kernels import memory_s
-from terrace.simulate.layers import model_flops, seconds_of
+from terrace.simulate.layers import model_flops
 from terrace.simulate.work import Work
 
 VOCAB = 50368
@@ -33,11 +33,6 @@ _NODE_SIZE = 8
 # 24 for an all-gather inside a node (issue 1225 for an A100; NVIDIA's developer forum, thread 337991, for an H100), two
 # for each of 8 adapters across nodes (issue 1041: twice the channels that its search finds; one an adapter is assumed).
 _NODE_BLOCKS, _NIC_BLOCKS = 24, 16
-_PARAM_BYTES = 2
-_REDUCED_BYTES = {"DEFAULT": 4, "PURE": 2}
-# What Composer's DecoupledAdamW reads and writes of a shard's parameter in fp32, one kernel an operation: decay 8, two
-# moments 8 + 12 each, root, division and sum 8 each, update 16; and the norm and its scale 12 (its source, `adamw`).
-_OPTIMIZER_BYTES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +61,38 @@ _DEVICES = {
 
 _A100_TEXT = """
 Seconds of a training step of FULL_SHARD FSDP in bf16, from the published model FLOPs utilization. Preset `dgx-a100`
-(for 40 GB devices with their memory bandwidth). The software of the rows is described, not this project's
-(`bench/validation/fsdp.py`): flash attention in Triton, for which their script asks and which version 2 beats 1.3 to
-1.5 times forward and 2 times backward (Dao 2307.08691, section 4.1); messages along one ring over all devices, during
-which NCCL keeps cores to itself; gradients that FSDP joins, casts and divides, 8 bytes a parameter and micro-batch, 18
-where they are reduced in fp32; and an optimizer of one kernel an operation.
+(for 40 GB devices with their memory bandwidth). The software of the rows is described from its source, not this
+project's (`bench/validation/composer.py`, `bench/validation/fsdp.py`):
+
+- Flash attention in Triton, for which their script asks and which version 2 beats 1.3 to 1.5 times forward and 2 times
+  backward (Dao 2307.08691, section 4.1); its gradients are joined for one product.
+- Messages along one ring over all devices, during which NCCL keeps cores to itself. The first gathers and the last
+  reductions of a micro-batch have nothing beside them.
+- Gradients that FSDP joins, casts and divides, 8 bytes a parameter and micro-batch, 18 where they are reduced in fp32;
+  shards are cast for every gather, and their gradients divided and added.
+- A fused loss, and two metrics of every batch that each compute the cross entropy of all logits again in fp32.
+- An optimizer of one kernel an operation.
+- The rows on 80 GB below 70b, and those on H100, ran on a nightly build of torch 2.1, whose recomputation ends before
+  the last product of a layer; the others on 1.13.1, which recomputes all of it. Their authors measured the 30b under
+  torch 2.0.1 too (`torches.md` beside `h100new.md`): there it is 6 to 7 % slower at up to 2,048 tokens.
 
 The largest misses are rows whose neighbours fit: one sequence of 8192 tokens of the 30b, small sequences of the 760m,
 13b on eight and 70b on 64 devices of 40 GB. In most of them memory is nearly full, and an allocator that frees and
-tries again would explain it; the model knows nothing of that. What is left is a bias of -4 to -5 % on nearly all rows
-of both tables, which is not explained.
+tries again would explain it; the model knows nothing of that. What is left is a bias of -2 % where nothing is
+recomputed and of -5 % where layers are, on both kinds of devices. It is not explained, and not by the clock of large
+products: with random data, which draws the power of training, one of 8192 x 8192 x 8192 was measured at 257 TFLOP/s on
+an A100 (thonking.ai, "Strangely, matrix multiplications on GPUs run faster") and at about 720 on an H100 (SemiAnalysis,
+"MI300X vs H100 vs H200"), and is modelled at 247 and 686.
 """
 
 _H100_TEXT = """
 As above, with preset `dgx-h100` and version 2 of flash attention as it was measured there (Shah et al. 2407.08608).
 The bias was -26 % while one share of the peak stood for all kernels of attention, gradients cost nothing but their
 messages, and messages nothing but their links: these rows taught that all three matter, and no constant was taken from
-them. Small micro-batches without recomputation are still up to 15 % too fast, most of all on many devices.
+them. It is -3 % where nothing is recomputed and -7 % where layers are, most of all for the largest models on many
+devices. Without the early end of recomputation the second would be -2 % as well; but the software of these rows has it
+(pull request 96866 of torch, their column `Image`), and only with it rows with recomputation are alike on both kinds of
+A100, which ran on both versions: -4 and -6 %, and 0 and -6 % without.
 
 Of the 3 to 8 % that rows of one model lose from 128 to 512 devices, the model has 1 %, and 2 of 8 where nothing is
 recomputed: the slowest clock of more devices, more steps of a ring, and less of a fabric beyond a scalable unit. Nearly
@@ -93,8 +103,8 @@ all messages of these rows are hidden, so that width shows only in what hidden m
 def tables() -> list[Table]:
     """Return the published rows with modelled steps, by kind of device."""
     return [
-        _table("MosaicML, MPT with FSDP on A100", _A100_TEXT, "a100", mean_limit=0.06, max_limit=0.30),
-        _table("MosaicML, MPT with FSDP on H100", _H100_TEXT, "h100", mean_limit=0.065, max_limit=0.25),
+        _table("MosaicML, MPT with FSDP on A100", _A100_TEXT, "a100", mean_limit=0.055, max_limit=0.30),
+        _table("MosaicML, MPT with FSDP on H100", _H100_TEXT, "h100", mean_limit=0.065, max_limit=0.28),
     ]
 
 
@@ -111,7 +121,7 @@ def _table(title: str, text: str, device: str, mean_limit: float, max_limit: flo
             Row(
                 cells=(*cells, "yes" if work.recompute == "full" else "no"),
                 published=counted_flops(work, batch) / flops_per_s,
-                modelled=step_s(cluster, work, batch, _REDUCED_BYTES[line["mixed_precision"]]),
+                modelled=step_s(cluster, work, batch, SOFTWARE[line["mixed_precision"]]),
             )
         )
     return Table(
@@ -141,40 +151,15 @@ def counted_flops(work: Work, batch: int) -> int:
     )
 
 
-def step_s(cluster: Cluster, work: Work, global_batch: int, reduced_bytes: int) -> float:
+def step_s(cluster: Cluster, work: Work, global_batch: int, software: Software) -> float:
     """Return the modelled seconds of a step of `global_batch` sequences."""
-    num_devices, last = cluster.world_size, work.model.num_blocks - 1
-    group = tuple(tier.size for tier in cluster.tiers)
-    specs = block_specs(work.model)
-    compute_s = messages_s = 0.0
-    for block, count in ((0, 1), (1, work.model.num_layers), (last, 1)):
-        seconds = seconds_of(cluster.device, work, specs[block])
-        compute_s += count * (seconds.forward_s + seconds.backward_s)
-        gathers = 1 if block == 0 else 2  # the tied matrix is gathered for the embedding, then held for the head
-        params = specs[block].num_trainable
-        messages_s += count * gathers * ring_s(cluster, group, _PARAM_BYTES * params)
-        messages_s += count * ring_s(cluster, group, reduced_bytes * params)
-    first_s = ring_s(cluster, group, _PARAM_BYTES * specs[0].num_trainable)
-    blocks = _NODE_BLOCKS if num_devices <= _NODE_SIZE else _NIC_BLOCKS
-    penalty = blocks / cluster.device.kernels.num_cores
-    compute_s += memory_s(cluster.device, gradient_bytes(reduced_bytes) * num_params(work.model))
-    micro_s = overlapped_s(compute_s, messages_s, penalty, first_s)
+    num_devices = cluster.world_size
     num_micros = global_batch / num_devices / work.micro_batch  # a fraction: the last one may be smaller
+    compute_s, beside_s, alone_s = micro_batch_s(cluster, work, software, num_micros)
+    blocks = _NODE_BLOCKS if num_devices <= _NODE_SIZE else _NIC_BLOCKS
+    micro_s = overlapped_s(compute_s, beside_s, blocks / cluster.device.kernels.num_cores, alone_s)
     shard = num_params(work.model) / num_devices
-    return (
-        num_micros * micro_s + memory_s(cluster.device, _OPTIMIZER_BYTES * shard) + cluster.device.kernels.optimizer_s
-    )
-
-
-def gradient_bytes(reduced_bytes: int) -> int:
-    """Return the bytes that FSDP moves for the gradient of a parameter before its message.
-
-    The gradients of a block's parameters are joined to the flat one, cast where the reduction has another dtype, and
-    divided before the reduction (torch/distributed/fsdp/_runtime_utils.py, `_post_backward_hook` and `_reduce_grad`).
-    """
-    joined, divided = 2 * _PARAM_BYTES, 2 * reduced_bytes
-    cast = _PARAM_BYTES + reduced_bytes if reduced_bytes != _PARAM_BYTES else 0
-    return joined + cast + divided
+    return num_micros * micro_s + memory_s(cluster.device, OPTIMIZER_BYTES * shard) + cluster.device.kernels.optimizer_s
 
 
 def work_of(line: dict[str, str]) -> Work:

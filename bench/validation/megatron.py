@@ -23,9 +23,9 @@ _TEXT = """
 Seconds of a training step. The published time is the operation count of the paper's equation 3 over the published
 aggregate PFLOP/s, which has two to four digits (the first rows are rounded by up to 1 %). Preset `dgx-a100`. Every row
 is evaluated by the planner, as `terrace plan` evaluates its choices, with what Megatron-LM does in another way stated
-(`bench/validation/software.py`): attention that writes its scores, dropout, norms on every tensor rank, stages
-that wait while they exchange a micro-batch, and a pipeline's gradients summed after its last backward. What the model
-does not know: data loading, checks of the loss scale.
+(`bench/validation/software.py`): attention that writes its scores, dropout, norms on every tensor rank, a bias and a
+loss in kernels of their own, stages that wait while they exchange a micro-batch, and a pipeline's gradients summed
+after its last backward. What the model does not know: data loading, checks of the loss scale.
 """
 
 

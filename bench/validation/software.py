@@ -1,9 +1,9 @@
 """Software that works in another way than this project, as the planner's own classes with other parts.
 
 `exposed` waits for every message inside a block. `megatron` is Megatron-LM as Narayanan et al. (2104.04473) ran it:
-attention that writes its scores, dropout, norms on every tensor rank, messages inside blocks that hide behind nothing,
-stages that do not compute while they exchange a micro-batch, and gradients that a pipeline sums over the data ranks
-after its last backward.
+attention that writes its scores, dropout, norms on every tensor rank, a bias of queries, keys and values and a loss in
+kernels of their own, messages inside blocks that hide behind nothing, stages that do not compute while they exchange a
+micro-batch, and gradients that a pipeline sums over the data ranks after its last backward.
 """
 
 import math
@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device
+from terrace.model.spec import Computes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass
@@ -25,7 +26,7 @@ from terrace.program.program import Program
 from terrace.simulate.cost import Costs
 from terrace.simulate.inside import NO_ROUNDS, Rooms, Rounds
 from terrace.simulate.kernels import memory_s
-from terrace.simulate.layers import BlockSeconds
+from terrace.simulate.layers import LOGIT_BYTES, BlockSeconds
 from terrace.simulate.links import hop_s, rate_bytes_per_s
 from terrace.simulate.masks import core_keys
 from terrace.simulate.work import Work
@@ -88,9 +89,10 @@ class MegatronEstimator(Estimator):
 
     def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
         own = super()._compute(kind, mesh, micro_batch, accumulate)
-        if not self.specs[kind].attends:
-            return own
-        return with_dropout(own, self.task.cluster.device, self.work(mesh, micro_batch))
+        device, work = self.task.cluster.device, self.work(mesh, micro_batch)
+        if self.specs[kind].attends:
+            return megatron_layer(own, device, work)
+        return megatron_loss(own, device, work) if self.specs[kind].computes is Computes.LOGITS else own
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
         return 0.0  # in `sending_s`: the message is part of the tasks of both stages
@@ -125,6 +127,39 @@ def exposed(task: Task) -> Evaluator:
 def megatron(task: Task) -> Evaluator:
     """An evaluator of `task` under Megatron-LM."""
     return MegatronEvaluator(Bounds(MegatronEstimator(task)))
+
+
+def megatron_layer(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:
+    """Seconds of Megatron-LM's layer: dropout, and its handling of queries, keys and values (`layout_s`)."""
+    own = with_dropout(own, device, work)
+    return replace(own, forward_s=own.forward_s + layout_s(device, work))
+
+
+def layout_s(device: Device, work: Work) -> float:
+    """Seconds that a forward of Megatron-LM's attention adds to this project's.
+
+    The bias of queries, keys and values is added in a kernel of its own, read and written
+    (`LinearWithGradAccumulationAndAsyncCommunication` in megatron/core/tensor_parallel/layers.py); they are used where
+    they lie, and the output of attention alone is laid out. This project adds the bias inside the product and lays the
+    operands out, as many bytes as that kernel moves. The layout of the output is left to add.
+    """
+    output = work.tokens * work.attended_heads * work.model.head_dim * FORMATS[work.compute].element_bytes
+    return memory_s(device, 2 * output)
+
+
+# Bytes that `_VocabParallelCrossEntropy` and the copies to and from fp32 around it move of a logit. Forward: copy 6,
+# maximum 4, subtraction 8, exponent 8, sum 4, division 8; backward: product 8, copy 6.
+_LOSS_BYTES, _LOSS_KERNELS = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6), (6, 2)
+
+
+def megatron_loss(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:
+    """Seconds of logits under Megatron-LM's loss, whose operations are kernels of their own."""
+    logits = work.tokens * math.ceil(work.model.vocab_size / work.tensor)
+    more_s = [
+        memory_s(device, (num_bytes - LOGIT_BYTES / 2) * logits, num_kernels - 2)
+        for num_bytes, num_kernels in zip(_LOSS_BYTES, _LOSS_KERNELS, strict=True)
+    ]
+    return replace(own, forward_s=own.forward_s + more_s[0], input_s=own.input_s + more_s[1])
 
 
 def with_dropout(own: BlockSeconds, device: Device, work: Work) -> BlockSeconds:

@@ -8,8 +8,9 @@ width K each, t tensor rows and e bytes an element, the passes are
     backward   2 norms 5eHT, 2 residual sums 3eHT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
 
 and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention is
-not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT this is (20 +
-28/t)TH forward and (32 + 44/t)TH backward in bf16. A layer with a mixture of experts has the shared expert for its MLP,
+not flash, 2e(Q + 2K)T/t each way to lay its operands out. The gradient of a bias reads that of its result once:
+e(Q + 2K)T/t + eHT for attention, eIT/t + eHT for the MLP. For GPT this is (20 + 28/t)TH forward and (36 + 50/t)TH
+backward in bf16. A layer with a mixture of experts has the shared expert for its MLP,
 or none, and the mixture on top (`terrace.simulate.mixture`). Sequence parallelism cuts everything outside the
 tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
 repeat the rest. With `work.products` the products of a layer are those of terrace.simulate.scaled. Query, key and value
@@ -36,7 +37,7 @@ from terrace.simulate.scaled import launches as scaled_launches
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
-_LOGIT_BYTES = 26
+LOGIT_BYTES = 26
 # Adam in mixed precision: moments, master copy and gradient read and written, norm and clipping included.
 _OPTIMIZER_BYTES = 44
 # What rounding adds for each element of a state, in bytes that its operations read and write: random bits, 64 for four
@@ -284,17 +285,34 @@ def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     rope = 2 * item * (query + key) if model.rotary_dim else 0
     # Plain products need contiguous operands: read and written once.
     layout = 0 if work.flash else 2 * item * (query + 2 * key)
-    bias = item * intermediate if model.mlp_bias else 0
+    biases, num_sums = _bias_gradients(work)
     norms += item * (query + key) if model.qk_norm else 0
     doubled = model.norms == "both"
     norms *= 2 if doubled else 1
     # A pass of its own over the queries, and over the gradients of what each half of a layer adds.
     rope += 2 * item * query if model.query_factor != 1.0 else 0
     forward = 2 * norms + residual + (3 if model.gated_mlp else 2) * item * intermediate + rope + layout
-    backward = 5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + bias
+    backward = (
+        5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + item * biases
+    )
     num_kernels = (5 if intermediate else 4) + (1 if rope else 0) + (1 if layout else 0) + (2 if model.qk_norm else 0)
     num_kernels += (2 if doubled else 0) + (1 if model.query_factor != 1.0 else 0)
-    return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, num_kernels + 2)
+    backward_kernels = num_kernels + 2 + num_sums
+    return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, backward_kernels)
+
+
+def _bias_gradients(work: Work) -> tuple[float, int]:
+    """Elements a token that a layer's gradients of biases sum, and the number of sums: one over each biased result."""
+    model = work.model
+    query, key = _widths(work)
+    found: list[float] = []
+    if model.attention_bias or model.qkv_bias:
+        found.append(query + 2 * key)
+    if model.attention_bias:
+        found.append(model.hidden_size / work.stream_cut)
+    if model.mlp_bias and model.mlp_size:
+        found += [math.ceil(model.mlp_size / work.rows), model.hidden_size / work.stream_cut]
+    return sum(found), len(found)
 
 
 @lru_cache(maxsize=65536)
@@ -341,7 +359,7 @@ def _logits_seconds(device: Device, work: Work, accumulate: bool) -> BlockSecond
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     # The hidden size is whole: tensor columns cut the vocabulary, too.
     words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
-    logits = _LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
+    logits = LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
     if model.scales.logit_cap:
         logits += 4 * item * tokens * words  # the cap and its slopes, read and written
     norm = item * tokens * hidden / work.stream_cut

@@ -2,21 +2,26 @@
 
 import functools
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.validation import fsdp, fsmoe_layers, nearest
+from bench.validation import composer, fsdp, fsmoe_layers, nearest
 from bench.validation.__main__ import NEAREST, PAGE, page, tables
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import ring_s
+from terrace.cluster.kernels import Kernels
 from terrace.cluster.presets import load_cluster, preset_names
-from terrace.model.config import num_params
+from terrace.model.config import block_specs, num_params
 from terrace.plan.presets import preset
 from terrace.simulate.bands import CPU, band_of, csv_text, tie_share, validated
+from terrace.simulate.kernels import gemm_s, memory_s
+from terrace.simulate.layers import seconds_of
 from terrace.simulate.work import Work
 from tests.support.one_bus import on_one_bus_s
 
@@ -51,13 +56,16 @@ def test_errors_are_within_their_limits(title: str) -> None:
 
 
 def test_h100_rows_are_no_longer_too_fast() -> None:
-    """The bias was -26 % with the constants of an A100."""
-    assert abs(_tables()["MosaicML, MPT with FSDP on H100"].bias) <= 0.05
+    """The bias was -26 % with the constants of an A100; rows without recomputation are nearer than those with it."""
+    table = _tables()["MosaicML, MPT with FSDP on H100"]
+    assert abs(table.bias) <= 0.055
+    kept = [row.error for row in table.rows if row.cells[-1] == "no"]
+    assert abs(statistics.fmean(kept)) <= 0.04
 
 
 def test_no_table_is_left_out() -> None:
     assert list(_tables()) == TITLES
-    assert [len(table.rows) for table in _tables().values()] == [10, 139, 64, 6, 10, 6, 10, 2, 18, 4, 2, 3]
+    assert [len(table.rows) for table in _tables().values()] == [10, 139, 64, 12, 10, 6, 10, 2, 18, 4, 2, 3]
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -174,8 +182,64 @@ def test_a_ring_over_all_devices_by_hand() -> None:
 
 def test_gradients_under_fsdp_by_hand() -> None:
     """In bf16 joined and divided, read and written each; with a reduction in fp32 cast in between."""
-    assert fsdp.gradient_bytes(2) == 4 + 4
-    assert fsdp.gradient_bytes(4) == 4 + 6 + 8
+    assert composer.gradient_bytes(2) == 4 + 4
+    assert composer.gradient_bytes(4) == 4 + 6 + 8
+
+
+def test_shards_under_fsdp_by_hand() -> None:
+    """Divided and added in fp32, but for the first micro-batch; a reduction in bf16 is cast in between."""
+    old, new = composer.SOFTWARE["PURE"], composer.SOFTWARE["DEFAULT"]
+    assert (composer.shard_bytes(new, 1.0), composer.shard_bytes(old, 1.0)) == (8, 4 + 6)
+    assert composer.shard_bytes(new, 4.0) == 8 + 12 * 3 / 4
+    assert composer.shard_bytes(new, 0.5) == 8
+
+
+@pytest.mark.parametrize("mixed_precision", list(composer.SOFTWARE))
+def test_an_early_end_of_recomputation_leaves_out_the_last_product(mixed_precision: str) -> None:
+    software, work = composer.SOFTWARE[mixed_precision], _mpt("7b", "full")
+    device, layer = load_cluster("dgx-h100").device, block_specs(work.model)[1]
+    found = composer.layer_seconds(device, work, layer, software)
+    stream_s = memory_s(device, 2 * 2048 * 4096)
+    last_s = gemm_s(device, 2048, 4 * 4096, 4096) + stream_s * 3 - 2 * device.kernels.launch_s
+    assert found.forward_s - found.again_s == pytest.approx(last_s if software.stops_early else 0.0)
+    plain = composer.layer_seconds(device, _mpt("7b", "none"), layer, software)
+    assert plain.again_s == 0.0
+    joined_s = 6 * (stream_s - device.kernels.launch_s) + device.kernels.launch_s
+    assert plain.input_s == pytest.approx(seconds_of(device, _mpt("7b", "none"), layer).input_s + joined_s)
+
+
+def test_the_head_passes_over_its_logits_by_hand() -> None:
+    """With memory alone: 34 bytes a logit, 14 of the norm, operands of three products, the sum of a tied matrix."""
+    ideal = replace(load_cluster("dgx-a100").device, kernels=Kernels(), peak_flops_per_s={"bf16": 1e30})
+    work = _mpt("125m", "none")
+    tokens, hidden, vocab = 2048, 768, fsdp.VOCAB
+    operands = 3 * 2 * (tokens * hidden + hidden * vocab + tokens * vocab)
+    num_bytes = 34 * tokens * vocab + 14 * tokens * hidden + operands + 6 * vocab * hidden
+    assert composer.head_s(ideal, work) == pytest.approx(num_bytes / ideal.memory_bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize("mixed_precision", list(composer.SOFTWARE))
+def test_messages_of_a_micro_batch_add_up(mixed_precision: str) -> None:
+    """Those beside computing and those alone are all of them, but for what look-ups hide of two."""
+    software, work = composer.SOFTWARE[mixed_precision], _mpt("7b", "none")
+    cluster = load_cluster("dgx-h100").resized(4)
+    _, beside_s, alone_s = composer.micro_batch_s(cluster, work, software, 2.0)
+    specs = block_specs(work.model)
+    outer, layer = specs[0].num_trainable + specs[-1].num_trainable, specs[1].num_trainable
+    sent = [(2, outer), (software.reduced_bytes, outer)] + 32 * [
+        (4, layer / 2),
+        (2, layer),
+        (software.reduced_bytes, layer),
+    ]
+    all_s = sum(ring_s(cluster, (8, 4), size * numel) for size, numel in sent)
+    look_up = seconds_of(cluster.device, work, specs[0])
+    assert beside_s + alone_s <= all_s
+    assert beside_s + alone_s >= all_s - look_up.forward_s - look_up.backward_s - 1e-9
+    assert alone_s > 0.0
+
+
+def _mpt(name: str, recompute: Literal["none", "full"]) -> Work:
+    return Work(model=gpt(*fsdp.SHAPES[name], 2048, fsdp.VOCAB), sequence=2048, recompute=recompute)
 
 
 def test_presets_mark_nothing_as_measured_or_fitted() -> None:
