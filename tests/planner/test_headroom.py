@@ -7,7 +7,7 @@ import pytest
 
 from terrace.cluster.headroom import headroom_bytes
 from terrace.planner.headroom import WIDER, headrooms
-from terrace.planner.ranking import ranked
+from terrace.planner.ranking import Estimate, ranked
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
@@ -21,14 +21,20 @@ def with_memory(task: Task, memory_bytes: float, headroom: str = "0%") -> Task:
     return replace(task, cluster=replace(task.cluster, device=device))
 
 
+TASK, TWO = small_task(CLUSTERS["frontier 2x2x2"], batch=32), ("data", "tensor")
+
+
+@pytest.fixture(scope="module")
+def everything() -> list[Estimate]:
+    """Every plan of the search below, whatever it needs."""
+    return exhaustive(Space(task=TASK, axes=TWO), evaluator_of(TASK), math.inf)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.2])
-def test_the_fastest_plans_by_headroom_are_those_of_trying_everything(share: float) -> None:
-    task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
-    axes = ("data", "tensor")
-    everything = exhaustive(Space(task=task, axes=axes), evaluator_of(task), math.inf)
+def test_the_fastest_plans_by_headroom_are_those_of_trying_everything(everything: list[Estimate], share: float) -> None:
     needs = sorted(each.needed_bytes for each in everything)
     memory = needs[int(share * (len(needs) - 1))]
-    space = Space(task=with_memory(task, memory), axes=axes)
+    space = Space(task=with_memory(TASK, memory), axes=TWO)
     found, evaluator = find(space)
     wider = ("2%", "5%", "10%", "15%", "20%", "30%", "90%")
     rooms = headrooms(space, evaluator, found.best[0], 10**6, wider)
