@@ -25,18 +25,24 @@ def with_memory(task: Task, memory_bytes: float, headroom: str = "0%") -> Task:
     return replace(task, cluster=replace(task.cluster, device=device))
 
 
+TASK, TWO = small_task(CLUSTERS["frontier 2x2x2"], batch=32), ("data", "tensor")
+
+
 def _first(task: Task, evaluator: Evaluator, fitting: Sequence[Estimate]) -> Estimate:
     return settle(task, ranked(evaluator.played(each.candidate) for each in fitting[:FINALISTS])).best[0]
 
 
+@pytest.fixture(scope="module")
+def everything() -> list[Estimate]:
+    """Every plan of the search below, whatever it needs."""
+    return exhaustive(Space(task=TASK, axes=TWO), evaluator_of(TASK), math.inf)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.2])
-def test_the_fastest_plans_by_headroom_are_those_of_trying_everything(share: float) -> None:
-    task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
-    axes = ("data", "tensor")
-    everything = exhaustive(Space(task=task, axes=axes), evaluator_of(task), math.inf)
+def test_the_fastest_plans_by_headroom_are_those_of_trying_everything(everything: list[Estimate], share: float) -> None:
     needs = sorted(each.needed_bytes for each in everything)
     memory = needs[int(share * (len(needs) - 1))]
-    space = Space(task=with_memory(task, memory), axes=axes)
+    space = Space(task=with_memory(TASK, memory), axes=TWO)
     found, evaluator = find(space)
     wider = ("2%", "5%", "10%", "15%", "20%", "30%", "90%")
     first = settle(space.task, found.best).best[0]

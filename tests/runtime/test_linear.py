@@ -21,6 +21,7 @@ from terrace.runtime.linear import Matrix
 from terrace.runtime.step_runner import StepRunner
 from tests.support.adopted import Adopted, Experts
 from tests.support.allocations import allocated
+from tests.support.nightly import in_turns
 from tests.support.parity import ADAMW, exact
 from tests.support.toys import MODELS, cluster_of, make_batch
 
@@ -370,9 +371,17 @@ def train(model_name: str, compute: str, delay: bool, **changes: Any) -> tuple[T
     return torch.cat(owned), (delayed.longest if delayed else 0)
 
 
-@pytest.mark.parametrize("model", ["toy", "llama tied", "gpt2", "gpt_neox", "mixture, shared expert"])
-@pytest.mark.parametrize("compute", ["fp64", "fp32"])  # added up in place, and in a buffer
-@pytest.mark.parametrize("changes", [{}, {"unit": 2, "recompute": ("*",)}], ids=["plain", "units, recomputed"])
+# Added up in place in fp64, in a buffer in fp32.
+@pytest.mark.parametrize(
+    ("model", "compute", "changes"),
+    in_turns(
+        3,
+        ["toy", "llama tied", "gpt2", "gpt_neox", "mixture, shared expert"],
+        ["fp64", "fp32"],
+        [{}, {"unit": 2, "recompute": ("*",)}],
+    ),
+    ids=str,
+)
 def test_computed_later_a_weight_gradient_has_the_same_bits(model: str, compute: str, changes: dict[str, Any]) -> None:
     at_once, _ = train(model, compute, delay=False, **changes)
     later, waited = train(model, compute, delay=True, **changes)

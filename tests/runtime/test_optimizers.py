@@ -34,7 +34,7 @@ from terrace.simulate.events import simulate
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_blocks
 from tests.support.differing import differing, undeclared
-from tests.support.nightly import nightly
+from tests.support.nightly import in_turns
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
@@ -157,9 +157,9 @@ NIGHTLY: list[tuple[Sizes, Case]] = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ALL.values(), ids=ALL)
-@pytest.mark.parametrize(("sizes", "case"), [*CASES, *nightly(*NIGHTLY)], ids=case_words)
-def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case, optimizer: OptimizerConfig) -> None:
+@pytest.mark.parametrize(("name", "row"), in_turns(4, ALL, [*CASES, *NIGHTLY]), ids=case_words)
+def test_every_plan_equals_one_process(pool: LocalPool, name: str, row: tuple[Sizes, Case]) -> None:
+    (sizes, case), optimizer = row, ALL[name]
     cluster = cluster_of(*sizes)
     case = replace(case, optimizer=optimizer, num_steps=NUM_STEPS)
     (outcomes,) = run(pool, cluster, [case])
