@@ -27,7 +27,7 @@ from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
 from terrace.planner.expert_tiers import alternatives
 from terrace.planner.explain import preset_verdicts, reasons
-from terrace.planner.formats import Allowed, Searched, parse_allowed
+from terrace.planner.formats import Allowed, Searched, of_every_class, parse_allowed
 from terrace.planner.headroom import headrooms
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
 from terrace.planner.narrow_states import parse_ways
@@ -85,6 +85,13 @@ def add_parser(commands: Any) -> None:
         "optimizer_states=int8, master=bf16; or tensor messages be cut: tensor_chunks=4, or fused with products: "
         "tensor_chunks=fused",
     )
+    parser.add_argument(
+        "--allow-rounding",
+        action="append",
+        default=[],
+        metavar="FORMAT",
+        help="let messages of every class that can be rounded travel in this format, as --allow for each of them: int8",
+    )
     parser.add_argument("--plan", metavar="NAME|FILE", help="a plan to compare with the best, its keys as --plan.key")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, as 300e9: adds time and device-hours")
     parser.add_argument(
@@ -129,6 +136,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     chunks, texts = take_chunks(options.allow, task)
     products, texts = take_products(texts, task)
     ways, formats = parse_ways(texts, task)
+    for each in options.allow_rounding:
+        formats += of_every_class(each, task, islands=bounds is not None)
     allowed = parse_allowed(formats, task, islands=bounds is not None)
     pins, rows = parse_pins(options.pin, task.cluster, schedule_names()), rows_of(allowed, tiers)
     if bounds is not None:
@@ -214,7 +223,8 @@ def _show(
     if loop is None and (rests := hidden_words(hidden_between_nodes(predict_step(step_of(task, plan))))):
         print(f"{filled(rests)}\n")
     if allowed:
-        print(f"{filled(formats_words(allowed, plan, best.step_s, searched.plain_s))}\n")
+        words_of_formats = formats_words(allowed, plan, best.step_s, searched.plain_s)
+        print("\n".join(map(filled, words_of_formats.splitlines())) + "\n")
     for words in (*answers.used, answers.stored):
         if words:
             print(f"{filled(words)}\n")

@@ -194,12 +194,14 @@ def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
 
 
 def figures_words(task: Task, estimate: Estimate, band: Band, *, full: bool = False) -> str:
-    """Utilisations with their formulas, a line each; with `full` also MFU with the full square of attention."""
-    used = percent(mfu(task, estimate))
-    lines = [f"MFU {used} ({band}) = 3 x forward FLOPs (causal) / (step x devices x peak)"]
+    """Utilisations with their formulas, a line each; with `full` also with the full square of attention."""
+    lines = [
+        f"MFU {percent(mfu(task, estimate))} ({band}) = 3 x forward FLOPs (causal) / (step x devices x peak)",
+        f"HFU {percent(hfu(task, estimate))} ({band}) = the same with forwards that run again",
+    ]
     if full:
-        lines.append(f"MFU {percent(mfu(task, estimate, full=True))} = the same with attention's full square")
-    lines.append(f"HFU {percent(hfu(task, estimate))} = the same with its full square and forwards that run again")
+        square = f"MFU {percent(mfu(task, estimate, full=True))}, HFU {percent(hfu(task, estimate, full=True))}"
+        lines.append(f"with attention's full square: {square} ({band})")
     return "\n".join(lines)
 
 

@@ -8,14 +8,16 @@ import pytest
 from terrace.cli.main import main
 from terrace.model.config import parse_model
 from terrace.plan.presets import preset
-from terrace.planner.figures import mfu
+from terrace.planner.figures import hfu, mfu
 from terrace.planner.scaling import evaluate_plan
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Candidate, Placement
 from terrace.planner.ties import slowest_tier
 from terrace.simulate.bands import band_of
 from terrace.train.config import resolve
 from terrace.train.utilisation import step_flops
 from tests.support.mixtures import mixture
-from tests.support.planner_cases import CLUSTERS, small_task
+from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, small_task
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]
@@ -89,9 +91,11 @@ def test_utilisation_has_the_full_square_beside_it_where_it_is_asked_for(here: P
     plain = here.say(*words, batch=64).out
     assert "attention's full square" not in plain
     asked = here.say(*words, "--force", "--full-attention-flops", batch=64).out
-    shares = [float(share) for share in re.findall(r"MFU ([\d.]+) %(?: \(\+-\d+ %\))? = ", asked)]
-    assert len(shares) == 2
-    assert shares[0] < shares[1]
+    mfu_s, hfu_s = ([float(share) for share in re.findall(rf"{name} ([\d.]+) %", asked)] for name in ("MFU", "HFU"))
+    assert len(mfu_s) == len(hfu_s) == 2
+    assert mfu_s[0] < mfu_s[1]
+    assert hfu_s[0] < hfu_s[1]
+    assert re.search(r"HFU [\d.]+ % \(\+-\d+ %\) = the same with forwards that run again", plain)
     assert main(["scale", "--plan", "plan.toml", "--full-attention-flops"]) == 0
     assert here.out().count("MFU, full square") == 2
     assert main(["scale", "--plan", "plan.toml"]) == 0
@@ -110,7 +114,23 @@ def test_utilisation_of_a_plan_is_that_of_its_run(window: int, mixed: bool) -> N
     flops = step_flops(model, task.blocks, plan, task.batch, task.sequence)
     possible = cost.step_s * task.cluster.world_size * task.peak_flops_per_s
     assert mfu(task, cost) == pytest.approx(flops.model / possible, rel=1e-12)
-    assert mfu(task, cost, full=True) == pytest.approx(flops.hardware / possible, rel=1e-12)
+    assert mfu(task, cost, full=True) == pytest.approx((flops.model + flops.masked) / possible, rel=1e-12)
+
+
+def test_hardware_utilisation_of_a_plan_is_that_of_its_run() -> None:
+    """Without what a causal mask hides; the full square only where it is asked for."""
+    task = small_task(CLUSTERS["dgx 4x2"], batch=8, model=parse_model(LLAMA))
+    for recompute in (0, 1):
+        candidate = Candidate(1, 1, SERIAL, recompute, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
+        cost = evaluator_of(task).evaluate(candidate)
+        entries = task.recomputed(candidate.recompute, candidate.first)
+        plan = replace(preset("ddp", task.cluster), recompute=entries)
+        flops = step_flops(task.model, task.blocks, plan, task.batch, task.sequence)
+        possible = cost.step_s * task.cluster.world_size * task.peak_flops_per_s
+        assert hfu(task, cost) == pytest.approx(flops.hardware / possible, rel=1e-12)
+        square = flops.hardware + flops.masked + flops.masked_again
+        assert hfu(task, cost, full=True) == pytest.approx(square / possible, rel=1e-12)
+        assert (hfu(task, cost) > mfu(task, cost)) == bool(recompute)
 
 
 LLAMA = {

@@ -257,7 +257,8 @@ def test_utilisation_follows_its_formula() -> None:
     # Of a causal row of 256 keys, 128.5 are seen in the mean.
     half = attention * 128.5 / 256 - attention
     assert mfu(task, estimate) == pytest.approx((model_flops + 72 * tokens * layers * hidden**2 * half) / possible)
-    assert hfu(task, estimate) == pytest.approx(hardware / possible)
+    assert hfu(task, estimate, full=True) == pytest.approx(hardware / possible)
+    assert hfu(task, estimate) == pytest.approx((hardware + 96 * tokens * layers * hidden**2 * half) / possible)
 
 
 def test_every_preset_gets_a_verdict() -> None:
