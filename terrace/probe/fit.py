@@ -154,15 +154,14 @@ def fit_attention(
     How shares fall with small heads and short rows is taken from the device.
     """
     name = "attention" if kernel == "sdpa" else "flash2"
+
+    def price(tried: Device, way: int) -> list[float]:
+        return _attention_s(tried, samples, kernel)[way]
+
     ways = [[each.forward_s for each in samples], [each.backward_s for each in samples]]
-    forward, error = _fit_share(
-        device, name, lambda tried: _attention_s(tried, samples, kernel)[0], ways[0], "attention"
-    )
+    forward, error = _fit_share(device, name, lambda tried: price(tried, 0), ways[0], "attention")
     device = _with(device, **{name: forward})  # a share backward counts only beside one forward
-    name += "_backward"
-    backward, worse = _fit_share(
-        device, name, lambda tried: _attention_s(tried, samples, kernel)[1], ways[1], "attention"
-    )
+    backward, worse = _fit_share(device, f"{name}_backward", lambda tried: price(tried, 1), ways[1], "attention")
     return forward, backward, (error + worse) / 2
 
 

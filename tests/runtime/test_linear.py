@@ -27,6 +27,9 @@ from tests.support.toys import MODELS, cluster_of, make_batch
 
 TOLERANCE = 1e-12
 SIZE = 4  # of the square matrices of `Mixed`
+LATER = ["toy", "llama tied", "gpt2", "gpt_neox", "mixture, shared expert"]  # models of delayed gradients
+DTYPES = ["fp64", "fp32"]  # added up in place, and in a buffer
+PLANS: list[dict[str, Any]] = [{}, {"unit": 2, "recompute": ("*",)}]
 
 
 def reference(original: nn.Module, backwards: list[Callable[[nn.Module], Tensor]]) -> dict[str, Tensor]:
@@ -371,17 +374,7 @@ def train(model_name: str, compute: str, delay: bool, **changes: Any) -> tuple[T
     return torch.cat(owned), (delayed.longest if delayed else 0)
 
 
-# Added up in place in fp64, in a buffer in fp32.
-@pytest.mark.parametrize(
-    ("model", "compute", "changes"),
-    in_turns(
-        3,
-        ["toy", "llama tied", "gpt2", "gpt_neox", "mixture, shared expert"],
-        ["fp64", "fp32"],
-        [{}, {"unit": 2, "recompute": ("*",)}],
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("model", "compute", "changes"), in_turns(3, LATER, DTYPES, PLANS), ids=str)
 def test_computed_later_a_weight_gradient_has_the_same_bits(model: str, compute: str, changes: dict[str, Any]) -> None:
     at_once, _ = train(model, compute, delay=False, **changes)
     later, waited = train(model, compute, delay=True, **changes)

@@ -348,12 +348,8 @@ def _as_seen(text: str) -> str:
 
 
 def test_utilisation_is_a_share_of_all_devices() -> None:
-    used = Utilisation(
-        flops=StepFlops(products=60, attention=20, again=20, masked=1, masked_again=1),
-        num_devices=4,
-        peak_flops_per_s=10.0,
-        origin="x",
-    )
+    flops = StepFlops(products=60, attention=20, again=20, masked=1, masked_again=1)
+    used = Utilisation(flops=flops, num_devices=4, peak_flops_per_s=10.0, origin="x")
     assert (used.mfu(4.0), used.hfu(4.0)) == (0.5, 0.625)
 
 
