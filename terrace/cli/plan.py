@@ -49,7 +49,7 @@ from terrace.report.loops import chunks_words, formats_words, loop_words, produc
 from terrace.report.plans import figures_words, headrooms_table, hidden_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, seconds, sent_table
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
-from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words
+from terrace.report.uncertainty import filled, plan_bands_words, search_words, ties_words, widest_band
 from terrace.simulate.advice import Job, worst_words
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.hidden import hidden_between_nodes
@@ -241,17 +241,19 @@ def _show(
     print(f"{filled(figures_words(whole, shown, band, full=options.full_attention_flops))}\n")
     _show_figures(whole, plan, shown, band, console)
     rooms = headrooms(space, searched.evaluator, best, options.limit)
-    console.print(headrooms_table(task, rooms, f"the fastest plan {of}for each headroom"))
+    title = f"the fastest plan {of}for each headroom{widest_band(task, [room.best for room in rooms])}"
+    console.print(headrooms_table(task, rooms, title))
     # After the tables above, since the verdicts simulate further plans.
     why = "why this plan: what one change would cost" + (" an island" if loop is not None else "")
     near = reasons(space, searched.evaluator, best.candidate)
-    console.print(verdicts_table(near, best, why))
+    console.print(verdicts_table(near, best, why + widest_band(task, [each.estimate for each in near])))
     if plan.experts:
         step = step_of(task, _chosen(task, best))
         lines = experts_words(plan), alternatives_words(predict_step(step), alternatives(step))
         print(filled("\n".join(filter(None, lines))) + "\n")
     presets = preset_verdicts(task, space.pins)
-    console.print(verdicts_table(presets, best, "why no preset, each with its best numbers"))
+    title = "why no preset, each with its best numbers" + widest_band(task, [each.estimate for each in presets])
+    console.print(verdicts_table(presets, best, title))
     if options.outer is None and waits_outside(task, plan, best):
         tier = task.cluster.tiers[-1].name
         words = (

@@ -149,7 +149,7 @@ class StepView:
     def advice(self) -> str:
         # A page shows all candidates, and is written first.
         found = vars(self).get("candidates") or best_changes(step_of(self.run), self.predicted)
-        return advice_words(found, self.recorded.step_s)
+        return advice_words(found, self.recorded.step_s, self.band)
 
     def page(self) -> str:
         """HTML page of the step."""

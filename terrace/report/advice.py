@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 from terrace.report.tables import seconds
+from terrace.simulate.bands import Band
 from terrace.simulate.change import Change, best_change
 from terrace.simulate.recording import COMPUTE, Recording
 
@@ -26,8 +27,8 @@ _FEWEST = 20  # letters of a line, however narrow the screen: the ruler below ne
 _BUSY = 0.1  # share of a letter's time from which a lane shows its message instead of a blank
 
 
-def advice_words(candidates: Sequence[Change], step_s: float) -> str:
-    """The best change of the plan and of the cluster, with the step time each leads to."""
+def advice_words(candidates: Sequence[Change], step_s: float, band: Band) -> str:
+    """The best change of the plan and of the cluster, with the step time each leads to and the band of the plan's."""
     found = {kind: best_change(list(candidates), step_s, kind) for kind in ("plan", "cluster")}
     if not any(found.values()):
         return "No change of one thing makes it shorter."
@@ -36,7 +37,7 @@ def advice_words(candidates: Sequence[Change], step_s: float) -> str:
     for kind, best in sorted(found.items(), key=lambda item: item[1].step_s if item[1] else float("inf")):
         if best is not None:
             change = 100 * (best.step_s / step_s - 1)
-            gain = f"{seconds(best.step_s)}, {change:.{0 if change <= -1 else 1}f} %"
+            gain = f"{seconds(best.step_s)} {band}, {change:.{0 if change <= -1 else 1}f} %"
             note = f"; {best.note}" if best.note else ""
             parts.append(f"in the {kind}, {best.words} (step {gain}{note})")
     return f"Best next change: {'; '.join(parts)}."

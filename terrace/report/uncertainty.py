@@ -1,7 +1,7 @@
 """How far predicted figures may miss, in words: bands, plans that tie, how much a search has proved."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from terrace.base.words import counted
 from terrace.plan.plan import Plan
@@ -33,6 +33,12 @@ def scaling_bands_words(points: Sequence[Point], plan: Plan, tier: str) -> str:
     return _bands_words(
         tier, [str(point.num_outermost) for point in ran], [band_of(point.task.cluster, plan) for point in ran]
     )
+
+
+def widest_band(task: Task, estimates: Iterable[Estimate | None]) -> str:
+    """The widest band of these plans' steps, for the title of a table, after a comma; "" without a plan."""
+    bands = [band_of(task.cluster, plan_of(task, each.candidate)) for each in estimates if each is not None]
+    return f", steps {max(bands, key=lambda band: band.share)}" if bands else ""
 
 
 def _bands_words(what: str, names: Sequence[str], bands: Sequence[Band]) -> str:

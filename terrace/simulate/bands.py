@@ -2,7 +2,7 @@
 
 `validated.csv` has the rows of docs/validation.md that are of whole steps, and those of predictions on probed CPUs
 (docs/benchmarks/slow-predictions.md, docs/probing.md): the generation of the device, the axes beside data, the number
-of devices, and the error. `python -m bench.validation` writes it; tests/bench/test_nearest.py holds it to the rows.
+of devices, and the error. `python -m bench.validation` writes it; tests/bench/test_validation.py holds it to the rows.
 
 A row misses by the factor between both figures, less one: 8 % where the larger is 1.08 times the smaller. So one band
 serves seconds and rates. The band of a plan, `band_of`:

@@ -16,6 +16,8 @@ from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
 from terrace.report.page import lanes_timeline, page_html
 from terrace.report.palette import MESSAGES, PAPER, PIPELINE, ROLES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
+from terrace.report.tables import seconds
+from terrace.simulate.bands import Band
 from terrace.simulate.change import Change
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
@@ -25,6 +27,8 @@ from terrace.simulate.step import Step
 from tests.support.pages import BLOCKS, checked, cluster_of, price, recorded
 
 GLYPH = 7.2  # of 12 units: wider than the mean of any common sans-serif
+
+BAND = Band(share=0.08, words="of no rows")
 
 
 def step_of(program: Program) -> Step:
@@ -40,7 +44,7 @@ def step_of(program: Program) -> Step:
 
 def page_of(recording: Recording, candidates: list[Change] | None = None, subtitle: str = "a model") -> str:
     found = candidates or []
-    advice = advice_words(found, recording.report.step_s)
+    advice = advice_words(found, recording.report.step_s, BAND)
     curve, path = memory_curve(recording), critical_path(recording)
     return page_html(recording, curve, path, found, subtitle=subtitle, advice=advice)
 
@@ -301,8 +305,8 @@ def test_the_text_timeline_has_a_line_a_lane(name: str) -> None:
 def test_advice_names_the_best_of_the_plan_and_of_the_cluster() -> None:
     recording = recorded("zero3")
     found = changes(step_of(recording.program))
-    words = advice_words(found, recording.report.step_s)
+    words = advice_words(found, recording.report.step_s, BAND)
     for kind in ("plan", "cluster"):
         best = min((change for change in found if change.kind == kind), key=lambda change: change.step_s)
-        assert f"in the {kind}, {best.words} (step " in words
-    assert advice_words([], 1.0) == "No change of one thing makes it shorter."
+        assert f"in the {kind}, {best.words} (step {seconds(best.step_s)} +-8 %, " in words
+    assert advice_words([], 1.0, BAND) == "No change of one thing makes it shorter."

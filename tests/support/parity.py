@@ -79,7 +79,9 @@ class Case:
 
 
 def case_words(value: object) -> str:
-    """The name of a parameter of a test, which may be a case."""
+    """The name of a parameter of a test, which may be a case, or sizes and a case."""
+    if isinstance(value, tuple) and any(isinstance(each, Case) for each in value):
+        return " ".join(map(case_words, value))
     return f"{value.plan.name} {value.model}" if isinstance(value, Case) else str(value)
 
 
